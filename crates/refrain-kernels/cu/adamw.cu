@@ -109,7 +109,7 @@ inline bool is_finite(float x) { return (__float_as_uint(x) & 0x7f800000u) != 0x
 
 // Factors shared by all elements.
 struct Step {
-    float clip, beta1, rest1, beta2, rest2, eps, rate, root, kept;
+    float clip, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, rate, root, kept;
 };
 
 inline Step step_of(i32 count, const float* params, float sum_squares) {
@@ -127,8 +127,8 @@ inline Step step_of(i32 count, const float* params, float sum_squares) {
 // Updates one element; `kept` is the factor that weight decay applies.
 inline void apply(const Step& s, float kept, float grad, float& m, float& v, float& w) {
     float clipped = grad * s.clip;
-    m = s.beta1 * m + s.rest1 * clipped;
-    v = s.beta2 * v + s.rest2 * (clipped * clipped);
+    m = s.beta1 * m + s.one_minus_beta1 * clipped;
+    v = s.beta2 * v + s.one_minus_beta2 * (clipped * clipped);
     w = w * kept - s.rate * (m / (sqrtf(v) / s.root + s.eps));
 }
 

@@ -248,7 +248,7 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
             if (lane + 32 * j < half) turn_of(position, freqs[j], s.magnitude, sines[j], cosines[j]);
         }
         core.plan(seen, tiles, k_cache, v_cache, own, s.warp_bytes, lane);
-        core.begin(seen, tiles, s.early != 0);
+        core.prefetch(seen, tiles, s.early != 0);
 
         wait_for_previous();
 #pragma unroll
@@ -266,10 +266,10 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
         i32 held_now = seen.block_of(tiles.position(lane));
         tiles.ahead = seen.block_of(tiles.position(32 + lane));
         new_block = holds_new && seen.is_listed(seen.end) ? seen.table[seen.end >> s.kv_shift] : -1;
-        core.go_on(seen, tiles, s.early != 0);
+        core.prefetch_remaining(seen, tiles, s.early != 0);
         bool same = position == position_now && seq == seq_now && tiles.held == held_now;
         if (__ballot_sync(ALL_LANES, !same) == 0) break;
-        core.drop();
+        core.drain();
         position = position_now;
         seq = seq_now;
     }
@@ -352,7 +352,7 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
         if (lane == 0) new_scores[from_last] = cap > 0.0f ? capped(score, cap) : score;
     }
     core.run(seen, tiles, turned, queries, cap);
-    core.leave((float*)own, shares[warp]);
+    core.finish((float*)own, shares[warp]);
     __syncthreads();
 
     // Each warp merges its part of the heads, four elements per lane: first the results of the block's warps,
@@ -386,10 +386,10 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
     }
 
     u32 n_blocks = 1u << blocks_shift, stride = head_dim / 4;
-    Partial* left_by = (Partial*)partials + (head_row << s.splits_shift) * stride + d;
+    Partial* head_partials = (Partial*)partials + (head_row << s.splits_shift) * stride + d;
     if (stores) {
-        left_by[split * stride].sum = all.sum;
-        left_by[split * stride].scale = make_float4(all.top, all.total, 0.0f, 0.0f);
+        head_partials[split * stride].sum = all.sum;
+        head_partials[split * stride].scale = make_float4(all.top, all.total, 0.0f, 0.0f);
     }
     __syncwarp();
     bool last = false;
@@ -399,7 +399,7 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
     if (!last) return;
     all.clear();
     // Heads and elements that do not exist have no partials.
-    if (is_there) add_partials<GROUPS>(all, left_by, member, n_blocks, stride);
+    if (is_there) add_partials<GROUPS>(all, head_partials, member, n_blocks, stride);
     all.add_lanes(PART);
     if (stores) result.store(out, all.mean());
 }

@@ -101,14 +101,14 @@ template <typename T, int DIMS, int HEADS> struct Lanes {
     }
 
     // Plain loads go through the L1 cache, which is certain to hold new data only after the wait.
-    inline void begin(const Seen&, Tiles&, bool) {}
+    inline void prefetch(const Seen&, Tiles&, bool) {}
 
-    inline void go_on(const Seen& seen, Tiles&, bool) {
+    inline void prefetch_remaining(const Seen& seen, Tiles&, bool) {
         load(keys, k_cache, seen, first_block);
         load(values, v_cache, seen, first_block);
     }
 
-    inline static void drop() {}
+    inline static void drain() {}
 
     inline void run(const Seen& seen, Tiles& tiles, const float (*turned)[DIMS], const Queries&, float cap) {
 #pragma unroll
@@ -208,7 +208,7 @@ template <typename T, int DIMS, int HEADS> struct Lanes {
     }
 
     // Merges the warp's rows.
-    inline void leave(float* sums, float2* shares) {
+    inline void finish(float* sums, float2* shares) {
 #pragma unroll
         for (int h = 0; h < HEADS; h++) {
             float all = max[h];

@@ -32,7 +32,7 @@ template <typename T, int DIMS, int HEADS> struct Ring {
     };
 
     const T *k_cache, *v_cache;
-    Place ring;
+    SharedPtr ring;
     u32 slots, lane;
     // The next copy: its number (in slots), its slot, and its tile's offset in the cache. Bit i of `missing`:
     // tile i (mod 32) has no block.
@@ -67,7 +67,7 @@ template <typename T, int DIMS, int HEADS> struct Ring {
     inline void plan(const Seen& seen, Tiles& tiles, const T* keys, const T* values, u8* space, u32 bytes, u32 of_warp) {
         k_cache = keys;
         v_cache = values;
-        ring = place_of(space);
+        ring = shared_ptr(space);
         slots = bytes / SLOT;
         lane = of_warp;
         issued = slot_ahead = missing = 0;
@@ -76,13 +76,13 @@ template <typename T, int DIMS, int HEADS> struct Ring {
     }
 
     // Prefetches slots before the wait; loads that the previous launch has yet to issue queue after these.
-    inline void begin(const Seen& seen, Tiles& tiles, bool all) {
+    inline void prefetch(const Seen& seen, Tiles& tiles, bool all) {
 #pragma unroll 1
         for (u32 i = 0; i < (all ? slots : slots * 2 / 3); i++) issue(seen, tiles);
     }
 
     // Prefetches the remaining slots after the wait.
-    inline void go_on(const Seen& seen, Tiles& tiles, bool had_all) {
+    inline void prefetch_remaining(const Seen& seen, Tiles& tiles, bool had_all) {
 #pragma unroll 1
         for (u32 i = had_all ? slots : slots * 2 / 3; i < slots; i++) issue(seen, tiles);
     }
@@ -98,7 +98,7 @@ template <typename T, int DIMS, int HEADS> struct Ring {
     }
 
     // Waits until no copy is in flight.
-    inline static void drop() {
+    inline static void drain() {
         copies_wait<0>();
         __syncwarp();
     }
@@ -121,7 +121,7 @@ template <typename T, int DIMS, int HEADS> struct Ring {
             u32 row = lane / CHUNKS, chunk = lane % CHUNKS;
             bool there = (missing >> issued / 2 % 32 & 1) == 0 && 8 * chunk < seen.head_dim;
             const T* source = (is_value ? v_cache : k_cache) + from;
-            Place to = ring + slot_ahead * SLOT;
+            SharedPtr to = ring + slot_ahead * SLOT;
             const u32 ROWS = 32 / CHUNKS;
 #pragma unroll
             for (u32 i = 0; i < TILE; i += ROWS) {
@@ -149,7 +149,7 @@ template <typename T, int DIMS, int HEADS> struct Ring {
         // Lane 8 i + r supplies row r of matrix i. Queries: rows r and r + 8 of one chunk, then of the next.
         // Keys: two chunks of rows r, then of rows r + 8. Values: both rows of one chunk, then of the next.
         u32 r = lane % 8, odd = lane / 8 % 2, upper = lane / 16, g = lane / 4, t = lane % 4;
-        Place query_rows = place_of(queries.parts) + (r + 8 * odd) * ROW_BYTES;
+        SharedPtr query_rows = shared_ptr(queries.parts) + (r + 8 * odd) * ROW_BYTES;
         u32 key_rows = (r + 8 * upper) * ROW_BYTES, value_rows = (r + 8 * odd) * ROW_BYTES;
         float factor = g < HEADS ? queries.factor[g] : 0.0f;
         u32 query[HOLDS_QUERIES ? DIMS / 16 : 1][4];
@@ -165,7 +165,7 @@ template <typename T, int DIMS, int HEADS> struct Ring {
             bool is_missing = (missing >> n++ % 32 & 1) != 0;
             wait_for_first();
             // All slots are in flight: the next to be refilled is the oldest.
-            Place keys = ring + slot_ahead * SLOT + key_rows;
+            SharedPtr keys = ring + slot_ahead * SLOT + key_rows;
             float s[2][4] = {};
 #pragma unroll
             for (u32 j = 0; j < DIMS / 16; j++) {
@@ -204,7 +204,7 @@ template <typename T, int DIMS, int HEADS> struct Ring {
             }
 
             wait_for_first();
-            Place values = ring + slot_ahead * SLOT + value_rows;
+            SharedPtr values = ring + slot_ahead * SLOT + value_rows;
 #pragma unroll
             for (u32 j = 0; j < DIMS / 8; j += 2) {
                 u32 v[4];
@@ -239,7 +239,7 @@ template <typename T, int DIMS, int HEADS> struct Ring {
     }
 
     // Stores the results over the ring, which is no longer used.
-    inline void leave(float* sums, float2* shares) {
+    inline void finish(float* sums, float2* shares) {
         total += __shfl_xor_sync(ALL_LANES, total, 1);
         total += __shfl_xor_sync(ALL_LANES, total, 2);
         u32 g = lane / 4, t = lane % 4;

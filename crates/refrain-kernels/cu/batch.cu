@@ -96,7 +96,7 @@ inline void bulk_copy(u32 to, const void* from, u32 bytes, u32 barrier) {
                  : "memory");
 }
 // Cache policy for data that is read once per step: it should not displace the rest of the L2 cache.
-inline u64 once() {
+inline u64 evict_first_policy() {
     u64 policy;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     return policy;
@@ -183,7 +183,7 @@ template <typename Q> struct Quantised {
         u64 policy;
         u32 lane, bytes;
 
-        inline Source(const Tile& tile, u32 unit, u32 lane) : policy(once()), lane(lane) {
+        inline Source(const Tile& tile, u32 unit, u32 lane) : policy(evict_first_policy()), lane(lane) {
             const u32 TILES = ROWS / TILE_ROWS;
             static_assert(TILES <= 32, "a lane copies one of them");
             from = lane < TILES ? unit_of(tile, lane, ROWS, unit) : nullptr;
@@ -294,7 +294,7 @@ inline void batch(float* const* ys, float* partials, u16* narrow, const u8* x, c
     u32 first_row = warp / 4 * 64 * D::GROUPS + warp % 4 * 16;  // within the block; further groups follow every 64 rows
     float acc[D::GROUPS][M / 8][4] = {};
 
-    auto leave = [&] {
+    auto epilogue = [&] {
         // Epilogue: sums go to shared memory, then out along the rows of weights. All copies into the rings
         // have completed.
         float* sums = (float*)x_ring;
@@ -357,7 +357,7 @@ inline void batch(float* const* ys, float* partials, u16* narrow, const u8* x, c
                 if (at + 3 < tile.n) to[3] = v.w;
             });
         }
-        cluster.leave();
+        cluster.finish();
     };
 
 #ifdef BULK_COPIES
@@ -460,7 +460,7 @@ inline void batch(float* const* ys, float* partials, u16* narrow, const u8* x, c
                 x_turn.next(X_SLOTS);
             }
         }
-        leave();
+        epilogue();
     }
 #else
     if (warp > WARPS) return;
@@ -505,7 +505,7 @@ inline void batch(float* const* ys, float* partials, u16* narrow, const u8* x, c
         __syncthreads();
         load(unit + AHEAD);
     }
-    if (warp < WARPS) leave();
+    if (warp < WARPS) epilogue();
 #endif
 }
 

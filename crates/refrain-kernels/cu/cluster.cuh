@@ -56,7 +56,7 @@ template <u32 N, u32 THREADS> struct Cluster {
     }
 
     // Keeps shared memory alive until all blocks have read it.
-    inline void leave() const {
+    inline void finish() const {
         if (many) wait();
     }
 };
@@ -68,7 +68,7 @@ template <u32 THREADS> inline void sync_threads() { group_wait(1, THREADS); }
 template <u32 N, u32 THREADS> struct Cluster {
     bool many, is_last = false;
     // The floats of each block, by its index.
-    static std::map<std::tuple<u32, u32, u32>, std::vector<float>>& left() {
+    static std::map<std::tuple<u32, u32, u32>, std::vector<float>>& sums_of_blocks() {
         static std::map<std::tuple<u32, u32, u32>, std::vector<float>> all;
         return all;
     }
@@ -76,16 +76,16 @@ template <u32 N, u32 THREADS> struct Cluster {
     Cluster(float* sums, bool many) : many(many) {
         sync_threads<THREADS>();
         if (!many) return;
-        if (threadIdx.x == 0) left()[{blockIdx.x, blockIdx.y, blockIdx.z}].assign(sums, sums + N);
+        if (threadIdx.x == 0) sums_of_blocks()[{blockIdx.x, blockIdx.y, blockIdx.z}].assign(sums, sums + N);
         sync_threads<THREADS>();
         is_last = true;
-        for (u32 y = 0; y < gridDim.y; y++) is_last = is_last && left().count({blockIdx.x, y, blockIdx.z}) > 0;
+        for (u32 y = 0; y < gridDim.y; y++) is_last = is_last && sums_of_blocks().count({blockIdx.x, y, blockIdx.z}) > 0;
     }
 
     float4 sum(u32 at) const {
         float4 sum = {};
         for (u32 y = 0; y < gridDim.y; y++) {
-            const float* v = left()[{blockIdx.x, y, blockIdx.z}].data() + at;
+            const float* v = sums_of_blocks()[{blockIdx.x, y, blockIdx.z}].data() + at;
             sum = {sum.x + v[0], sum.y + v[1], sum.z + v[2], sum.w + v[3]};
         }
         return sum;
@@ -96,11 +96,11 @@ template <u32 N, u32 THREADS> struct Cluster {
         for (u32 i = threadIdx.x; i < n; i += THREADS) f(i);
     }
 
-    void leave() const {
+    void finish() const {
         if (!many || !is_last) return;
         sync_threads<THREADS>();
         if (threadIdx.x == 0) {
-            for (u32 y = 0; y < gridDim.y; y++) left().erase({blockIdx.x, y, blockIdx.z});
+            for (u32 y = 0; y < gridDim.y; y++) sums_of_blocks().erase({blockIdx.x, y, blockIdx.z});
         }
     }
 };

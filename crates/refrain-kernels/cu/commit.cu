@@ -25,8 +25,8 @@
 //
 // edit
 //   words      [n_words]       u32, written
-//   edits      [n_edits]       u32: the number of edits and three unused words; then { to, from, n, unused } for each;
-//                              then their data. An edit copies n words from edits[from] to words[to]. Destinations
+//   edits      [n_edits]       u32: the number of edits and three unused words; then { to, from, n, unused } for
+//                              each; then their data. An edit copies n words from edits[from] to words[to]. Destinations
 //                              do not overlap.
 //
 // Launch       grid (16), block (256), shared 0. Words out of range of either are skipped
@@ -102,8 +102,8 @@ extern "C" __global__ __launch_bounds__(1024) void commit_i32(i32* tokens, i32* 
 
 extern "C" __global__ __launch_bounds__(256) void edit_u32(u32* words, const u32* edits, u32 n_words, u32 n_edits) {
     start();
-    for (u32 piece = blockIdx.x; piece < edits[0] && 4 * (u64)piece + 8 <= n_edits; piece += gridDim.x) {
-        const u32* p = edits + 4 + 4 * piece;
+    for (u32 edit_idx = blockIdx.x; edit_idx < edits[0] && 4 * (u64)edit_idx + 8 <= n_edits; edit_idx += gridDim.x) {
+        const u32* p = edits + 4 + 4 * edit_idx;
         u64 to = p[0], from = p[1];
         for (u32 i = threadIdx.x; i < p[2]; i += blockDim.x) {
             if (to + i < n_words && from + i < n_edits) words[to + i] = edits[from + i];

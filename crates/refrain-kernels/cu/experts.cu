@@ -88,7 +88,7 @@ template <typename Q> struct Packed {
     inline static u32 units(u32 k) { return (k + Q::COLS - 1) / Q::COLS; }
     inline static u32 row_bytes(u32 k) { return units(k) * Q::COLS / 4 * 5; }
     inline static const u8* tile(const u8* w, u32 tile, u32 k) { return w + (u64)tile * units(k) * Q::BYTES; }
-    inline static void ask(const u8* w, u32 at, const Params& p) { prefetch(tile(w, at, p.k), units(p.k) * Q::BYTES); }
+    inline static void prefetch_tile(const u8* w, u32 at, const Params& p) { prefetch(tile(w, at, p.k), units(p.k) * Q::BYTES); }
 
     // Stores a row of x as bytes; all threads of the block call it.
     inline static void keep(u8* row, const float* x, u32 k) {
@@ -144,7 +144,7 @@ template <typename Q> struct File {
         // Rows past the end repeat the last one; their results are not stored.
         return w + min(at * TILE_ROWS + threadIdx.x % 32 / 4, p.n - 1) * w_bytes(p.k);
     }
-    inline static void ask(const u8* w, u32 at, const Params& p) {
+    inline static void prefetch_tile(const u8* w, u32 at, const Params& p) {
         u32 rows = min(TILE_ROWS, p.n - at * TILE_ROWS);
         prefetch(w + at * TILE_ROWS * w_bytes(p.k), rows * (u32)w_bytes(p.k));
     }
@@ -213,7 +213,7 @@ inline void expert_gate(float* y, const float* x, const i32* ids, const u8* gate
         return;
     }
     const u8* w = (is_up ? up : gate) + id * p.expert_bytes;
-    if (tile < tiles) X::ask(w, tile, p);
+    if (tile < tiles) X::prefetch_tile(w, tile, p);
     X::keep(shared, x + (u64)blockIdx.z * p.x_stride, p.k);
     __syncthreads();
     float acc[1] = {0.0f};
@@ -240,7 +240,7 @@ inline void expert_sum(float* y, const float* x, const i32* ids, const float* we
     u32 bytes = X::row_bytes(p.k);
     for (u32 choice = warp; choice < p.n_choices; choice += 8) {
         i32 id = ids[first + choice];
-        if (is_chosen(id, p)) X::ask(down + id * p.expert_bytes, tile, p);
+        if (is_chosen(id, p)) X::prefetch_tile(down + id * p.expert_bytes, tile, p);
     }
     for (u32 choice = 0; choice < p.n_choices; choice++) {
         X::keep(shared + choice * bytes, x + (u64)(first + choice) * p.x_stride, p.k);

@@ -60,7 +60,7 @@ template <bool SIGNED> inline void multiply_bytes(i32* c, u32 a0, u32 a1, u32 b)
 #else
 template <bool SIGNED> inline void multiply_bytes(i32* c, u32 a0, u32 a1, u32 b) {
     u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    Shown& all = shown();
+    LaneExchange& all = lane_exchange();
     all.words[lane][0] = a0, all.words[lane][1] = a1, all.words[lane][2] = b;
     warp_barrier();
     for (u32 i = 0; i < 4; i++) {
@@ -184,10 +184,10 @@ struct Weights {
 };
 
 // Location of a pair, given its index over all weights: the weight, and the pair's index within it.
-struct Spot {
+struct PairLocation {
     u32 which, pair;
 
-    inline Spot(const Weights& weights, u32 of_all) {
+    inline PairLocation(const Weights& weights, u32 of_all) {
         which = 0;
         pair = of_all;
         if (pair >= weights.pairs[0]) {
@@ -209,9 +209,9 @@ struct Spot {
 // results are not stored.
 template <typename Q> inline void fetch(u8* slot, const Weights& weights, const Params& p, u32 of_all, u32 unit, u32 units) {
     const u32 PIECES = Q::BYTES / 16;
-    Spot place(weights, of_all);
-    const u8* w = place.of(weights.w);
-    u32 last = (place.of(p.n) - 1) / TILE_ROWS, tile = 2 * place.pair;
+    PairLocation location(weights, of_all);
+    const u8* w = location.of(weights.w);
+    u32 last = (location.of(p.n) - 1) / TILE_ROWS, tile = 2 * location.pair;
     const u8* first = w + ((u64)tile * units + unit) * Q::BYTES;
     const u8* second = w + ((u64)min(tile + 1, last) * units + unit) * Q::BYTES;
     for (u32 i = threadIdx.x % 32; i < 2 * PIECES; i += 32) {
@@ -276,13 +276,13 @@ inline void few(float* const* y, const u8* rows, const u8* const* w, const Param
         }
         __syncthreads();
         u32 column = threadIdx.x / PAIR_ROWS, row = threadIdx.x % PAIR_ROWS;
-        Spot place(weights, pair);
-        u32 n = place.of(p.n), at = place.pair * PAIR_ROWS + row;
+        PairLocation location(weights, pair);
+        u32 n = location.of(p.n), at = location.pair * PAIR_ROWS + row;
         if (column < p.m && column < M && at < n) {
             float sum = 0.0f;
 #pragma unroll
             for (int i = 0; i < WARPS; i++) sum += parts[set][i][column][row];
-            place.of(y)[(u64)column * n + at] = sum;
+            location.of(y)[(u64)column * n + at] = sum;
         }
         set ^= 1;
     }

@@ -61,7 +61,7 @@ struct Shared {
 };
 
 // Each warp computes this for itself.
-inline Seen look_at_rows(const Shared& sh, i32 seq) {
+inline Seen seen_by_rows(const Shared& sh, i32 seq) {
     u32 lane = threadIdx.x % 32;
     const i32 most = 0x7fffffff;
     i32 first = most, lowest = most, negative_highest = most, negative_last = most;
@@ -162,7 +162,7 @@ inline void flash(float* y, u16* narrow, const float* q, const T* k_cache, const
         }
         return block;
     };
-    auto tell = [&](i32 block, u32 tile, u32 buffer) {
+    auto publish = [&](i32 block, u32 tile, u32 buffer) {
         if (threadIdx.x < TILE) {
             u64 row = ((u64)(u32)block * s.n_kv_heads + kv_head) * s.kv_block + (tile + threadIdx.x) % s.kv_block;
             u64 at = block >= 0 && (u32)block < s.n_blocks ? row * s.head_dim : NOWHERE;
@@ -201,11 +201,11 @@ inline void flash(float* y, u16* narrow, const float* q, const T* k_cache, const
         bool done = false;
         for (u32 r = 0; r < lead && !done; r++) done = sh.last[r] >= 0 && sh.seq[r] == seq;
         if (done) continue;
-        Seen seen = look_at_rows(sh, seq);
+        Seen seen = seen_by_rows(sh, seq);
         const i32* table = tables + (u64)seq * s.max_blocks;
         u32 begin = (u32)seen.first / TILE * TILE, end = (u32)seen.last + 1, buffer = 0;
         __syncthreads();
-        tell(find(table, seq, seen, begin), begin, 0);
+        publish(find(table, seq, seen, begin), begin, 0);
         __syncthreads();
         load_keys(0);
 #pragma unroll 1
@@ -231,7 +231,7 @@ inline void flash(float* y, u16* narrow, const float* q, const T* k_cache, const
                 }
             }
             u32 there[2] = {sh.there[buffer][0], sh.there[buffer][1]};
-            tell(next, tile + TILE, buffer ^ 1);
+            publish(next, tile + TILE, buffer ^ 1);
             __syncthreads();
             if (tile + TILE < end) load_keys(buffer ^ 1);
             else copies_end_group();

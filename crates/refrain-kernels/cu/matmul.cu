@@ -109,7 +109,7 @@ inline void matmul(T* y, const T* a, const T* b, const Walk& batch, const Sizes&
         __syncthreads();
         // Into the stage that every warp left before the barrier.
         load(step + STAGES - 1);
-        Place rows = place_of(pool) + step % STAGES * STAGE_BYTES, cols = rows + A_BYTES;
+        SharedPtr rows = shared_ptr(pool) + step % STAGES * STAGE_BYTES, cols = rows + A_BYTES;
 #pragma unroll
         for (int part = 0; part < DEPTH / 16; part++) {
             u32 left[MT][4], right[NT / 2][4];
@@ -174,8 +174,8 @@ inline void matmul(T* y, const T* a, const T* b, const Walk& batch, const Sizes&
 
 // shared_bytes: 3 (64 + 128) 144; src/matmul.rs has the same numbers. The first word of the name is the
 // layout of a, the second that of b: deep along k, or flat across it.
-#define MATMUL(a_lies, DEEP_A, b_lies, DEEP_B, name, T)                                                      \
-    extern "C" __global__ __launch_bounds__(128, 2) void matmul_##a_lies##_##b_lies##_##name(                \
+#define MATMUL(a_layout, DEEP_A, b_layout, DEEP_B, name, T)                                                      \
+    extern "C" __global__ __launch_bounds__(128, 2) void matmul_##a_layout##_##b_layout##_##name(                \
         T* y, const T* a, const T* b, Walk batch, Sizes s, const T* c) {           \
         matmul<T, DEEP_A, DEEP_B>(y, a, b, batch, s, c);                                                     \
     }

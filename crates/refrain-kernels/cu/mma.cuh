@@ -31,11 +31,11 @@ inline void copy_async_bytes(void* to, const void* from, u32 n_bytes) {
 }
 
 // An address in shared memory, for address arithmetic.
-typedef u32 Place;
-inline Place place_of(const void* p) { return shared_address(p); }
+typedef u32 SharedPtr;
+inline SharedPtr shared_ptr(const void* p) { return shared_address(p); }
 
 // For rows that are read sequentially: prefetches 256 bytes into the L2 cache.
-inline void copy_async(Place to, const void* from, bool there) {
+inline void copy_async(SharedPtr to, const void* from, bool there) {
     asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0)
                  : "memory");
 }
@@ -47,22 +47,22 @@ template <int N> inline void copies_wait() { asm volatile("cp.async.wait_group %
 
 // Loads four 8 x 8 matrices; lane 8 i + r supplies the address of row r of matrix i. Each lane gets elements
 // 2t, 2t + 1 of row g of each.
-inline void load_matrices(u32* r, Place row) {
+inline void load_matrices(u32* r, SharedPtr row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                  : "r"(row)
                  : "memory");
 }
-inline void load_matrices(u32* r, const void* row) { load_matrices(r, place_of(row)); }
+inline void load_matrices(u32* r, const void* row) { load_matrices(r, shared_ptr(row)); }
 
 // The same transposed: each lane gets elements g of rows 2t and 2t + 1.
-inline void load_matrices_transposed(u32* r, Place row) {
+inline void load_matrices_transposed(u32* r, SharedPtr row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                  : "r"(row)
                  : "memory");
 }
-inline void load_matrices_transposed(u32* r, const void* row) { load_matrices_transposed(r, place_of(row)); }
+inline void load_matrices_transposed(u32* r, const void* row) { load_matrices_transposed(r, shared_ptr(row)); }
 
 #define MULTIPLY(T, name)                                                                                     \
     inline void multiply(float* c, const u32* a, const u32* b, T) {                                           \
@@ -114,37 +114,37 @@ inline void copy_async_bytes(void* to, const void* from, u32 n_bytes) {
     memset(to, 0, 16);
     memcpy(to, from, n_bytes);
 }
-typedef u8* Place;
-inline Place place_of(const void* p) { return (u8*)p; }
+typedef u8* SharedPtr;
+inline SharedPtr shared_ptr(const void* p) { return (u8*)p; }
 inline void copies_end_group() {}
 template <int N> inline void copies_wait() {}
 
 // Data that the lanes of a warp exchange; a shuffle acts as the barrier.
-struct Shown {
+struct LaneExchange {
     const u8* row[32];
     float a[32][8], b[32][4];
     u32 words[32][3];
 };
-inline Shown& shown() {
-    static Shown all[32];
+inline LaneExchange& lane_exchange() {
+    static LaneExchange all[32];
     return all[threadIdx.x / 32];
 }
 inline void warp_barrier() { shuffle(0u, threadIdx.x % 32); }
 
 inline void load_matrices(u32* r, const void* row) {
     u32 lane = threadIdx.x % 32;
-    shown().row[lane] = (const u8*)row;
+    lane_exchange().row[lane] = (const u8*)row;
     warp_barrier();
-    for (u32 i = 0; i < 4; i++) r[i] = *(const u32*)(shown().row[8 * i + lane / 4] + 4 * (lane % 4));
+    for (u32 i = 0; i < 4; i++) r[i] = *(const u32*)(lane_exchange().row[8 * i + lane / 4] + 4 * (lane % 4));
     warp_barrier();
 }
 
 inline void load_matrices_transposed(u32* r, const void* row) {
     u32 lane = threadIdx.x % 32;
-    shown().row[lane] = (const u8*)row;
+    lane_exchange().row[lane] = (const u8*)row;
     warp_barrier();
     for (u32 i = 0; i < 4; i++) {
-        const u8* const* rows = shown().row + 8 * i + 2 * (lane % 4);
+        const u8* const* rows = lane_exchange().row + 8 * i + 2 * (lane % 4);
         r[i] = *(const u16*)(rows[0] + 2 * (lane / 4)) | (u32)*(const u16*)(rows[1] + 2 * (lane / 4)) << 16;
     }
     warp_barrier();
@@ -158,7 +158,7 @@ template <typename T> inline float half_of(u32 word, bool high) {
 
 template <typename T> inline void multiply(float* c, const u32* a, const u32* b, T) {
     u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    Shown& all = shown();
+    LaneExchange& all = lane_exchange();
     for (u32 i = 0; i < 8; i++) all.a[lane][i] = half_of<T>(a[i / 2], i % 2);
     for (u32 i = 0; i < 4; i++) all.b[lane][i] = half_of<T>(b[i / 2], i % 2);
     warp_barrier();

@@ -430,7 +430,7 @@ enum Kind {
 };
 
 // Location of a tile, given its index over all weights: the weight, and the tile's index within it.
-struct Place {
+struct TileLocation {
     u32 local, which;
 
     template <Kind KIND> inline void find(u32 tile, u32 pass, const u32 (&tiles)[3]) {
@@ -470,8 +470,8 @@ struct Walk {
 // Stores one row. `left` is its sum; with a gate, `left` passes through the gate and `right` is the other
 // factor.
 template <Kind KIND>
-inline void finish(const Outputs& out, const Params& p, const Place& place, u32 row, float scale, float left, float right) {
-    u32 which = KIND == SEVERAL ? place.which : 0;
+inline void finish(const Outputs& out, const Params& p, const TileLocation& location, u32 row, float scale, float left, float right) {
+    u32 which = KIND == SEVERAL ? location.which : 0;
     if (row >= pick(p.n, which)) return;
     const float* bias = pick(out.bias, which);
     left *= scale;
@@ -493,7 +493,7 @@ inline void product(const Outputs& out, const Source& from, const Params& p) {
     // A warp's partial sums of tiles that it shares with other warps: [0] of the tile it finishes, [1] of the
     // one it leaves to the next warp.
     __shared__ float parts[WARPS][2][PASSES][ROWS];
-    u32 began = cycles_now();
+    u32 block_start = cycles_now();
     let_next_start();
 
     // Broadcast from lane 0, so that the compiler knows the value is warp-uniform.
@@ -520,7 +520,7 @@ inline void product(const Outputs& out, const Source& from, const Params& p) {
     Ring ring;
     ring.init(shared + warp * stages * SLOT, barriers + warp * stages, stages);
     Walk ahead = at;
-    Place place = {0, 0};
+    TileLocation location = {0, 0};
     const u8* ahead_from = nullptr;
     u32 ahead_left = end - begin, ahead_slot = 0;
     auto issue = [&]() {
@@ -530,17 +530,17 @@ inline void product(const Outputs& out, const Source& from, const Params& p) {
         }
         ahead_left--;
         if (ahead_from == nullptr) {
-            place.find<KIND>(ahead.tile, ahead.pass, tiles);
-            bool second = !Same<A, B>::YES && (p.second >> place.which & 1);
-            ahead_from = pick(out.w, KIND == BARE ? 0 : place.which)
-                         + (second ? B::start(place.local, ahead.chunk, p.k) : A::start(place.local, ahead.chunk, p.k));
+            location.find<KIND>(ahead.tile, ahead.pass, tiles);
+            bool second = !Same<A, B>::YES && (p.second >> location.which & 1);
+            ahead_from = pick(out.w, KIND == BARE ? 0 : location.which)
+                         + (second ? B::start(location.local, ahead.chunk, p.k) : A::start(location.local, ahead.chunk, p.k));
         }
-        u32 n = pick(p.n, KIND == SEVERAL ? place.which : 0);
-        if (!Same<A, B>::YES && (p.second >> place.which & 1)) {
-            B::issue(ring, ahead_slot, ahead_slot * SLOT, ahead_from, place.local, ahead.chunk, n, p.k);
+        u32 n = pick(p.n, KIND == SEVERAL ? location.which : 0);
+        if (!Same<A, B>::YES && (p.second >> location.which & 1)) {
+            B::issue(ring, ahead_slot, ahead_slot * SLOT, ahead_from, location.local, ahead.chunk, n, p.k);
             ahead_from += B::start(0, 1, p.k);
         } else {
-            A::issue(ring, ahead_slot, ahead_slot * SLOT, ahead_from, place.local, ahead.chunk, n, p.k);
+            A::issue(ring, ahead_slot, ahead_slot * SLOT, ahead_from, location.local, ahead.chunk, n, p.k);
             ahead_from += A::start(0, 1, p.k);
         }
         ahead_slot = ahead_slot + 1 == stages ? 0 : ahead_slot + 1;
@@ -552,7 +552,7 @@ inline void product(const Outputs& out, const Source& from, const Params& p) {
     if (from.norm != nullptr) early = Eight(from.norm, 8 * threadIdx.x, p.k);
 #pragma unroll 1
     for (u32 i = warp; i < stages * WARPS; i += WARPS) {
-        if (ahead_left != 0) hold(began, i < p.early ? 4 * p.pace * i : p.late + 4 * p.pace * (i - p.early));
+        if (ahead_left != 0) hold(block_start, i < p.early ? 4 * p.pace * i : p.late + 4 * p.pace * (i - p.early));
         issue();
     }
 
@@ -572,10 +572,10 @@ inline void product(const Outputs& out, const Source& from, const Params& p) {
     u32 slot = 0, turn = 0, row = lane / LANES;
     bool is_whole = in_tile == 0, ends_shared = false;
     float acc[A::SUMS] = {}, left = 0.0f, right = 0.0f;
-    Place ended = {0, 0};
+    TileLocation ended = {0, 0};
 #pragma unroll 1
     for (u32 item = begin; item < end; item++) {
-        Place here = {0, 0};
+        TileLocation here = {0, 0};
         if (!Same<A, B>::YES) here.find<KIND>(at.tile, at.pass, tiles);
         const u8* data = shared + (warp * stages + slot) * SLOT;
         ring.wait(slot, turn, stages);

@@ -24,7 +24,7 @@ struct SlotSizes {
 };
 
 // A sequence's rows in this launch, and the slots it reads and writes (-1: none).
-struct Piece {
+struct SeqChunk {
     u32 first, n_rows;
     i32 read, write;
 };
@@ -32,7 +32,7 @@ struct Piece {
 inline i32 slot_or_none(i32 slot, u32 n_slots) { return slot >= 0 && (u32)slot < n_slots ? slot : -1; }
 
 // Returns the rows and slots of a sequence. Every lane of a warp calls this.
-inline Piece find_piece(const i32* positions, const i32* seqs, const i32* slots, const SlotSizes& sizes, u32 seq) {
+inline SeqChunk find_chunk(const i32* positions, const i32* seqs, const i32* slots, const SlotSizes& sizes, u32 seq) {
     u32 lane = threadIdx.x % 32, first = sizes.n_tokens, n_rows = 0;
     for (u32 base = 0; base < sizes.n_tokens; base += 32) {
         u32 row = base + lane;
@@ -50,11 +50,11 @@ inline Piece find_piece(const i32* positions, const i32* seqs, const i32* slots,
             if (more < 32) break;
         }
     }
-    if (n_rows == 0) return Piece{0, 0, -1, -1};
+    if (n_rows == 0) return SeqChunk{0, 0, -1, -1};
     i32 position = positions[first];
     u32 version = (u32)position % 2;
     i32 read = position == 0 ? -1 : slot_or_none(slots[2 * seq + version], sizes.n_slots);
-    return Piece{first, n_rows, read, slot_or_none(slots[2 * seq + 1 - version], sizes.n_slots)};
+    return SeqChunk{first, n_rows, read, slot_or_none(slots[2 * seq + 1 - version], sizes.n_slots)};
 }
 
 // Short convolution: y[i, c] = f(sum over j of w[j, c] x[i - width + 1 + j, c])
@@ -78,15 +78,15 @@ extern "C" __global__ __launch_bounds__(128) void recurrent_short_conv_f32(
 #pragma unroll
     for (int j = 0; j < MAX_WIDTH; j++) filter[j] = j < (int)width && c < d ? w[(u64)j * d + c] : 0.0f;
     wait_for_previous();
-    Piece piece = find_piece(positions, seqs, slots, sizes, seq);
+    SeqChunk chunk = find_chunk(positions, seqs, slots, sizes, seq);
     if (c >= d) return;
     if (blockIdx.z == 0) {
         for (u32 row = seq; row < sizes.n_tokens; row += sizes.n_seqs)
             if (positions[row] < 0) y[(u64)row * d + c] = 0.0f;
     }
     u32 begin = blockIdx.z * CONV_ROWS;
-    if (begin >= piece.n_rows) return;
-    u32 end = min(begin + CONV_ROWS, piece.n_rows), n_before = width - 1;
+    if (begin >= chunk.n_rows) return;
+    u32 end = min(begin + CONV_ROWS, chunk.n_rows), n_before = width - 1;
     u64 slot_len = (u64)n_before * d;
     // seen[j] is the input n_before - j rows before the current one.
     float seen[MAX_WIDTH];
@@ -96,26 +96,26 @@ extern "C" __global__ __launch_bounds__(128) void recurrent_short_conv_f32(
         if (j >= (int)n_before) continue;
         i32 i = (i32)begin - (i32)n_before + j;
         if (i >= 0) {
-            seen[j] = x[rows.start(piece.first + i) + c];
-        } else if (piece.read >= 0) {
-            seen[j] = state[piece.read * slot_len + (u64)(i + (i32)n_before) * d + c];
+            seen[j] = x[rows.start(chunk.first + i) + c];
+        } else if (chunk.read >= 0) {
+            seen[j] = state[chunk.read * slot_len + (u64)(i + (i32)n_before) * d + c];
         }
     }
     for (u32 i = begin; i < end; i++) {
-        float now = x[rows.start(piece.first + i) + c], sum = 0.0f;
+        float now = x[rows.start(chunk.first + i) + c], sum = 0.0f;
 #pragma unroll
         for (int j = 0; j < MAX_WIDTH; j++) {
             if (j == (int)n_before) seen[j] = now;
             if (j <= (int)n_before) sum = fmaf(filter[j], seen[j], sum);
         }
-        y[(u64)(piece.first + i) * d + c] = silu_after ? silu(sum) : sum;
+        y[(u64)(chunk.first + i) * d + c] = silu_after ? silu(sum) : sum;
 #pragma unroll
         for (int j = 0; j + 1 < MAX_WIDTH; j++) seen[j] = seen[j + 1];
     }
-    if (end < piece.n_rows || piece.write < 0) return;
+    if (end < chunk.n_rows || chunk.write < 0) return;
 #pragma unroll
     for (int j = 0; j < MAX_WIDTH; j++)
-        if (j < (int)n_before) state[piece.write * slot_len + (u64)j * d + c] = seen[j];
+        if (j < (int)n_before) state[chunk.write * slot_len + (u64)j * d + c] = seen[j];
 }
 
 // Gated delta rule, row by row (refrain-graph/src/recurrent.rs has the formula)
@@ -184,13 +184,13 @@ inline void gated_delta(float* y, float* state, const DeltaInputs& in, const flo
     u32 key_head = s.is_tiled ? head % s.n_key_heads : head / (s.n_heads / s.n_key_heads);
     float rate = decay[head], bias = dt_bias[head];
     wait_for_previous();
-    Piece piece = find_piece(positions, seqs, slots, sizes, seq);
+    SeqChunk chunk = find_chunk(positions, seqs, slots, sizes, seq);
     if (column >= s.v_dim) return;
     u32 n_columns = min((u32)DELTA_COLUMNS, s.v_dim - column);
     for (u32 row = seq; row < sizes.n_tokens; row += sizes.n_seqs) {
         if (positions[row] < 0 && lane < n_columns) y[((u64)row * s.n_heads + head) * s.v_dim + column + lane] = 0.0f;
     }
-    if (piece.n_rows == 0) return;
+    if (chunk.n_rows == 0) return;
     u64 head_len = (u64)s.v_dim * s.k_dim, slot_len = s.n_heads * head_len;
     float held[DELTA_COLUMNS][N];
 #pragma unroll
@@ -198,15 +198,15 @@ inline void gated_delta(float* y, float* state, const DeltaInputs& in, const flo
 #pragma unroll
         for (int r = 0; r < N; r++) {
             u32 i = lane + 32 * r;
-            bool is_there = piece.read >= 0 && i < s.k_dim && column + c < s.v_dim;
-            held[c][r] = is_there ? state[piece.read * slot_len + head * head_len + (u64)(column + c) * s.k_dim + i] : 0.0f;
+            bool is_there = chunk.read >= 0 && i < s.k_dim && column + c < s.v_dim;
+            held[c][r] = is_there ? state[chunk.read * slot_len + head * head_len + (u64)(column + c) * s.k_dim + i] : 0.0f;
         }
     }
     DeltaRow<N> now, next;
-    load_row<N>(next, in, at, s, piece.first, head, key_head, column);
-    for (u32 row = piece.first; row < piece.first + piece.n_rows; row++) {
+    load_row<N>(next, in, at, s, chunk.first, head, key_head, column);
+    for (u32 row = chunk.first; row < chunk.first + chunk.n_rows; row++) {
         now = next;
-        if (row + 1 < piece.first + piece.n_rows) load_row<N>(next, in, at, s, row + 1, head, key_head, column);
+        if (row + 1 < chunk.first + chunk.n_rows) load_row<N>(next, in, at, s, row + 1, head, key_head, column);
         float kk = 0.0f, qq = 0.0f, kq = 0.0f, sk[DELTA_COLUMNS], sq[DELTA_COLUMNS];
 #pragma unroll
         for (int r = 0; r < N; r++) {
@@ -244,14 +244,14 @@ inline void gated_delta(float* y, float* state, const DeltaInputs& in, const flo
         }
         if (lane < n_columns) y[((u64)row * s.n_heads + head) * s.v_dim + column + lane] = out;
     }
-    if (piece.write < 0) return;
+    if (chunk.write < 0) return;
 #pragma unroll
     for (int c = 0; c < DELTA_COLUMNS; c++) {
 #pragma unroll
         for (int r = 0; r < N; r++) {
             u32 i = lane + 32 * r;
             if (i < s.k_dim && column + c < s.v_dim)
-                state[piece.write * slot_len + head * head_len + (u64)(column + c) * s.k_dim + i] = held[c][r];
+                state[chunk.write * slot_len + head * head_len + (u64)(column + c) * s.k_dim + i] = held[c][r];
         }
     }
 }

@@ -13,8 +13,8 @@
 //   logprobs  [n, n_top]      f32: their log-probabilities
 //   states    [n]             State (sample_bins.cuh); zero before the first launch and after every choice
 //   scratch   per row, with C = ceil(vocab / 1024): tokens [1024 C] Entry and a list of them [1024 C] Entry, or,
-//             for a top-k up to 64, keys [1024 C] u64 and the best of each 64 keys [16 C] u64; chunks [C] { best u64,
-//             sum f64 }; Tail
+//             for a top-k up to 64, keys [1024 C] u64 and the best of each 64 keys [16 C] u64; chunks [C]
+//             { best u64, sum f64 }; Tail
 //
 // Kernels with a mask first set the logits of forbidden tokens to -inf, except NaN. Bias and penalties then
 // change the logits. NaN counts as +inf; a row with either has the logprob NaN. Candidates are ordered by

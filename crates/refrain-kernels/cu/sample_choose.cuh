@@ -91,9 +91,9 @@ inline u64 choose_short(const Large& large, const Entry& mine, u32 n) {
 inline bool choose_large(Table& table, Row& row, State* state, const Chunk* chunks, const Entry* tokens, Entry* list,
                          Tail* tail, u64& chosen, double& log_total) {
     u32 c = threadIdx.x, lane = c % 32;
-    Asked asked(row, tokens, state);
+    Prefetched prefetched(row, tokens, state);
     find_ends(table, row, chunks);
-    asked.leave(table);
+    prefetched.store_sums(table);
     __syncthreads();
     row.top = from_ordered(__reduce_max_sync(ALL_LANES, table.most[lane % SELECT_WARPS]));
     float least = from_ordered(~__reduce_max_sync(ALL_LANES, table.least[lane % SELECT_WARPS]));
@@ -103,12 +103,12 @@ inline bool choose_large(Table& table, Row& row, State* state, const Chunk* chun
     Bins bins(row.temperature, row.top);
     Use use = row.temperature < COLDEST ? USE_COLD : USE_BINS;
     if (bins.below(least) > REACH) use = USE_REACH;
-    if (asked.n_chunks != row.n_chunks || row.temperature > HOTTEST || fabsf(row.top) > MOST_BINNED) use = USE_NONE;
+    if (prefetched.n_chunks != row.n_chunks || row.temperature > HOTTEST || fabsf(row.top) > MOST_BINNED) use = USE_NONE;
     Large large = {table, row, bins, use};
     if (proper) {
         sum_bins(large);
         large.scout();
-        list_tokens(large, asked, list, tail);
+        list_tokens(large, prefetched, list, tail);
         add_long_parts(large, tokens, tail);
     }
     __syncthreads();

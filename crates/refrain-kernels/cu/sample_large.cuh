@@ -151,12 +151,12 @@ inline Entry token_of(const Row& row, const Entry* all, u32 i) {
 }
 
 // Loads that a thread issues as early as possible.
-struct Asked {
+struct Prefetched {
     Two sums[KINDS];
     Entry tokens[TOKENS_EACH];
     u32 n_chunks;  // chunks included in the bins
 
-    inline Asked(const Row& row, const Entry* all, const State* state) : n_chunks(state->n_chunks) {
+    inline Prefetched(const Row& row, const Entry* all, const State* state) : n_chunks(state->n_chunks) {
         u32 c = threadIdx.x;
 #pragma unroll
         for (u32 kind = 0; kind < KINDS; kind++) {
@@ -167,7 +167,7 @@ struct Asked {
     }
 
     // Stores the sums in the table, in the layout of the bins.
-    inline void leave(Table& table) const {
+    inline void store_sums(Table& table) const {
 #pragma unroll
         for (u32 kind = 0; kind < KINDS; kind++) {
             table.sums[kind][threadIdx.x] = __longlong_as_double(sums[kind].a);
@@ -253,7 +253,7 @@ inline void sum_bins(Large& large) {
 
 // Lists the block's tokens that may matter: from the front, those in bins where a filter can cut; from the
 // end, those in other bins in which the choice can fall. All threads call this.
-inline void list_tokens(const Large& large, const Asked& asked, Entry* list, Tail* tail) {
+inline void list_tokens(const Large& large, const Prefetched& prefetched, Entry* list, Tail* tail) {
     Table& table = large.table;
     u32 lane = threadIdx.x % 32, listed[2] = {0, 0};
     Large::Range choice = large.range(large.from, large.to), k = large.range(large.k_at, large.k_at);
@@ -261,7 +261,7 @@ inline void list_tokens(const Large& large, const Asked& asked, Entry* list, Tai
     if (large.use == USE_NONE) choice = Large::Range{1, 0xffffffffu};
 #pragma unroll
     for (u32 i = 0; i < TOKENS_EACH; i++) {
-        u32 logit = (u32)(asked.tokens[i].key >> ID_BITS);
+        u32 logit = (u32)(prefetched.tokens[i].key >> ID_BITS);
         bool cut = p.has(logit) || k.has(logit) || m.has(logit) || (large.use == USE_COLD && choice.has(logit));
         if (cut) listed[0] |= 1u << i;
         if (!cut && choice.has(logit)) listed[1] |= 1u << i;
@@ -286,8 +286,8 @@ inline void list_tokens(const Large& large, const Asked& asked, Entry* list, Tai
     u32 begin = table.at[0] + at % 65536, end = large.row.n_chunks * CHUNK - 1 - table.at[1] - at / 65536;
 #pragma unroll
     for (u32 i = 0; i < TOKENS_EACH; i++) {
-        if ((listed[0] >> i & 1) != 0) list[begin++] = asked.tokens[i];
-        if ((listed[1] >> i & 1) != 0) list[end--] = asked.tokens[i];
+        if ((listed[0] >> i & 1) != 0) list[begin++] = prefetched.tokens[i];
+        if ((listed[1] >> i & 1) != 0) list[end--] = prefetched.tokens[i];
     }
     // Knowing the ends of a long list resolves ties sooner.
     if (n_all <= MANY) return;
@@ -295,8 +295,8 @@ inline void list_tokens(const Large& large, const Asked& asked, Entry* list, Tai
 #pragma unroll
     for (u32 i = 0; i < TOKENS_EACH; i++) {
         if (((listed[0] | listed[1]) >> i & 1) == 0) continue;
-        largest = Larger()(largest, asked.tokens[i].key);
-        least = Larger()(least, ~asked.tokens[i].key);
+        largest = Larger()(largest, prefetched.tokens[i].key);
+        least = Larger()(least, ~prefetched.tokens[i].key);
     }
     largest = warp_largest(largest);
     least = warp_largest(least);

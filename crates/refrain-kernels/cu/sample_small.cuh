@@ -28,8 +28,8 @@ struct Groups {
         const u64* all = row.heads;
 #pragma unroll
         for (int i = 0; i < GROUPS_AHEAD; i++) n += heads[i] >= least;
-        const u32 behind = threadIdx.x + GROUPS_AHEAD * SMALL_THREADS;
-        for (u32 g = behind; g < n_all; g += SMALL_THREADS) n += all[g] >= least;
+        const u32 first_unfetched = threadIdx.x + GROUPS_AHEAD * SMALL_THREADS;
+        for (u32 g = first_unfetched; g < n_all; g += SMALL_THREADS) n += all[g] >= least;
         if (n == 0) return;
         u32 at = atomicAdd(&desk.n_groups, n);
 #pragma unroll
@@ -38,7 +38,7 @@ struct Groups {
             if (at < LIST) desk.groups[at] = threadIdx.x + i * SMALL_THREADS;
             at++;
         }
-        for (u32 g = behind; g < n_all; g += SMALL_THREADS) {
+        for (u32 g = first_unfetched; g < n_all; g += SMALL_THREADS) {
             if (all[g] < least) continue;
             if (at < LIST) desk.groups[at] = g;
             at++;

@@ -26,7 +26,7 @@ inline void span_forward(T* y, float* lse, const T* q, const T* k, const T* v, c
     // A warp has 16 MT rows.
     const u32 ROWS = 64 * MT, TILE = SPAN_TILE, NT = TILE / 8, DT = D / 8, LINE = SpanLine<D>::BYTES;
     DYNAMIC_SHARED(pool);
-    const Place queries = place_of(pool), tiles = queries + ROWS * LINE;
+    const SharedPtr queries = shared_ptr(pool), tiles = queries + ROWS * LINE;
     start();
     u32 head = blockIdx.x, first_row = span_part_of_queries() * ROWS;
     u32 kv_head = head / (s.n_heads / s.n_kv_heads);
@@ -40,7 +40,7 @@ inline void span_forward(T* y, float* lse, const T* q, const T* k, const T* v, c
     SpanExtent block = span_extent(ranges, ROWS), mine = span_extent(ranges + warp_row, 16 * MT);
 
     auto load = [&](u32 tile, u32 stage) {
-        Place keys = tiles + stage * 2 * TILE * LINE;
+        SharedPtr keys = tiles + stage * 2 * TILE * LINE;
         span_load<TILE, D>(keys, k, at.k.row, tile, block.first, block.end, s.head_dim);
         span_load<TILE, D>(keys + TILE * LINE, v, at.v.row, tile, block.first, block.end, s.head_dim);
     };
@@ -78,7 +78,7 @@ inline void span_forward(T* y, float* lse, const T* q, const T* k, const T* v, c
         if (tile + (i32)TILE < block.end) load(tile + TILE, stage ^ 1);
         copies_end_group();
         if (tile >= mine.end || tile + (i32)TILE <= mine.first) continue;
-        Place keys = tiles + stage * 2 * TILE * LINE, values = keys + TILE * LINE;
+        SharedPtr keys = tiles + stage * 2 * TILE * LINE, values = keys + TILE * LINE;
 
         float score[MT][NT][4] = {};
 #pragma unroll

@@ -130,7 +130,7 @@ template <int D> struct SpanLine {
 // Issues asynchronous copies of rows first .. first + ROWS of one head; zeros outside begin .. end and past
 // head_dim.
 template <int ROWS, int D, typename T>
-inline void span_load(Place to, const T* from, u32 stride, u32 first, u32 begin, u32 end, u32 head_dim) {
+inline void span_load(SharedPtr to, const T* from, u32 stride, u32 first, u32 begin, u32 end, u32 head_dim) {
     const u32 CHUNKS = D / 8, AT_ONCE = SPAN_THREADS / CHUNKS;
     if (SPAN_THREADS % CHUNKS == 0) {
         // Each thread copies the same chunk of every AT_ONCE-th row. copy_async does not read addresses of
@@ -155,19 +155,19 @@ inline void span_load(Place to, const T* from, u32 stride, u32 first, u32 begin,
 }
 
 // Loads an A fragment: 16 rows, starting at line `row`, by 16 elements.
-template <int D> inline void span_left(u32* a, Place lines, u32 row, int d) {
+template <int D> inline void span_left(u32* a, SharedPtr lines, u32 row, int d) {
     u32 lane = threadIdx.x % 32;
     load_matrices(a, lines + (row + lane % 16) * SpanLine<D>::BYTES + 32 * d + lane / 16 * 16);
 }
 
 // Loads a B fragment, 16 columns by 16 elements, whose columns are lines.
-template <int D> inline void span_columns(u32* b, Place lines, u32 row, int d) {
+template <int D> inline void span_columns(u32* b, SharedPtr lines, u32 row, int d) {
     u32 lane = threadIdx.x % 32;
     load_matrices(b, lines + (row + lane / 16 * 8 + lane % 8) * SpanLine<D>::BYTES + 32 * d + lane / 8 % 2 * 16);
 }
 
 // Loads a B fragment whose rows are lines.
-template <int D> inline void span_rows(u32* b, Place lines, u32 row, int d) {
+template <int D> inline void span_rows(u32* b, SharedPtr lines, u32 row, int d) {
     u32 lane = threadIdx.x % 32;
     load_matrices_transposed(b, lines + (row + lane / 8 % 2 * 8 + lane % 8) * SpanLine<D>::BYTES + 32 * d + lane / 16 * 16);
 }

@@ -71,7 +71,7 @@ inline void span_keys(T* dk, T* dv, const T* dy, const T* q, const T* k, const T
     const u32 ROWS = 64 * MT, TILE = SPAN_TILE, LINE = SpanLine<D>::BYTES, STAGE = 2 * TILE * LINE + 8 * TILE;
     const int SUB = 32, NT = SUB / 8, DT = D / 8;
     DYNAMIC_SHARED(pool);
-    const Place keys = place_of(pool), values = keys + ROWS * LINE, stages = values + ROWS * LINE;
+    const SharedPtr keys = shared_ptr(pool), values = keys + ROWS * LINE, stages = values + ROWS * LINE;
     start();
     u32 kv_head = blockIdx.x, first_row = span_part_of_keys() * ROWS, group = s.n_heads / s.n_kv_heads;
     u32 warp_row = threadIdx.x / 32 * 16 * MT, t = threadIdx.x % 4;
@@ -83,7 +83,7 @@ inline void span_keys(T* dk, T* dv, const T* dy, const T* q, const T* k, const T
     // Pairs are copied two at a time.
     const i32 begin = block.first & ~1;
     auto load = [&](u32 head, u32 tile, u32 stage) {
-        Place to = stages + stage * STAGE;
+        SharedPtr to = stages + stage * STAGE;
         span_load<TILE, D>(to, q + (u64)head * at.q.head, at.q.row, tile, block.first, block.end, s.head_dim);
         span_load<TILE, D>(to + TILE * LINE, dy + (u64)head * at.dy.head, at.dy.row, tile, block.first, block.end,
                            s.head_dim);
@@ -114,7 +114,7 @@ inline void span_keys(T* dk, T* dv, const T* dy, const T* q, const T* k, const T
         // Into the stage that every warp left before the barrier.
         if (head < end_head) load(head, first, stage ^ 1);
         copies_end_group();
-        Place queries = stages + stage * STAGE, grads = queries + TILE * LINE;
+        SharedPtr queries = stages + stage * STAGE, grads = queries + TILE * LINE;
         const float* pair = (const float*)(pool + 2 * ROWS * LINE + stage * STAGE + 2 * TILE * LINE);
 #pragma unroll 1
         for (u32 sub = 0; sub < TILE; sub += SUB) {
@@ -230,7 +230,7 @@ inline void span_queries(T* dq, const T* dy, const T* q, const T* k, const T* v,
     const u32 ROWS = 64 * MT, TILE = SPAN_TILE, LINE = SpanLine<D>::BYTES;
     const int SUB = 32, NT = SUB / 8, DT = D / 8;
     DYNAMIC_SHARED(pool);
-    const Place queries = place_of(pool), grads = queries + ROWS * LINE, tiles = grads + ROWS * LINE;
+    const SharedPtr queries = shared_ptr(pool), grads = queries + ROWS * LINE, tiles = grads + ROWS * LINE;
     start();
     u32 head = blockIdx.x, first_row = span_part_of_queries() * ROWS;
     u32 kv_head = head / (s.n_heads / s.n_kv_heads);
@@ -244,7 +244,7 @@ inline void span_queries(T* dq, const T* dy, const T* q, const T* k, const T* v,
     SpanExtent block = span_extent(ranges, ROWS), mine = span_extent(ranges + warp_row, 16 * MT);
 
     auto load = [&](u32 tile, u32 stage) {
-        Place keys = tiles + stage * 2 * TILE * LINE;
+        SharedPtr keys = tiles + stage * 2 * TILE * LINE;
         span_load<TILE, D>(keys, k, at.k.row, tile, block.first, block.end, s.head_dim);
         span_load<TILE, D>(keys + TILE * LINE, v, at.v.row, tile, block.first, block.end, s.head_dim);
     };
@@ -282,7 +282,7 @@ inline void span_queries(T* dq, const T* dy, const T* q, const T* k, const T* v,
         __syncthreads();
         if (first + (i32)TILE < block.end) load(first + TILE, stage ^ 1);
         copies_end_group();
-        Place keys = tiles + stage * 2 * TILE * LINE, values = keys + TILE * LINE;
+        SharedPtr keys = tiles + stage * 2 * TILE * LINE, values = keys + TILE * LINE;
 #pragma unroll 1
         for (u32 sub = 0; sub < TILE; sub += SUB) {
             i32 tile = first + (i32)sub;

@@ -70,7 +70,7 @@ template <typename T, typename G, int N, int K = KEPT> struct Line {
     Eight<T> kept[N][K];
 
     static inline u32 place(u32 k) { return 8 * (G::thread() + k * G::n_threads()); }
-    inline u32 rest() const { return place(wide ? K : 0); }
+    inline u32 unkept_from() const { return place(wide ? K : 0); }
 
     // All loads are issued before the first is used.
     inline void load() {
@@ -97,7 +97,7 @@ template <typename T, typename G, int N, int K = KEPT> struct Line {
                 f(Piece{at, 8, k, true}, e);
             }
         }
-        for (u32 at = rest(); at < n_cols; at += 8 * G::n_threads()) {
+        for (u32 at = unkept_from(); at < n_cols; at += 8 * G::n_threads()) {
             Eight<T> e[N];
 #pragma unroll
             for (int i = 0; i < N; i++) e[i] = load8(p[i] + at, n_cols - at, wide);
@@ -176,7 +176,7 @@ inline void rms_norm_add(T* sum_out, T* y, const T* a, const T* b, const u8* w, 
         }
     }
     // A thread reads only its own writes here.
-    for (u32 at = line.rest(); at < s.n_cols; at += 8 * G::n_threads()) {
+    for (u32 at = line.unkept_from(); at < s.n_cols; at += 8 * G::n_threads()) {
         Eight<T> e = load8((const T*)total + at, s.n_cols - at, line.wide);
         finish(Piece{at, s.n_cols - at, K, line.wide}, e);
     }

@@ -15,7 +15,7 @@
 
 #if !defined(REFRAIN_ON_HOST) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-#define WARPS_TOGETHER 1
+#define WARPGROUP_MMA 1
 
 template <int M> struct Rows64;
 
@@ -70,15 +70,15 @@ template <> struct Rows64<128> {
 #endif
 
 // A plane of M rows of x in shared memory, of which half is used at a time.
-template <int M, bool TOGETHER> struct Columns {
-    Place plane;
+template <int M, bool WARPGROUP> struct Columns {
+    SharedPtr plane;
     u32 right[4][M / 8][2];
 
-    inline explicit Columns(const u8* plane) : plane(place_of(plane)) {}
+    inline explicit Columns(const u8* plane) : plane(shared_ptr(plane)) {}
     // Loads the B fragments of a half: 8 x 8 matrices of eight rows of a chunk, four at a time.
     inline void begin(u32 half) {
         u32 matrix = threadIdx.x % 32 / 8, row = threadIdx.x % 8;
-        Place from = plane + 8 * half * M * 16;
+        SharedPtr from = plane + 8 * half * M * 16;
         if (M == 8) {
 #pragma unroll
             for (u32 s = 0; s < 4; s += 2) {
@@ -112,7 +112,7 @@ template <int M, bool TOGETHER> struct Columns {
     inline void end() const {}
 };
 
-#ifdef WARPS_TOGETHER
+#ifdef WARPGROUP_MMA
 template <int M> struct Columns<M, true> {
     u64 first, from;
 
@@ -132,7 +132,7 @@ template <int M> struct Columns<M, true> {
 };
 #endif
 
-#ifdef WARPS_TOGETHER
+#ifdef WARPGROUP_MMA
 template <int M> using ColumnsOf = Columns<M, (M >= 32)>;
 #else
 template <int M> using ColumnsOf = Columns<M, false>;

@@ -1,7 +1,7 @@
-//! The sum of all gradients' squares, and one step of AdamW, over many tensors at once.
+//! Gradient norm and AdamW update over many tensors per launch.
 //!
-//! Tensors are named in a table among the parameters of a launch: it is fixed when the launch is described, needs no memory
-//! of its own, and holds as many tensors as parameters have room for. More of them take more launches.
+//! The table of tensors is a launch parameter. It is fixed when the launch is described, needs no device
+//! memory, and holds as many tensors as the parameter space allows. Longer lists take several launches.
 
 use bytemuck::{Pod, Zeroable};
 use refrain_driver::api::DevicePtr;
@@ -11,7 +11,7 @@ use refrain_graph::{ADAM_PARAMS, AdamW, Op, TrainOp};
 use refrain_reference::Out;
 use refrain_tensor::DType;
 
-use crate::error::{OpCase, KernelError};
+use crate::error::{KernelError, OpCase};
 use crate::load::Kernels;
 use crate::registry::{KernelEntry, P, W};
 use crate::source::KernelFamily;
@@ -19,72 +19,72 @@ use crate::twin::{count, fault};
 use crate::typed::{FLOATS, Typed, dtype_of, is_aligned};
 use crate::vouch::Vouch;
 
-/// A dense tensor of floats.
+/// A dense float tensor.
 #[derive(Clone, Copy, Debug)]
 pub struct Floats {
-    /// Its bytes.
+    /// Its memory.
     pub buf: Buf,
-    /// Its type.
+    /// Element type: F32, F16 or BF16.
     pub dtype: DType,
 }
 
-/// `sum = sum of x^2` over all elements of all tensors.
+/// Arguments for `sum = sum of x^2` over all elements of all tensors.
 #[derive(Clone, Copy, Debug)]
 pub struct SumSquaresArgs<'a> {
-    /// Each with its number of elements.
+    /// The tensors, each with its number of elements.
     pub tensors: &'a [(Floats, usize)],
     /// `[1]` F32.
     pub sum: Buf,
-    /// [`sum_squares_scratch_bytes`]
+    /// Scratch of [`sum_squares_scratch_bytes`] bytes.
     pub scratch: Buf,
-    /// Names the step.
+    /// Name of the step that the launch belongs to.
     pub step: &'a str,
 }
 
-/// One tensor of [`AdamWArgs`].
+/// A tensor of [`AdamWArgs`].
 #[derive(Clone, Copy, Debug)]
 pub struct AdamTensor {
-    /// Elements.
+    /// Number of elements.
     pub n: usize,
     /// The gradient.
     pub grad: Floats,
     /// The weight.
     pub weight: Floats,
-    /// Its master, F32.
+    /// Master weight in F32, if there is one.
     pub master: Option<Buf>,
     /// The first moment.
     pub m: Floats,
     /// The second moment.
     pub v: Floats,
-    /// Whether it decays.
+    /// Whether weight decay applies.
     pub decays: bool,
 }
 
-/// One step of AdamW ([`refrain_graph::AdamW`] says what it computes).
+/// Arguments for one AdamW step; [`refrain_graph::AdamW`] defines the formula.
 #[derive(Clone, Copy, Debug)]
 pub struct AdamWArgs<'a> {
-    /// `[1]` I32: steps that were applied.
+    /// `[1]` I32: number of applied steps.
     pub count: Buf,
-    /// `[ADAM_PARAMS]` F32, in device memory, read at each run.
+    /// `[ADAM_PARAMS]` F32 in device memory, read at run time.
     pub params: Buf,
-    /// `[1]` F32; nothing is applied when it is not finite.
+    /// `[1]` F32 sum of squared gradients. If it is not finite, the step is skipped.
     pub sum_squares: Buf,
     /// The tensors.
     pub tensors: &'a [AdamTensor],
-    /// Gradients become zero.
+    /// Whether to zero the gradients afterwards.
     pub clears: bool,
-    /// Names the step.
+    /// Name of the step that the launch belongs to.
     pub step: &'a str,
 }
 
 const BLOCK: u32 = 256;
 const FINISH_BLOCK: u32 = 1024;
-/// Elements of a block.
+/// Elements per block.
 const CHUNK: usize = 8192;
-/// Tensors of a launch.
+/// Tensors per launch of the sum of squares.
 const MAX_SQUARES: usize = 128;
 const MAX_ADAM: usize = 64;
-/// Kernels of a step, by the kind of tensor: any, and two with masters that differ in the gradient's type.
+/// Step kernels by kind of tensor: a general one, and two with F32 masters for BF16 and F16 gradients.
 const STEPS: [&str; 3] = ["adamw_step", "adamw_step_masters_bf16", "adamw_step_masters_f32"];
 
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -121,14 +121,14 @@ struct AdamTable {
     entries: [AdamEntry; MAX_ADAM],
 }
 
-/// Scratch of [`Kernels::sum_squares`], from the number of elements of each tensor.
+/// Scratch size of [`Kernels::sum_squares`], given the number of elements of each tensor.
 #[must_use]
 pub fn sum_squares_scratch_bytes(tensors: impl Iterator<Item = usize>) -> u64 {
     4 * tensors.map(|n| n.div_ceil(CHUNK) as u64).sum::<u64>()
 }
 
 impl Kernels {
-    /// The launches of [`SumSquaresArgs`]: two for up to 128 tensors.
+    /// Pushes the launches for [`SumSquaresArgs`]: two for up to 128 tensors.
     pub fn sum_squares(&self, a: &SumSquaresArgs<'_>, launches: &mut Vec<Launch>) -> Result<(), KernelError> {
         let shape = [("n_tensors", a.tensors.len())];
         let case = OpCase { op: "sum_squares", dtype: DType::F32, shape: &shape };
@@ -174,8 +174,8 @@ impl Kernels {
         Ok(())
     }
 
-    /// The launches of [`AdamWArgs`]: two for up to 64 tensors of one kind. The last counts the step, when all others have read the
-    /// count.
+    /// Pushes the launches for [`AdamWArgs`]: two for up to 64 tensors of one kind. The last launch
+    /// increments the step count after all others have read it.
     pub fn adamw(&self, a: &AdamWArgs<'_>, launches: &mut Vec<Launch>) -> Result<(), KernelError> {
         let shape = [("n_tensors", a.tensors.len())];
         let case = OpCase { op: "adamw", dtype: DType::F32, shape: &shape };
@@ -192,7 +192,7 @@ impl Kernels {
             for (i, t) in tensors.iter().enumerate() {
                 let mut flags = u32::from(t.decays) << 16;
                 let grad = if a.clears { Access::ReadWrite } else { Access::Read };
-                // Nothing is written where nothing is applied, so what is there counts as read.
+                // When the step is skipped, the old contents stay: outputs count as read too.
                 for (slot, (what, floats, access)) in [
                     ("a gradient", Some(t.grad), grad),
                     ("a weight", Some(t.weight), Access::ReadWrite),
@@ -237,7 +237,7 @@ impl Kernels {
 }
 
 impl AdamTensor {
-    /// Which of [`STEPS`] is for it.
+    /// Returns the entry of [`STEPS`] for this tensor.
     fn kernel(&self) -> &'static str {
         let moments = [self.m, self.v];
         let has_master = self.master.is_some_and(is_aligned)
@@ -255,7 +255,12 @@ impl AdamTensor {
 
 impl OpCase<'_> {
     fn floats(&self, what: &'static str, floats: &Floats, n: usize) -> Result<Buf, KernelError> {
-        crate::require!(self, FLOATS.contains(&floats.dtype), "{what} is {}, must be floats", floats.dtype);
+        crate::require!(
+            self,
+            FLOATS.contains(&floats.dtype),
+            "{what} is {}, must be F32, F16 or BF16",
+            floats.dtype
+        );
         self.elements(what, floats.buf, floats.dtype, &[n])
     }
 }
@@ -288,7 +293,7 @@ fn finish(k: &mut SimKernel<'_>) -> KernelResult {
     k.write_one(k.ptr(0)?, parts.iter().map(|&v| f64::from(v)).sum::<f64>() as f32)
 }
 
-/// The step of each tensor by itself, without counting it.
+/// Updates each tensor; a launch of its own increments the step count.
 fn step(k: &mut SimKernel<'_>) -> KernelResult {
     let (table, n_entries, clears): (AdamTable, usize, u32) = (k.arg(3)?, count(k, 4)?, k.arg(5)?);
     let params = Typed::read(k, k.ptr(1)?, DType::F32, &[ADAM_PARAMS])?;

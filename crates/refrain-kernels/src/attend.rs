@@ -1,4 +1,4 @@
-//! All that a decoded token does between its q, k, v products and the output product, in one launch.
+//! Decode attention in one launch: everything between the QKV projection and the output projection.
 
 use bytemuck::{Pod, Zeroable};
 use refrain_driver::sim::{KernelResult, SimKernel};
@@ -8,7 +8,7 @@ use refrain_tensor::DType;
 
 use crate::attention;
 use crate::card::Card;
-use crate::error::{OpCase, KernelError};
+use crate::error::{KernelError, OpCase};
 use crate::kv::{PageSizes, PageTables, append};
 use crate::load::Kernels;
 use crate::narrow::{Narrow, Narrowed};
@@ -16,150 +16,154 @@ use crate::registry::{KernelEntry, P, lowercase};
 use crate::source::KernelFamily;
 use crate::tuning::AttendTuning;
 use crate::twin::{Dense, fault, read_rows, run_f32};
-use crate::view::{RowLayout, BufView};
+use crate::view::{BufView, RowLayout};
 use crate::vouch::Vouch;
 
-/// Threads of a block, and its warps.
+/// Threads per block.
 const BLOCK: u32 = 256;
 const N_WARPS: u32 = BLOCK / 32;
-/// Head sizes there are kernels for, each for all up to it, and the most query heads that a block of it serves.
+/// Head sizes with a kernel, each for sizes up to it, and the maximum number of query heads per block.
 const SIZES: [(usize, usize); 4] = [(64, 8), (128, 8), (256, 4), (512, 2)];
-/// Numbers of query heads there are kernels for, each for all up to it.
+/// Numbers of query heads with a kernel, each for counts up to it.
 const HEADS: [usize; 3] = [2, 4, 8];
-/// Contexts of at most so many positions have one block to a head; in longer ones the kernel chooses by the length.
+/// Up to this context length, one block per head is enough. Beyond it, the kernel chooses by the actual
+/// length.
 const ALONE: usize = 128;
-/// Counters of a row and block of heads, one for each warp that merges.
+/// Counters per row and block of heads, one for each merging warp.
 const COUNTERS: usize = 8;
-/// More blocks for a head cost more to merge than they gain.
+/// Merging more splits than this costs more than it gains.
 const MAX_SPLITS: usize = 128;
-/// The most rows that [`Kernels::attend`] takes.
+/// Maximum number of rows of [`Kernels::attend`].
 pub const MAX_ATTEND_ROWS: usize = 1024;
 
-/// Norm, rope, append and attention of rows that are each the newest of a sequence of their own:
-/// [`crate::RmsNormArgs`] of queries and keys, [`crate::RopeKvArgs`] and [`crate::AttentionArgs`] at once.
+/// Arguments for fused norm, RoPE, KV append and attention. Each row is the newest of its own sequence.
+/// Combines [`crate::RmsNormArgs`] of queries and keys, [`crate::RopeKvArgs`] and [`crate::AttentionArgs`].
 #[derive(Clone, Copy, Debug)]
 pub struct AttendArgs<'a> {
-    /// Which pairs turn, how many, and by what factor.
+    /// Rotated pairs, their number and the magnitude factor.
     pub rope: Rope,
     /// Scale, window and soft cap.
     pub attention: Attention,
-    /// `[n, n_heads, head_dim]` F32, heads of consecutive elements.
+    /// `[n, n_heads, head_dim]` F32; each head is contiguous.
     pub q: BufView,
-    /// Keys and values, each `[n, n_kv_heads, head_dim]` F32, heads of consecutive elements. Without them the caches hold
-    /// those of the rows' positions already, from an earlier launch of the step.
+    /// Keys and values, each `[n, n_kv_heads, head_dim]` F32; each head is contiguous. `None` if an earlier
+    /// launch of the step has already appended them to the caches.
     pub kv: Option<[BufView; 2]>,
-    /// RMS norm of each head of queries, keys and values, of queries and keys before they turn.
+    /// RMS norm of each head. It applies to queries and keys before RoPE, and to values.
     pub norm: Option<AttendNorm>,
     /// `[n, n_heads, head_dim]` F32.
     pub y: Buf,
-    /// The same in 16 bits, and whether `y` is written as well.
+    /// 16-bit copy of `y`, and whether `y` itself is written as well.
     pub narrow: Option<Narrow>,
-    /// `[n_blocks, n_kv_heads, kv_block, head_dim]`, changed in place.
+    /// `[n_blocks, n_kv_heads, kv_block, head_dim]`, updated in place.
     pub k_cache: Buf,
-    /// As `k_cache`.
+    /// Like `k_cache`.
     pub v_cache: Buf,
     /// F16, BF16 or F32.
     pub cache_dtype: DType,
-    /// `[n]` I32, read at each run.
+    /// `[n]` I32, read at run time.
     pub positions: Buf,
-    /// `[n]` I32, read at each run; no two rows that are not padding have the same.
+    /// `[n]` I32, read at run time; distinct for all rows that are not padding.
     pub seqs: Buf,
-    /// `[n_seqs, max_blocks]` I32, read at each run.
+    /// `[n_seqs, max_blocks]` I32, read at run time.
     pub tables: Buf,
-    /// `[n_dims / 2]` F32; written by nothing in a step.
+    /// `[n_dims / 2]` F32; constant during a step.
     pub inv_freq: Buf,
-    /// [`attend_scratch_bytes`]; holds nothing before or after. Unused when `n_splits` is 1.
+    /// Scratch of [`attend_scratch_bytes`] bytes; keeps nothing between launches. Unused when `n_splits` is
+    /// 1.
     pub scratch: Option<Buf>,
-    /// [`attend_counter_bytes`]; zero before the first launch, and zero again after every one. Launches that may run at
-    /// the same time need counters of their own; others share them. Unused when `n_splits` is 1.
+    /// [`attend_counter_bytes`] bytes, zero before the first launch; every launch leaves them zero. Launches
+    /// that may run concurrently need separate counters; others can share them. Unused when `n_splits` is 1.
     pub counters: Option<Buf>,
-    /// Rows, at most [`MAX_ATTEND_ROWS`].
+    /// Number of rows, at most [`MAX_ATTEND_ROWS`].
     pub n: usize,
     /// Query heads, a multiple of `n_kv_heads`.
     pub n_heads: usize,
-    /// Blocks of a cache.
+    /// KV blocks of a cache.
     pub n_blocks: usize,
-    /// Heads of a cache.
+    /// KV heads.
     pub n_kv_heads: usize,
-    /// Positions of a block: a power of two, at least 16.
+    /// Positions per KV block: a power of two, at least 16.
     pub kv_block: usize,
-    /// Elements of a head: a multiple of 8, at most 512.
+    /// Elements per head: a multiple of 8, at most 512.
     pub head_dim: usize,
-    /// Rows of the tables.
+    /// Rows of the block tables.
     pub n_seqs: usize,
-    /// Columns of the tables.
+    /// Columns of the block tables.
     pub max_blocks: usize,
-    /// Blocks to a head, a power of two, at most 128; [`attend_splits`] gives a good number.
+    /// Splits per head, a power of two, at most 128; [`attend_splits`] chooses a good number.
     pub n_splits: usize,
-    /// Products are around this launch whose blocks are meant to be one to a multiprocessor, half of it each. One started
-    /// beside a kernel that is on some multiprocessors only comes to lie two to one and none to another, and so do all
-    /// products after it. So there is a block of this launch for every multiprocessor; those that have nothing to do are
-    /// there all the same. Where it has more blocks than that, the next launch starts only when this one has ended.
+    /// Launches at least one block per SM, some of which may have no work. The matmuls around this launch
+    /// count on one block per SM, each taking half of it. If this launch occupied only some SMs, the next
+    /// matmul would start with two blocks on some SMs and none on others, and so would all matmuls after it.
+    /// If this launch has more blocks than SMs, the next launch waits for its end.
     pub fills: bool,
-    /// The launch before this one reads for so long that all that a block has room for of the caches may be asked for beside
-    /// it. Otherwise two thirds of it are: what comes behind the wait, queries first, would wait for more.
+    /// Prefetches as much of the caches as shared memory holds, because the previous launch reads for long
+    /// enough to hide it. Otherwise two thirds are prefetched: more would delay the loads that follow the
+    /// dependency wait, queries first.
     pub early: bool,
-    /// Names the step.
+    /// Name of the step that the launch belongs to.
     pub step: &'a str,
 }
 
-/// The norms of [`AttendArgs`].
+/// Norm weights of [`AttendArgs`].
 #[derive(Clone, Copy, Debug)]
 pub struct AttendNorm {
-    /// `[head_dim]` F32; written by nothing in a step.
+    /// `[head_dim]` F32; constant during a step.
     pub q: Buf,
-    /// As `q`; `None` where keys are not normed here.
+    /// Like `q`; `None` if keys are not normalised here.
     pub k: Option<Buf>,
-    /// As `q`; `None` where values are not normed.
+    /// Like `q`; `None` if values are not normalised.
     pub v: Option<Buf>,
-    /// Added to the mean of squares.
+    /// Added to the mean square.
     pub eps: f32,
 }
 
-/// How many blocks to a head of a cache fill a card of `n_sms` multiprocessors, for contexts of up to `max_len` positions.
+/// Returns the number of splits per KV head that fills `n_sms` SMs, for contexts of up to `max_len`
+/// positions.
 #[must_use]
 pub fn attend_splits(n: usize, n_kv_heads: usize, max_len: usize, n_sms: u32) -> usize {
-    // One block to a multiprocessor: each is busy with what it has under way. Rows are of different lengths, so there are
-    // two for them: where a row is short, those that are not needed end at once.
+    // A single block keeps an SM busy with its loads in flight. With several rows there are two blocks per
+    // SM, since rows differ in length: blocks that a short row does not need end at once.
     let places = if n > 1 { 2 * n_sms as usize } else { n_sms as usize };
     let filling = (places / (n * n_kv_heads).max(1)).clamp(1, MAX_SPLITS);
-    // The largest power of two that is not above it.
+    // The largest power of two up to it.
     if max_len <= ALONE { 1 } else { 1 << filling.ilog2() }
 }
 
-/// Scratch that [`Kernels::attend`] needs.
+/// Scratch size of [`Kernels::attend`].
 #[must_use]
 pub fn attend_scratch_bytes(n: usize, n_heads: usize, head_dim: usize, n_splits: usize) -> u64 {
     if n_splits <= 1 {
         return 0;
     }
-    // Each four elements have a maximum and a sum beside them, and room for two more.
+    // Every four elements carry a maximum and a sum, plus two spare words.
     [n, n_heads, n_splits, head_dim / 4 * 8].iter().fold(4, |bytes: u64, &n| bytes.saturating_mul(n as u64))
 }
 
-/// Counters that [`Kernels::attend`] needs, zero before the first launch.
+/// Size of the counters of [`Kernels::attend`]; they must be zero before the first launch.
 #[must_use]
 pub fn attend_counter_bytes(n: usize, n_heads: usize, n_splits: usize) -> u64 {
     if n_splits <= 1 {
         return 0;
     }
-    // There are at most as many blocks of heads as heads.
+    // The number of head blocks never exceeds the number of heads.
     4 * (COUNTERS as u64).saturating_mul(n as u64).saturating_mul(n_heads as u64)
 }
 
-/// As the kernel takes them.
+/// Kernel parameters.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 struct AttendSizes {
     n_heads: u32,
-    /// Query heads of one KV head that a block serves.
+    /// Query heads of one KV head per block.
     per_block: u32,
-    /// `n_splits` is two to this power.
+    /// `n_splits` is `1 << splits_shift`.
     splits_shift: u32,
-    /// Positions a row sees; 0 for all.
+    /// Attention window in positions; 0 means unlimited.
     window: u32,
     scale: f32,
-    /// 0 for none.
+    /// Soft cap of the scores; 0 for none.
     softcap: f32,
     n_dims: u32,
     interleaved: u32,
@@ -175,9 +179,10 @@ struct AttendSizes {
 }
 
 impl Kernels {
-    /// The launch of [`AttendArgs`]: what goes into the caches has the bits of [`Kernels::rope_kv`] when there is no
-    /// norm. On a card a sequence or block out of range writes nothing and counts as not seen; the simulated device
-    /// faults, as it does when counters are not zero or two rows are of one sequence.
+    /// Builds the launch for [`AttendArgs`]. Without a norm, the cache entries equal those of
+    /// [`Kernels::rope_kv`] bit for bit. On a GPU, a sequence or block out of range is neither written nor
+    /// attended to. The simulated device faults on it, on counters that are not zero, and on two rows of one
+    /// sequence.
     pub fn attend(&self, a: &AttendArgs<'_>) -> Result<Launch, KernelError> {
         let shape = [
             ("n", a.n),
@@ -220,7 +225,7 @@ impl Kernels {
                     .read_write(case.buf("scratch", scratch, usize::try_from(bytes).ok(), 16)?)
                     .read_write(case.words("counters", counters, &[a.n, n_groups, COUNTERS])?)
             }
-            _ => return Err(case.refuse("several splits need scratch and counters".to_owned())),
+            _ => return Err(case.refuse("more than one split needs scratch and counters".to_owned())),
         };
         let (k_cache, v_cache) =
             (case.cache("k_cache", a.k_cache, cells)?, case.cache("v_cache", a.v_cache, cells)?);
@@ -255,16 +260,17 @@ impl Kernels {
     }
 }
 
-/// Blocks of each of `n` rows, and whether the next launch has to wait for the end of this one: see [`AttendArgs::fills`].
+/// Returns the number of blocks for each of `n` rows, and whether the next launch must wait for this one to
+/// end; see [`AttendArgs::fills`].
 fn placed(blocks: usize, n: usize, fills: bool, n_sms: usize) -> (usize, bool) {
     let placed = if fills && n == 1 { blocks.max(n_sms) } else { blocks };
     (placed, fills && placed * n != n_sms)
 }
 
-/// The size of the kernel that serves these heads, and how many of them a block of it has.
+/// Returns the head size of the kernel for these heads, and the number of heads per block.
 fn check(case: &OpCase<'_>, a: &AttendArgs<'_>) -> Result<(usize, usize), KernelError> {
     crate::require!(case, a.cache_dtype.is_float(), "the cache must be F16, BF16 or F32");
-    crate::require!(case, a.n <= MAX_ATTEND_ROWS, "at most {MAX_ATTEND_ROWS} rows");
+    crate::require!(case, a.n <= MAX_ATTEND_ROWS, "the kernel takes at most {MAX_ATTEND_ROWS} rows");
     crate::require!(
         case,
         a.n_heads.is_multiple_of(a.n_kv_heads),
@@ -331,7 +337,7 @@ fn sizes(
     })
 }
 
-/// The number of heads of the kernel that serves so many.
+/// Returns the `HEADS` entry that covers this many heads per block.
 fn heads_of(per_block: usize) -> usize {
     HEADS.into_iter().find(|&h| per_block <= h).unwrap_or(per_block)
 }
@@ -340,14 +346,15 @@ fn name(size: usize, per_block: usize, dtype: DType) -> String {
     format!("attend_d{size}_h{}_{}", heads_of(per_block), lowercase(dtype))
 }
 
-/// What a warp has of shared memory: a ring, which what it found takes the place of, or that alone.
+/// Shared memory per warp in bytes: the ring, which the partial results overwrite later, or the partial
+/// results alone.
 fn warp_bytes(card: &Card, size: usize, heads: usize, dtype: DType) -> u32 {
     let AttendTuning { ring_bytes, small_ring_bytes, large_shared_bytes } = card.tuning.attend;
     let ring = if card.shared_limit >= large_shared_bytes { ring_bytes } else { small_ring_bytes };
     (if dtype != DType::F32 && size <= 128 { ring } else { 4 * heads * size }) as u32
 }
 
-/// Every kernel: cache type, head size and heads of a block.
+/// Every kernel: cache dtype, head size and heads per block.
 fn all_kernels() -> impl Iterator<Item = (DType, usize, usize)> {
     [DType::F16, DType::BF16, DType::F32].into_iter().flat_map(|dtype| {
         SIZES.into_iter().flat_map(move |(size, most)| {
@@ -367,7 +374,7 @@ pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     }
 }
 
-/// The four ops one after the other.
+/// Runs the four ops one after the other.
 fn twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
     let s = k.arg::<AttendSizes>(19)?;
     let n = k.config().grid[1] as usize;
@@ -420,8 +427,9 @@ fn twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
     if k.arg::<u64>(15)? == 0 { k.write(k.ptr(0)?, &y) } else { to.write(k, &y, 15, Some(0)) }
 }
 
-/// What the kernel reads before its wait: weights, and what rows see of the caches before their own position. Positions,
-/// sequences and tables it reads early too, but as a guess: what it keeps of the caches is what they say behind the wait.
+/// Marks what the kernel reads before its dependency wait: weights, and the caches before each row's own
+/// position. It also reads positions, sequences and tables early, but only as a guess: after the wait it
+/// discards cache loads that do not match them.
 fn read_early(k: &mut SimKernel<'_>, n: usize, s: &AttendSizes, dtype: DType) -> KernelResult {
     let [n_kv_heads, head_dim, kv_block] =
         [s.pages.n_kv_heads, s.pages.head_dim, s.pages.kv_block].map(|n| n as usize);
@@ -462,12 +470,12 @@ fn read_early(k: &mut SimKernel<'_>, n: usize, s: &AttendSizes, dtype: DType) ->
     })
 }
 
-/// What the kernel relies on and cannot check.
+/// Checks what the kernel assumes but cannot check.
 fn check_state(k: &SimKernel<'_>, n: usize, s: &AttendSizes) -> KernelResult {
     let (positions, seqs) = (k.read::<i32>(k.ptr(8)?, n)?, k.read::<i32>(k.ptr(9)?, n)?);
     let rows: Vec<usize> = (0..n).filter(|&i| positions[i] >= 0).collect();
     if let Some(i) = (1..rows.len()).find(|&i| rows[..i].iter().any(|&j| seqs[j] == seqs[rows[i]])) {
-        return Err(fault(format!("two rows are of sequence {}", seqs[rows[i]])));
+        return Err(fault(format!("two rows belong to sequence {}", seqs[rows[i]])));
     }
     if k.arg::<u64>(2)? != 0 {
         let n_groups = s.pages.n_kv_heads * (s.n_heads / s.pages.n_kv_heads).div_ceil(s.per_block);
@@ -486,11 +494,12 @@ mod tests {
     use crate::tuning::Tuning;
 
     #[test]
-    fn rings_leave_room_for_what_the_code_declares_on_every_card_there_are_kernels_for() {
+    fn rings_leave_space_for_static_shared_memory_on_every_tuned_gpu() {
         for kib in [99, 163, 227] {
             let card = Card::with_shared(kib << 10, Tuning::of(GpuArch { major: 9, minor: 0 }));
             for (dtype, size, heads) in all_kernels() {
-                // Queries, key and value as f32, queries in two parts, what the warps found, and some room.
+                // Queries, key and value in f32, queries in two parts, the warps' partial results, and a
+                // margin.
                 let declared = 4 * (heads + 2) * size + 64 * size + 2048;
                 let asked = (N_WARPS * warp_bytes(&card, size, heads, dtype)) as usize;
                 let name = super::name(size, heads, dtype);
@@ -503,7 +512,7 @@ mod tests {
     }
 
     #[test]
-    fn a_row_has_a_block_on_every_multiprocessor_or_the_next_launch_waits() {
+    fn a_row_has_a_block_on_every_sm_or_the_next_launch_waits() {
         assert_eq!(placed(128, 1, true, 132), (132, false));
         assert_eq!(placed(132, 1, true, 132), (132, false));
         assert_eq!(placed(256, 1, true, 132), (256, true));

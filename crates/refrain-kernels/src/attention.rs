@@ -1,7 +1,7 @@
-//! Attention over the paged cache, split over its length.
+//! Attention over the paged cache, split along the context.
 //!
-//! The grid is fixed when the plan is built; each block works out from the row's position, read on the device, which
-//! part of the context is its own. So one recording serves every length.
+//! The grid is fixed when the plan is built. Each block reads the row's position on the device and derives
+//! its part of the context from it, so one recording serves every length.
 
 use half::{bf16, f16};
 use refrain_driver::api::DevicePtr;
@@ -12,79 +12,79 @@ use refrain_tensor::DType;
 
 use bytemuck::{Pod, Zeroable};
 
-use crate::error::{OpCase, KernelError};
+use crate::error::{KernelError, OpCase};
 use crate::kv::PageTables;
 use crate::load::Kernels;
 use crate::registry::{KernelEntry, P, W, lowercase};
 use crate::source::KernelFamily;
 use crate::twin::{count, read_rows};
-use crate::view::{RowLayout, BufView};
+use crate::view::{BufView, RowLayout};
 use crate::vouch::Vouch;
 
-/// Query heads of one KV head that a block serves at once.
+/// Query heads of one KV head per block.
 const BLOCK_HEADS: usize = 8;
-/// Threads of a block.
+/// Threads per block.
 const BLOCK: u32 = 128;
-/// Head sizes there are kernels for, each for all up to it.
+/// Head sizes with a kernel, each for sizes up to it.
 const HEAD_DIMS: [usize; 3] = [128, 256, 512];
-/// A split is not shorter than this many positions.
+/// Minimum length of a split, in positions.
 const MIN_SPLIT: usize = 32;
-/// More splits than this cost more to merge than they gain.
+/// Merging more splits than this costs more than it gains.
 const MAX_SPLITS: usize = 64;
 
-/// `y[i, h] = softmax(scale * q[i, h] . k) v` over the positions that row `i` sees.
+/// `y[i, h] = softmax(scale * q[i, h] . k) v` over the positions visible to row `i`.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionArgs<'a> {
     /// Scale, window and soft cap.
     pub attention: Attention,
-    /// `[n, n_heads, head_dim]` F32, heads of consecutive elements.
+    /// `[n, n_heads, head_dim]` F32; each head is contiguous.
     pub q: BufView,
     /// `[n_blocks, n_kv_heads, kv_block, head_dim]`.
     pub k_cache: Buf,
-    /// As `k_cache`.
+    /// Like `k_cache`.
     pub v_cache: Buf,
     /// F16, BF16 or F32.
     pub cache_dtype: DType,
-    /// `[n]` I32, read at each run.
+    /// `[n]` I32, read at run time.
     pub positions: Buf,
-    /// `[n]` I32, read at each run.
+    /// `[n]` I32, read at run time.
     pub seqs: Buf,
-    /// `[n_seqs, max_blocks]` I32, read at each run.
+    /// `[n_seqs, max_blocks]` I32, read at run time.
     pub tables: Buf,
     /// `[n, n_heads, head_dim]` F32.
     pub y: Buf,
-    /// [`attention_scratch_bytes`]; unused when `n_splits` is 1.
+    /// Scratch of [`attention_scratch_bytes`] bytes; unused when `n_splits` is 1.
     pub scratch: Option<Buf>,
-    /// Rows.
+    /// Number of rows.
     pub n: usize,
     /// Query heads, a multiple of `n_kv_heads`.
     pub n_heads: usize,
-    /// Blocks of the cache.
+    /// KV blocks of the cache.
     pub n_blocks: usize,
-    /// Heads of the cache.
+    /// KV heads.
     pub n_kv_heads: usize,
-    /// Positions of a block.
+    /// Positions per KV block.
     pub kv_block: usize,
-    /// Elements of a head: even, at most 512.
+    /// Elements per head: even, at most 512.
     pub head_dim: usize,
-    /// Rows of the tables.
+    /// Rows of the block tables.
     pub n_seqs: usize,
-    /// Columns of the tables.
+    /// Columns of the block tables.
     pub max_blocks: usize,
-    /// Parts of the context that run side by side; [`attention_splits`] gives a good number.
+    /// Parallel splits of the context; [`attention_splits`] chooses a good number.
     pub n_splits: usize,
-    /// Names the step.
+    /// Name of the step that the launch belongs to.
     pub step: &'a str,
 }
 
-/// How many splits fill a card of `n_sms` multiprocessors, for contexts of up to `max_len` positions.
+/// Returns the number of splits that fills `n_sms` SMs, for contexts of up to `max_len` positions.
 #[must_use]
 pub fn attention_splits(n: usize, n_kv_heads: usize, max_len: usize, n_sms: u32) -> usize {
     let blocks = (n * n_kv_heads).max(1);
     (2 * n_sms as usize).div_ceil(blocks).min(max_len.div_ceil(MIN_SPLIT)).clamp(1, MAX_SPLITS)
 }
 
-/// Scratch that [`Kernels::attention`] needs.
+/// Scratch size of [`Kernels::attention`].
 #[must_use]
 pub fn attention_scratch_bytes(n: usize, n_heads: usize, head_dim: usize, n_splits: usize) -> u64 {
     if n_splits <= 1 {
@@ -93,7 +93,7 @@ pub fn attention_scratch_bytes(n: usize, n_heads: usize, head_dim: usize, n_spli
     [n, n_heads, n_splits, head_dim + 2].iter().fold(4, |bytes: u64, &n| bytes.saturating_mul(n as u64))
 }
 
-/// Sizes as the split kernel takes them.
+/// Parameters of the split kernel.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub(crate) struct AttentionSizes {
@@ -105,15 +105,15 @@ pub(crate) struct AttentionSizes {
     pub(crate) n_seqs: u32,
     pub(crate) max_blocks: u32,
     pub(crate) n_splits: u32,
-    /// Positions a row sees; 0 for all.
+    /// Attention window in positions; 0 means unlimited.
     pub(crate) window: u32,
     pub(crate) scale: f32,
-    /// 0 for none.
+    /// Soft cap of the scores; 0 for none.
     pub(crate) softcap: f32,
 }
 
 impl Kernels {
-    /// Pushes the launches of [`AttentionArgs`]: one, and a second that merges when there are several splits.
+    /// Pushes the launches for [`AttentionArgs`]: one, plus a merge if there are several splits.
     pub fn attention(&self, a: &AttentionArgs<'_>, launches: &mut Vec<Launch>) -> Result<(), KernelError> {
         let shape = [
             ("n", a.n),
@@ -135,7 +135,7 @@ impl Kernels {
             "heads must be in groups of {}",
             a.n_kv_heads
         );
-        crate::require!(case, a.n_splits <= 65_535, "at most 65535 splits");
+        crate::require!(case, a.n_splits <= 65_535, "the grid takes at most 65535 splits");
         let size = HEAD_DIMS.into_iter().find(|&d| a.head_dim <= d && a.head_dim.is_multiple_of(2));
         let size = size.ok_or_else(|| case.refuse("head_dim must be even and at most 512".to_owned()))?;
         let cells = [a.n_blocks, a.n_kv_heads, a.kv_block, a.head_dim];
@@ -145,7 +145,7 @@ impl Kernels {
         let scratch = match (a.n_splits, a.scratch) {
             (1, _) => None,
             (_, Some(scratch)) => Some(case.words("scratch", scratch, &[n_partials, a.head_dim + 2])?),
-            (_, None) => return Err(case.refuse("several splits need scratch".to_owned())),
+            (_, None) => return Err(case.refuse("more than one split needs scratch".to_owned())),
         };
         let window =
             a.attention.window.map_or(Ok(0), |w| case.u32("window", w.clamp(1, i32::MAX as usize)))?;
@@ -163,7 +163,7 @@ impl Kernels {
             softcap: a.attention.softcap.unwrap_or(0.0),
         };
         let n_groups = a.n_kv_heads * (a.n_heads / a.n_kv_heads).div_ceil(BLOCK_HEADS);
-        crate::require!(case, n_groups <= 65_535, "at most 65535 groups of heads");
+        crate::require!(case, n_groups <= 65_535, "the grid takes at most 65535 groups of heads");
         let grid = [a.n as u32, n_groups as u32, a.n_splits as u32];
         let split = self.launch(&split_name(size, a.cache_dtype), grid, BLOCK)?.step(a.step);
         let split = match scratch {
@@ -207,7 +207,9 @@ pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
         for size in HEAD_DIMS {
             let params = [P, P, P, P, P, P, P, P, size_of::<RowLayout>(), size_of::<AttentionSizes>()];
             let entry =
-                KernelEntry::new(KernelFamily::Attention, split_name(size, dtype), &params, move |k| split(k, dtype));
+                KernelEntry::new(KernelFamily::Attention, split_name(size, dtype), &params, move |k| {
+                    split(k, dtype)
+                });
             all.push(entry.unit(&lowercase(dtype)));
         }
     }
@@ -215,7 +217,7 @@ pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     all.push(entry.unit("combine"));
 }
 
-/// The whole of it in the first split; the others are neutral.
+/// Computes everything in the first split; the other splits hold the neutral element.
 fn split(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
     let s: AttentionSizes = k.arg(9)?;
     let [n_heads, head_dim, n_splits] = [s.n_heads as usize, s.head_dim as usize, s.n_splits as usize];
@@ -241,7 +243,7 @@ fn split(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
     k.write(scratch.add(4 * partials.len() as u64), &scales)
 }
 
-/// Attention of rows of queries; `pointers` are those of keys, values, positions, sequences and tables.
+/// Attention of query rows; `pointers` are the parameters of keys, values, positions, sequences and tables.
 pub(crate) fn whole(
     k: &SimKernel<'_>,
     s: &AttentionSizes,
@@ -276,7 +278,7 @@ pub(crate) fn whole(
     Ok(y)
 }
 
-/// The rows of one cache that one position sees.
+/// The rows of one cache that a position attends to.
 struct Rows1<'a> {
     s: &'a AttentionSizes,
     pages: &'a PageTables,

@@ -1,5 +1,5 @@
-//! Products of the rows of many sequences: rows in 16 bits times packed weights, each weight read once. Weights of 16 bits are
-//! left to the library, which is as fast as memory.
+//! Batched-decode GEMM: 16-bit activation rows times packed weights, each weight read once. 16-bit weights
+//! are left to cuBLASLt, which already reaches memory bandwidth.
 
 use bytemuck::{Pod, Zeroable};
 use half::{bf16, f16};
@@ -10,7 +10,7 @@ use refrain_graph::{Gate, Op};
 use refrain_tensor::DType;
 
 use crate::card::Card;
-use crate::error::{OpCase, KernelError};
+use crate::error::{KernelError, OpCase};
 use crate::gemm;
 use crate::linear::{LinearPart, MAX_PRODUCTS};
 use crate::load::{GpuArch, Kernels};
@@ -22,34 +22,35 @@ use crate::tuning::{BatchTuning, Tuning};
 use crate::twin::{Dense, fault, run_f32};
 use crate::vouch::Vouch;
 
-/// The most rows that one launch multiplies.
+/// Maximum number of rows of x per launch.
 pub const MAX_BATCH_ROWS: usize = 256;
 
-/// More splits than this cost more to add than they gain; the most blocks that every card takes as a cluster.
+/// Adding more splits than this costs more than it gains. Also the cluster size that every GPU supports.
 const MAX_SPLITS: usize = 8;
-/// Rows of x there are kernels for, each for all up to it. The last has tiles of so many rows for more than that.
+/// Row counts of x with a kernel, each for counts up to it. Above the last one, the kernel loops over tiles
+/// of that many rows.
 const SIZES: [usize; 5] = [8, 16, 32, 64, 128];
-/// Warps that multiply, and barriers in front of the rings, as in `batch.cu`.
+/// Compute warps, and bytes of the barriers in front of the rings, as in `batch.cu`.
 const WARPS: usize = 8;
 const HEAD_BYTES: usize = 256;
 
-/// How a block of a kernel is divided.
+/// Division of a kernel's block into rows, ring slots and threads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Division {
-    /// The most rows of x.
+    /// Maximum number of rows of x.
     m: usize,
-    /// Rows of weights.
+    /// Weight rows per block.
     rows: usize,
-    /// Planes of a unit of weights.
+    /// Planes of x per unit of weights.
     planes: usize,
-    /// Bytes of a slot of the ring of weights, which holds one unit of all rows.
+    /// Bytes of a slot in the weight ring, which holds one unit of every row.
     w_bytes: usize,
-    /// Slots of the ring of x, each for a plane.
+    /// Slots of the ring of x, one plane each.
     x_slots: usize,
 }
 
 impl Division {
-    /// Of the kernel for `m` rows at most, `None` where no kernel has this dtype.
+    /// The division of the kernel for up to `m` rows; `None` if no kernel supports the dtype.
     fn of(m: usize, dtype: DType) -> Option<Division> {
         let rows = if m == 128 { 256 } else { 128 };
         let unit = Unit::of(dtype)?;
@@ -63,7 +64,7 @@ impl Division {
         Some(Division { m, rows, planes, w_bytes: rows / TILE_ROWS * unit.bytes, x_slots })
     }
 
-    /// For `m` rows on a card.
+    /// The division for `m` rows on a GPU.
     fn for_rows(m: usize, dtype: DType, card: &Card) -> Option<Division> {
         let size = SIZES.into_iter().find(|&size| m <= size).unwrap_or(SIZES[SIZES.len() - 1]);
         Division::of(size, dtype).filter(|division| m <= MAX_BATCH_ROWS && division.fits(card))
@@ -80,12 +81,13 @@ impl Division {
         has_registers && self.shared_bytes(card.tuning.batch) as usize <= card.shared_limit
     }
 
-    /// Blocks that a multiprocessor has at a time.
+    /// Resident blocks per SM.
     const fn per_sm(&self) -> usize {
         if self.m == 128 { 1 } else { 2 }
     }
 
-    /// One warp more than those that multiply asks for copies; where threads give registers to others, four warps do so together.
+    /// One producer warp issues the copies, next to the compute warps. Where warps trade registers, that
+    /// takes a whole warpgroup.
     const fn threads(&self) -> u32 {
         32 * (WARPS as u32 + if self.m == 128 { 4 } else { 1 })
     }
@@ -95,20 +97,21 @@ impl Division {
     }
 }
 
-/// How products are divided among blocks: fixed by their sizes and the card, so that their bits are too.
+/// Division of a matmul among blocks. It depends only on sizes and GPU, so results are reproducible bit for
+/// bit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BatchPlan {
     division: Division,
-    /// Parts of `k` that run side by side and are added afterwards.
+    /// Splits of `k`, which run in parallel and are added afterwards.
     n_splits: usize,
-    /// Units of a split.
+    /// Units per split.
     per_split: usize,
-    /// Whether splits are blocks of a cluster, which add what they have themselves.
+    /// Whether the splits of a tile form a cluster and add their partial sums themselves.
     clustered: bool,
 }
 
 impl BatchPlan {
-    /// Scratch that [`Kernels::batch`] needs for `m` rows and `n` columns in all.
+    /// Scratch size of [`Kernels::batch`] for `m` rows and `n` columns in total.
     #[must_use]
     pub fn scratch_bytes(&self, m: usize, n: usize) -> u64 {
         match self.n_splits {
@@ -118,13 +121,13 @@ impl BatchPlan {
         }
     }
 
-    /// Rows of the planes that x lies in, and splits.
+    /// Rows per plane of x, and the number of splits.
     #[must_use]
     pub fn shape(&self) -> (usize, usize) {
         (self.division.m, self.n_splits)
     }
 
-    /// With as many splits, to compare.
+    /// The plan with a given number of splits, for comparisons.
     #[must_use]
     pub fn with_splits(self, n_splits: usize, k: usize) -> BatchPlan {
         let units = k.div_ceil(self.division.planes * PLANE).max(1);
@@ -132,45 +135,46 @@ impl BatchPlan {
         BatchPlan { n_splits: units.div_ceil(per_split), per_split, ..self }
     }
 
-    /// With splits that are added by a launch of their own, as on cards without clusters.
+    /// The plan with splits added by a separate launch, as on GPUs without clusters.
     #[must_use]
     pub fn without_clusters(self) -> BatchPlan {
         BatchPlan { clustered: false, ..self }
     }
 }
 
-/// `y = x . w^T` for one or more `w`, of rows in 16 bits with sums in F32.
+/// `y = x . w^T` for one or more `w`, with 16-bit rows and sums in F32.
 #[derive(Clone, Copy, Debug)]
 pub struct BatchArgs<'a> {
-    /// `[m, k]` BF16, in planes of as many rows as [`BatchPlan::shape`] says.
+    /// `[m, k]` BF16, in planes whose row count [`BatchPlan::shape`] returns.
     pub x: Buf,
-    /// Of every `w`: one of [`PACKED_DTYPES`], packed.
+    /// Dtype of every `w`: one of [`PACKED_DTYPES`], packed.
     pub dtype: DType,
-    /// At most [`MAX_PRODUCTS`]; with a gate two of the same size, and the first's `y` is where its result goes in F32 if
-    /// that is wanted.
+    /// At most [`MAX_PRODUCTS`]. With a gate there are two of equal size, and the first one's `y` receives
+    /// the F32 result if it is wanted.
     pub parts: &'a [LinearPart],
     /// Rows of `x`, at most [`MAX_BATCH_ROWS`].
     pub m: usize,
-    /// Columns of `x` and of every `w`: a multiple of 128, and whole blocks.
+    /// Columns of `x` and of every `w`: a multiple of 128, in whole quantisation blocks.
     pub k: usize,
-    /// How it is divided: from [`Kernels::batch_plan`].
+    /// The division, from [`Kernels::batch_plan`].
     pub plan: BatchPlan,
-    /// [`BatchPlan::scratch_bytes`]; unused with one split.
+    /// Scratch of [`BatchPlan::scratch_bytes`] bytes; unused with one split.
     pub scratch: Option<Buf>,
-    /// The gate that joins both products, with the rows in BF16 that come of it. Splits are in clusters then.
+    /// Gate that joins the two products, and its BF16 output rows. Requires clustered splits.
     pub gate: Option<(Gate, Narrow)>,
-    /// Names the step.
+    /// Name of the step that the launch belongs to.
     pub step: &'a str,
 }
 
-/// Clusters of so many blocks that run at once. The blocks of a cluster are in one group of multiprocessors; an H200 has six of
-/// 18 and two of 12, by what clusters of each size took, and other cards are taken to be divided alike.
+/// Number of clusters of this size that run concurrently. All blocks of a cluster run on one group of SMs
+/// (GPC). Occupancy by cluster size shows that an H200 has six groups of 18 SMs and two of 12; other GPUs are
+/// assumed to be divided alike.
 fn clusters_at_once(n_sms: usize, per_sm: usize, n_blocks: usize) -> usize {
     let in_groups = |sms: usize| sms * per_sm / n_blocks;
     ((6 * in_groups(18) + 2 * in_groups(12)) * n_sms / 132).max(1)
 }
 
-/// Whether a card has a kernel for `m` rows of `k` columns and weights of a dtype.
+/// Whether a GPU has a kernel for `m` rows of `k` columns with weights of this dtype.
 #[must_use]
 pub fn has_batch(dtype: DType, m: usize, k: usize, card: &DeviceInfo) -> bool {
     let arch = GpuArch { major: card.compute.0, minor: card.compute.1 };
@@ -190,8 +194,8 @@ struct BatchParams {
 }
 
 impl Kernels {
-    /// How products of `m` rows with matrices of `ns` rows are divided; `None` where there is no kernel for them on this
-    /// card.
+    /// Plans the multiplication of `m` rows with matrices of `ns` rows; `None` if this GPU has no kernel for
+    /// it.
     #[must_use]
     pub fn batch_plan(
         &self,
@@ -213,7 +217,7 @@ impl Kernels {
         let units = k.div_ceil(division.planes * PLANE).max(1);
         let clustered = card.has_clusters;
         let most = if gated && !clustered { 1 } else { MAX_SPLITS.min(units) };
-        // In units: each block has a start and an end, and splits are read once more.
+        // Cost in units: every block adds a prologue and an epilogue, and partial sums are read once more.
         let cost = |splits: usize| {
             let per_split = units.div_ceil(splits);
             let n_splits = units.div_ceil(per_split);
@@ -229,7 +233,7 @@ impl Kernels {
         Some(plan.with_splits(n_splits, k))
     }
 
-    /// Pushes the launches of [`BatchArgs`]: one, and a second that adds when there are several splits.
+    /// Pushes the launches for [`BatchArgs`]: one, plus a reduction if there are several splits.
     pub fn batch(&self, a: &BatchArgs<'_>, launches: &mut Vec<Launch>) -> Result<(), KernelError> {
         let n = a.parts.iter().fold(0_usize, |n, part| n.saturating_add(part.n));
         let shape = [("m", a.m), ("n", n), ("k", a.k)];
@@ -242,43 +246,43 @@ impl Kernels {
         crate::require!(
             case,
             n_tiles == 1 || (division.m == SIZES[SIZES.len() - 1] && a.m <= MAX_BATCH_ROWS),
-            "it was planned for {} rows",
+            "the plan is for {} rows",
             division.m
         );
         crate::require!(
             case,
             Division::of(division.m, a.dtype) == Some(division),
-            "it was planned for another dtype"
+            "the plan is for another dtype"
         );
         crate::require!(
             case,
             a.k.is_multiple_of(PLANE.max(block_len)),
-            "k must be whole blocks, and a multiple of {PLANE}"
+            "k must be a multiple of {PLANE}, in whole quantisation blocks"
         );
         crate::require!(
             case,
             n_parts <= MAX_PRODUCTS,
-            "{n_parts} products, at most {MAX_PRODUCTS} go in one launch"
+            "{n_parts} matrices, at most {MAX_PRODUCTS} fit in one launch"
         );
-        crate::require!(case, a.parts.iter().all(|part| part.n > 0), "one of the products is empty");
+        crate::require!(case, a.parts.iter().all(|part| part.n > 0), "one of the matrices is empty");
         let units = a.k.div_ceil(division.planes * PLANE);
         crate::require!(
             case,
             (n_splits - 1).saturating_mul(per_split) < units && n_splits * per_split >= units,
-            "it was planned for another k"
+            "the plan is for another k"
         );
         let gated = a.gate.is_some();
         let gate_is_wide = a.gate.is_some_and(|(_, to)| to.also_wide);
         crate::require!(
             case,
             !gated || ((n_splits == 1 || clustered) && n_parts == 2 && a.parts[0].n == a.parts[1].n),
-            "a gate joins two products of one size, without splits that another launch adds"
+            "a gate needs two matrices of equal size, and clusters if there are several splits"
         );
         let partials = match (n_splits, a.scratch) {
             (1, _) => None,
             _ if clustered => None,
             (_, Some(scratch)) => Some(case.words("scratch", scratch, &[n_splits, a.m, n])?),
-            (_, None) => return Err(case.refuse("several splits need scratch".to_owned())),
+            (_, None) => return Err(case.refuse("more than one split needs scratch".to_owned())),
         };
         let per_tile = if gated { division.rows / 2 } else { division.rows };
         let tiled = if gated { &a.parts[..1] } else { a.parts };
@@ -293,7 +297,7 @@ impl Kernels {
         }
         for i in 0..MAX_PRODUCTS {
             launch = match a.parts.get(i) {
-                // With a gate the first is its result.
+                // With a gate, the first output is the gate's result.
                 Some(part) if partials.is_none() && (!gated || (i == 0 && gate_is_wide)) => {
                     let words = a.m.checked_mul(part.n).and_then(|n| n.checked_mul(4));
                     launch.write(case.buf("y", part.y, words, if gated { 16 } else { 4 })?)
@@ -308,7 +312,7 @@ impl Kernels {
         let elements = |rows: usize, columns: usize| rows.checked_mul(columns).and_then(|n| n.checked_mul(2));
         launch = match a.gate {
             Some((_, to)) => {
-                crate::require!(case, to.dtype == DType::BF16, "the gate's rows are BF16");
+                crate::require!(case, to.dtype == DType::BF16, "the gate writes BF16 rows");
                 launch.write(to.check(&case, a.m, a.parts[0].n)?)
             }
             None => launch.null(),
@@ -353,28 +357,29 @@ fn variants() -> impl Iterator<Item = (Division, DType)> {
 pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     for (division, dtype) in variants() {
         let params = [P, P, P, P, P, P, P, P, P, P, P, size_of::<BatchParams>()];
-        let entry =
-            KernelEntry::new(KernelFamily::Batch, division.name(dtype), &params, move |k| twin(k, dtype, division.m));
-        // A card whose blocks have less is never given this one.
+        let entry = KernelEntry::new(KernelFamily::Batch, division.name(dtype), &params, move |k| {
+            twin(k, dtype, division.m)
+        });
+        // GPUs with less shared memory per block never use this kernel.
         let shared =
             move |card: &Card| division.shared_bytes(card.tuning.batch).min(card.shared_limit as u32);
         all.push(entry.unit(&lowercase(dtype)).shared(shared));
     }
 }
 
-/// A packed row as the numbers of 16 bits that are multiplied.
+/// Unpacks a row into the 16-bit numbers that the kernel multiplies.
 fn packed_row(dtype: DType, packed: &[u8], row: usize, out: &mut [f32]) -> KernelResult {
     let k = out.len();
     if matches!(dtype, DType::Q4_0 | DType::Q4_1 | DType::Q4_K) {
         four_bits_row(dtype, packed, row, out);
         return Ok(());
     }
-    unpack_row(dtype, packed, row, k, out).ok_or_else(|| fault("rows of partial blocks"))?;
+    unpack_row(dtype, packed, row, k, out).ok_or_else(|| fault("a row ends inside a quantisation block"))?;
     out.iter_mut().for_each(|v| *v = bf16::from_f32(*v).to_f32());
     Ok(())
 }
 
-/// Quants of four bits: the distance from a centre of 8 is exact, scale and what is left of the minimum are rounded.
+/// 4-bit quants: the distance from the centre 8 is exact; the scale and the remaining minimum are rounded.
 fn four_bits_row(dtype: DType, packed: &[u8], row: usize, out: &mut [f32]) {
     let Some(unit) = Unit::of(dtype) else { unreachable!("{dtype} is packed") };
     let tile = row / TILE_ROWS * (out.len() / unit.cols);
@@ -401,16 +406,18 @@ fn four_bits_row(dtype: DType, packed: &[u8], row: usize, out: &mut [f32]) {
     }
 }
 
-/// The whole sums in the first split; the others are zeros.
+/// Writes whole sums to the first split and zeros to the others.
 fn twin(k: &mut SimKernel<'_>, dtype: DType, plane_rows: usize) -> KernelResult {
     let p: BatchParams = k.arg(11)?;
     let (m, cols, n_splits) = (p.m as usize, p.k as usize, k.config().grid[1] as usize);
-    let bytes_of = |n: usize| packed_bytes(dtype, n, cols).ok_or_else(|| fault("rows of partial blocks"));
+    let bytes_of = |n: usize| {
+        packed_bytes(dtype, n, cols).ok_or_else(|| fault("a row ends inside a quantisation block"))
+    };
     let ns: Vec<usize> = p.n.iter().map(|&n| n as usize).filter(|&n| n > 0).collect();
     let weights = ns.iter().enumerate().map(|(i, &n)| Ok((k.ptr(7 + i)?, bytes_of(n)?)));
     let weights = weights.collect::<KernelResult<Vec<_>>>()?;
     k.before_wait(|k| weights.iter().try_for_each(|&(at, bytes)| k.view::<u8>(at, bytes).map(|_| ())))?;
-    // Rows behind m may hold anything.
+    // Rows past m are undefined.
     let planes = gemm::read(k, k.ptr(6)?, m.next_multiple_of(plane_rows) * cols, DType::BF16)?;
     let element = |i: usize| planes[narrow_at(i / cols, i % cols, cols, plane_rows)];
     let x: Vec<f32> = (0..m * cols).map(element).collect();
@@ -454,15 +461,15 @@ fn twin(k: &mut SimKernel<'_>, dtype: DType, plane_rows: usize) -> KernelResult 
 mod tests {
     use super::*;
     #[test]
-    fn stages_fit_the_cards_that_are_given_them() {
+    fn stages_fit_the_gpus_they_are_chosen_for() {
         for (division, dtype) in variants() {
             for tuning in Tuning::ALL {
                 let shared = division.shared_bytes(tuning.batch) as usize;
                 let limit = if tuning.measured_on.is_some() { 227 << 10 } else { 99 << 10 };
-                // Two blocks of a multiprocessor have less than 228 KiB between them, 1 KiB of each the card's own.
+                // Two blocks per SM share less than 228 KiB, and each reserves 1 KiB for the system.
                 let fits = shared <= limit
                     && (division.per_sm() == 1 || tuning.measured_on.is_none() || shared <= 113 << 10);
-                // Of those for 64 rows and more, `Division::fits` asks the card.
+                // For kernels of 64 rows and more, `Division::fits` checks the GPU.
                 assert!(
                     fits || division.m >= 64,
                     "{} on {:?}: {shared}",

@@ -1,9 +1,9 @@
-//! Products by cuBLASLt, opened when it is there: building and running need no CUDA toolkit.
+//! Matrix products by cuBLASLt. The library is loaded if present; building and running need no CUDA toolkit.
 //!
-//! The library's heuristic names some algorithms when a product is planned, never while something records; split sums may
-//! only be reduced out of place, in order. The first one is taken, or the fastest where [`BlasLtProduct::measure`] is
-//! called before the first use. A process decides once for a card and a shape: a recorded product and an eager one run the
-//! same code over the same workspace, and so do two backends.
+//! The library's heuristic proposes algorithms when a product is planned, never during a recording. Split
+//! sums may only be reduced out of place, in order. The first algorithm is used, or the fastest if
+//! [`BlasLtProduct::measure`] ran before the first use. A process decides once per GPU and shape, so recorded
+//! and eager products, and several backends, run the same code with the same workspace layout.
 #![allow(unsafe_code)]
 
 use std::any::Any;
@@ -18,24 +18,25 @@ use refrain_driver::{
 };
 use refrain_tensor::DType;
 
-use crate::error::{OpCase, KernelError};
+use crate::error::{KernelError, OpCase};
 use crate::matmul::MATMUL_DTYPES;
 
 type Handle = *mut c_void;
 
-/// Bytes of workspace that algorithms may ask for.
+/// Workspace limit for algorithms, in bytes.
 const WORKSPACE: u64 = 32 << 20;
-/// Algorithms that the heuristic is asked for.
+/// Number of algorithms requested from the heuristic.
 const CANDIDATES: usize = 8;
-/// A recording that is timed has about so many operations, in so many products at most.
+/// Target number of operations in a timed recording, and the maximum number of products in it.
 const TIMED_OPERATIONS: f64 = 4e11;
 const MAX_TIMED: f64 = 20.0;
-/// Replays of it; the fastest counts.
+/// Replays of a timed recording; the fastest counts.
 const REPLAYS: usize = 3;
-/// The heuristic's order stands unless an algorithm takes less than this part of the time of those before it.
+/// An algorithm must take less than this fraction of the best earlier time to be preferred over the
+/// heuristic's order.
 const CLEARLY_LESS: f32 = 0.98;
 
-// Of cublasLt.h and library_types.h.
+// Values from cublasLt.h and library_types.h.
 const COMPUTE_32F: u32 = 68;
 const R_32F: u32 = 0;
 const R_16F: u32 = 2;
@@ -47,13 +48,13 @@ const OP_T: i32 = 1;
 const LAYOUT_BATCH_COUNT: u32 = 5;
 const LAYOUT_BATCH_OFFSET: u32 = 6;
 const PREF_MAX_WORKSPACE: u32 = 1;
-/// Of the first factor; those of the second, of what is added and of the result follow.
+/// Alignment of the first factor; those of the second factor, the addend and the result follow.
 const PREF_MIN_ALIGNMENT: u32 = 5;
-/// What the library assumes of every address unless it is told otherwise.
+/// The library's default assumption for the alignment of every address.
 const ALIGNMENT: usize = 256;
 const NOT_SUPPORTED: u32 = 15;
 const PREF_REDUCTION_MASK: u32 = 3;
-/// Reductions out of place, in the type that sums are formed in.
+/// Out-of-place reductions, in the type of the accumulator.
 const REDUCTION_COMPUTE_TYPE: u32 = 2;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -70,7 +71,7 @@ struct AlgorithmCandidate {
     reserved: [i32; 4],
 }
 
-/// The algorithms of a shape, and which of them runs.
+/// The candidate algorithms of a shape and the chosen one.
 #[derive(Debug)]
 struct AlgorithmChoice {
     candidates: Vec<Algorithm>,
@@ -82,35 +83,36 @@ impl AlgorithmChoice {
         AlgorithmChoice { candidates, chosen: OnceLock::new() }
     }
 
-    /// What runs, from now on for good: the first one where nothing was measured.
+    /// The algorithm that runs; the choice is final after this call. Without a measurement it is the first
+    /// one.
     fn algorithm(&self) -> &Algorithm {
         &self.candidates[*self.chosen.get_or_init(|| 0)]
     }
 }
 
-/// The first of the times that none behind it is clearly less than.
+/// Index of the first time that no later one clearly beats.
 fn fastest(ms: &[f32]) -> usize {
     (1..ms.len()).fold(0, |best, i| if ms[i] < CLEARLY_LESS * ms[best] { i } else { best })
 }
 
-/// The file of a library, the id of a card, and a shape.
+/// Library file, GPU id and shape.
 type ChoiceKey = (String, [u8; 16], BlasLtShape);
 
-/// The choices of this process.
+/// The choices made by this process.
 static CHOICES: LazyLock<Mutex<HashMap<ChoiceKey, Arc<AlgorithmChoice>>>> = LazyLock::new(Mutex::default);
 
-/// The choice for a key, which stays what it was when it was first made.
+/// Returns the choice for a key. The first choice made for a key is kept.
 fn shared_choice(key: ChoiceKey, candidates: Vec<Algorithm>) -> Arc<AlgorithmChoice> {
     let mut all = CHOICES.lock().unwrap_or_else(PoisonError::into_inner);
     Arc::clone(all.entry(key).or_insert_with(|| Arc::new(AlgorithmChoice::new(candidates))))
 }
 
-/// How long the algorithms of a shape took.
+/// Measured times of the algorithms of a shape.
 #[derive(Clone, Debug, PartialEq)]
 pub struct BlasLtTimes {
-    /// Milliseconds of each, in the heuristic's order.
+    /// Milliseconds per algorithm, in the heuristic's order.
     pub ms: Vec<f32>,
-    /// The one that runs.
+    /// Index of the chosen algorithm.
     pub chosen: usize,
 }
 
@@ -160,7 +162,7 @@ functions! {
     matmul: b"cublasLtMatmul\0" fn(Handle, Handle, *const c_void, *const c_void, Handle, *const c_void, Handle, *const c_void, *const c_void, Handle, *mut c_void, Handle, *const Algorithm, *mut c_void, usize, *mut c_void);
 }
 
-/// The library with a handle of one context.
+/// The loaded library, with a handle for one context.
 pub struct BlasLt {
     functions: BlasLtFunctions,
     handle: Handle,
@@ -177,23 +179,23 @@ unsafe impl Send for BlasLt {}
 // SAFETY: as for `Send`; `planned` has a lock.
 unsafe impl Sync for BlasLt {}
 
-/// How a factor lies.
+/// Memory layout of a factor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BlasLtFactor {
-    /// Whether its rows are of consecutive elements; otherwise its columns are.
+    /// Whether rows are contiguous; otherwise columns are.
     pub has_rows: bool,
-    /// Elements from one row (column) to the next.
+    /// Elements from one row (or column) to the next.
     pub pitch: usize,
-    /// Elements from one matrix to the next; 0 for the same one.
+    /// Elements from one matrix to the next; 0 if all share one.
     pub batch_stride: usize,
 }
 
-/// Products `y[m, n] = a[m, k] . b[k, n]`, one or several of them.
+/// Shape of one or more products `y[m, n] = a[m, k] . b[k, n]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BlasLtShape {
-    /// Of `a` and `b`: F32, F16 or BF16.
+    /// Dtype of `a` and `b`: F32, F16 or BF16.
     pub dtype: DType,
-    /// Of `y`: the same or F32.
+    /// Dtype of `y`: the same, or F32.
     pub out: DType,
     /// Rows of `a`.
     pub m: usize,
@@ -201,18 +203,18 @@ pub struct BlasLtShape {
     pub n: usize,
     /// Columns of `a`, rows of `b`.
     pub k: usize,
-    /// How many products.
+    /// Number of products.
     pub n_batch: usize,
-    /// How `a` lies.
+    /// Layout of `a`.
     pub a: BlasLtFactor,
-    /// How `b` lies.
+    /// Layout of `b`.
     pub b: BlasLtFactor,
-    /// Every matrix starts at a multiple of so many bytes, a power of two up to 256.
+    /// Alignment of every matrix in bytes, a power of two up to 256.
     pub align: usize,
 }
 
 impl BlasLtShape {
-    /// `y[m, n] = x[m, k] . w[n, k]^T`, dense and aligned, with `y` in F32.
+    /// Shape of `y[m, n] = x[m, k] . w[n, k]^T`, dense and aligned, with `y` in F32.
     #[must_use]
     pub fn of_rows(dtype: DType, m: usize, n: usize, k: usize) -> BlasLtShape {
         let a = BlasLtFactor { has_rows: true, pitch: k, batch_stride: 0 };
@@ -220,7 +222,7 @@ impl BlasLtShape {
         BlasLtShape { dtype, out: DType::F32, m, n, k, n_batch: 1, a, b, align: ALIGNMENT }
     }
 
-    /// Elements of a factor of so many rows and columns, from the first to the last.
+    /// Elements that a factor of this many rows and columns spans, first to last.
     fn extent(&self, factor: &BlasLtFactor, rows: usize, cols: usize) -> Option<usize> {
         let (n_runs, run) = if factor.has_rows { (rows, cols) } else { (cols, rows) };
         let last = self.n_batch.checked_sub(1)?.checked_mul(factor.batch_stride)?;
@@ -228,24 +230,24 @@ impl BlasLtShape {
     }
 }
 
-/// What is fixed when a product is planned.
+/// The parts of a product that are fixed when it is planned.
 struct Planned {
     desc: Handle,
-    /// Of `b`, `a` and `y`, as columns.
+    /// Column-major layouts of `b`, `a` and `y`.
     layouts: [Handle; 3],
     choice: Arc<AlgorithmChoice>,
     destroy: [unsafe extern "C" fn(Handle) -> u32; 2],
 }
 
-// SAFETY: descriptors are plain data of the library's that are only read after `BlasLt::choose` made them.
+// SAFETY: descriptors are plain library data that is only read once `BlasLt::choose` has created them.
 unsafe impl Send for Planned {}
 // SAFETY: as for `Send`.
 unsafe impl Sync for Planned {}
 
 impl Drop for Planned {
     fn drop(&mut self) {
-        // SAFETY: each was created by `BlasLt::choose` or is null, and this is the one place that destroys them; the
-        // library is open, because whatever holds a `Planned` holds its `BlasLt` as well.
+        // SAFETY: each handle was created by `BlasLt::choose` or is null, and only this function destroys it.
+        // The library is still open, because every owner of a `Planned` also holds its `BlasLt`.
         unsafe {
             (self.destroy[0])(self.desc);
             self.layouts.iter().for_each(|layout| {
@@ -255,7 +257,7 @@ impl Drop for Planned {
     }
 }
 
-/// One product over buffers, ready to be enqueued any number of times.
+/// A product over given buffers, which can be enqueued any number of times.
 #[derive(Clone)]
 pub struct BlasLtProduct {
     library: Arc<BlasLt>,
@@ -264,17 +266,18 @@ pub struct BlasLtProduct {
     a: Buf,
     b: Buf,
     y: Buf,
-    /// What is added to the product, if anything: as large as `y`, and may be it.
+    /// Addend, if any: the size of `y`, and possibly `y` itself.
     c: Option<Buf>,
     workspace: Buf,
     step: Arc<str>,
 }
 
 impl BlasLt {
-    /// Bytes of workspace that a product needs, at a multiple of 256.
+    /// Workspace bytes that a product needs, 256-byte aligned.
     pub const WORKSPACE_BYTES: u64 = WORKSPACE;
 
-    /// Opens the library at a path, or at the usual places, and makes a handle for the context of this thread.
+    /// Opens the library at a path or in the usual locations, and creates a handle for this thread's current
+    /// context.
     pub fn open(ctx: &Context, path: Option<&Path>) -> Result<Arc<BlasLt>, KernelError> {
         if ctx.device().backend() != "cuda" {
             return Err(KernelError::BlasLtMissing { tried: "nothing: the device is simulated".to_owned() });
@@ -298,8 +301,8 @@ impl BlasLt {
         let file = path.display().to_string();
         let functions = BlasLtFunctions::look_up(&library, &file)?;
         let mut handle = null_mut();
-        // SAFETY: the version takes nothing; `handle` outlives the call that writes it, and the thread's context is
-        // current because the caller has a `Context`.
+        // SAFETY: the version call takes no argument. `handle` outlives the call that writes it. The thread's
+        // context is current because the caller holds a `Context`.
         let version = unsafe {
             ok("cublasLtCreate", (functions.create)(&mut handle))?;
             (functions.version)()
@@ -308,20 +311,21 @@ impl BlasLt {
         Ok(BlasLt { functions, handle, version, file, card, planned: Mutex::default(), _library: library })
     }
 
-    /// The library's version, `(13, 0)`.
+    /// The library's version as (major, minor), for example `(13, 0)`.
     #[must_use]
     pub fn version(&self) -> (usize, usize) {
         // 130001 is 13.0.1.
         (self.version / 10_000, self.version % 10_000 / 100)
     }
 
-    /// The file that was opened.
+    /// The loaded file.
     #[must_use]
     pub fn file(&self) -> &str {
         &self.file
     }
 
-    /// Refuses a shape that the library has no algorithm for. The first time it asks the heuristic.
+    /// Refuses a shape for which the library has no algorithm. The first call per shape queries the
+    /// heuristic.
     pub fn check(&self, shape: BlasLtShape) -> Result<(), KernelError> {
         self.planned(shape, &OpCase { op: "product", dtype: shape.dtype, shape: &dims(&shape) }).map(|_| ())
     }
@@ -332,18 +336,23 @@ impl BlasLt {
         crate::require!(
             case,
             shape.out == shape.dtype || shape.out == DType::F32,
-            "the result is {}, must be F32 or the factors' dtype",
+            "the result is {}, must be F32 or the dtype of the factors",
             shape.out
         );
         let is_align = shape.align.is_power_of_two() && shape.align <= ALIGNMENT;
-        crate::require!(case, is_align, "an alignment of {} bytes", shape.align);
+        crate::require!(
+            case,
+            is_align,
+            "the alignment is {} bytes, must be a power of two up to {ALIGNMENT}",
+            shape.align
+        );
         for (factor, rows, cols) in [(shape.a, shape.m, shape.k), (shape.b, shape.k, shape.n)] {
             let (n_runs, run) = if factor.has_rows { (rows, cols) } else { (cols, rows) };
             let fits = factor.pitch >= run && i64::try_from(factor.pitch).is_ok();
             crate::require!(
                 case,
                 fits && i64::try_from(factor.batch_stride).is_ok(),
-                "{n_runs} runs of {run} elements lie {} apart",
+                "{n_runs} runs of {run} elements have a pitch of {}",
                 factor.pitch
             );
         }
@@ -356,7 +365,7 @@ impl BlasLt {
         Ok(planned)
     }
 
-    /// A product over buffers, of a shape that [`BlasLt::check`] does not refuse.
+    /// Creates a product over buffers. [`BlasLt::check`] must accept its shape.
     pub fn product(
         self: &Arc<BlasLt>,
         shape: BlasLtShape,
@@ -369,7 +378,7 @@ impl BlasLt {
         let bytes = |n: Option<usize>, dtype: DType| n.and_then(|n| n.checked_mul(dtype.block_bytes()));
         let extents = [shape.extent(&shape.a, shape.m, shape.k), shape.extent(&shape.b, shape.k, shape.n)];
         let results = shape.n_batch.checked_mul(shape.m).and_then(|n| n.checked_mul(shape.n));
-        // What is left at the library's own assumption is not looked at so closely: its kernels need 16 bytes.
+        // At the library's default alignment only 16 bytes are enforced: its kernels need no more.
         let align = if shape.align < ALIGNMENT { shape.align as u64 } else { 16 };
         Ok(BlasLtProduct {
             library: Arc::clone(self),
@@ -408,8 +417,8 @@ impl BlasLt {
             reserved: [0; 4],
         };
         let (mut found, mut n_found) = ([nothing; CANDIDATES], 0);
-        // Columns are the library's rows: it computes y^T = b^T a^T, [n, m] = [n, k] [k, m], and a factor with rows of
-        // consecutive elements is there what it shall be, one with columns its transpose.
+        // The library is column-major: it computes y^T = b^T a^T, [n, m] = [n, k] [k, m]. A factor with
+        // contiguous rows needs no transposition there; one with contiguous columns does.
         let turned = |factor: &BlasLtFactor| if factor.has_rows { OP_N } else { OP_T };
         let sizes = |factor: &BlasLtFactor, rows: u64, cols: u64| match factor.has_rows {
             true => (factors, cols, rows, factor.pitch as i64, factor.batch_stride as i64),
@@ -417,8 +426,8 @@ impl BlasLt {
         };
         let layouts =
             [sizes(&shape.b, k, n), sizes(&shape.a, m, k), (result, n, m, n as i64, (n * m) as i64)];
-        // SAFETY: every pointer leads to a local that outlives its call, attributes have the sizes that cublasLt.h gives
-        // them, and what is created is destroyed by `planned` and `preference`.
+        // SAFETY: every pointer refers to a local that outlives its call, attributes have the sizes that
+        // cublasLt.h defines, and `planned` and `preference` destroy what is created.
         unsafe {
             ok("cublasLtMatmulDescCreate", (f.desc_create)(&mut planned.desc, COMPUTE_32F, R_32F))?;
             for (which, factor) in [(DESC_TRANSA, &shape.b), (DESC_TRANSB, &shape.a)] {
@@ -484,13 +493,14 @@ impl BlasLt {
                 found.as_mut_ptr(),
                 &mut n_found,
             );
-            crate::require!(case, asked != NOT_SUPPORTED, "cuBLASLt has no algorithm for it");
+            crate::require!(case, asked != NOT_SUPPORTED, "cuBLASLt has no algorthis shapehm for this shape");
             ok("cublasLtMatmulAlgoGetHeuristic", asked)?;
         }
         let found = &found[..usize::try_from(n_found).unwrap_or(0).min(CANDIDATES)];
-        let usable = |found: &&AlgorithmCandidate| found.status == 0 && found.workspace_bytes as u64 <= WORKSPACE;
+        let usable =
+            |found: &&AlgorithmCandidate| found.status == 0 && found.workspace_bytes as u64 <= WORKSPACE;
         let candidates: Vec<Algorithm> = found.iter().filter(usable).map(|found| found.algorithm).collect();
-        crate::require!(case, !candidates.is_empty(), "cuBLASLt has no algorithm for it");
+        crate::require!(case, !candidates.is_empty(), "cuBLASLt has no algorthis shapehm for this shape");
         planned.choice = shared_choice((self.file.clone(), self.card, shape), candidates);
         Ok(planned)
     }
@@ -503,7 +513,8 @@ struct Preference {
 
 impl Drop for Preference {
     fn drop(&mut self) {
-        // SAFETY: created by `BlasLt::choose`, which alone makes this value, or null, which the library takes.
+        // SAFETY: created by `BlasLt::choose`, the only constructor of this value, or null, which the library
+        // accepts.
         unsafe { (self.destroy)(self.handle) };
     }
 }
@@ -513,8 +524,8 @@ impl Drop for BlasLt {
         if let Ok(planned) = self.planned.get_mut() {
             planned.clear();
         }
-        // SAFETY: the handle was created in `from_library` and is destroyed only here; products hold an `Arc` of this
-        // value, and recordings hold products.
+        // SAFETY: the handle was created in `from_library` and is destroyed only here. Products hold an `Arc`
+        // of this value, and recordings hold products.
         unsafe { (self.functions.destroy)(self.handle) };
     }
 }
@@ -532,7 +543,7 @@ impl std::fmt::Debug for BlasLtProduct {
     }
 }
 
-/// A failure inside a call that a queue makes.
+/// Failure of a library call made while enqueueing.
 #[derive(Debug, thiserror::Error)]
 #[error("cublasLtMatmul of {shape:?} failed with code {code}")]
 struct Failed {
@@ -541,19 +552,19 @@ struct Failed {
 }
 
 impl BlasLtProduct {
-    /// What it multiplies.
+    /// Shape of the product.
     #[must_use]
     pub fn shape(&self) -> BlasLtShape {
         self.shape
     }
 
-    /// Names the step.
+    /// Name of the step that the product belongs to.
     #[must_use]
     pub fn step(&self) -> &Arc<str> {
         &self.step
     }
 
-    /// The buffers it touches and how.
+    /// Buffers that the product accesses, and how.
     #[must_use]
     pub fn accesses(&self) -> [(Buf, Access); 4] {
         [
@@ -564,12 +575,13 @@ impl BlasLtProduct {
         ]
     }
 
-    /// The same product over other buffers, to load the library's code before anything records.
+    /// Returns the same product over other buffers, to load the library's code before anything records.
     pub fn over(&self, [a, b, y, workspace]: [Buf; 4]) -> Result<BlasLtProduct, KernelError> {
         self.library.product(self.shape, [a, b, y, workspace], &self.step)
     }
 
-    /// The same product, added to what lies in `c`: as large as the result, which it may be.
+    /// Returns the same product plus the contents of `c`, which has the size of the result and may be the
+    /// result itself.
     pub fn adding(mut self, c: Buf) -> Result<BlasLtProduct, KernelError> {
         let dims = dims(&self.shape);
         let case = OpCase { op: "product", dtype: self.shape.dtype, shape: &dims };
@@ -578,8 +590,9 @@ impl BlasLtProduct {
         Ok(self)
     }
 
-    /// Runs and times each algorithm over the product's own buffers, and takes the fastest. The process keeps to the
-    /// first decision for a shape: where there is one, by this or by a use, the answer is `None` and nothing runs.
+    /// Times each algorithm over the product's own buffers and chooses the fastest. The first decision per
+    /// shape in a process is final: if an earlier measurement or use made one, this returns `None` and runs
+    /// nothing.
     pub fn measure(
         &self,
         stream: &mut Stream,
@@ -598,8 +611,8 @@ impl BlasLtProduct {
         Ok(Some(BlasLtTimes { ms, chosen }))
     }
 
-    /// Milliseconds of one algorithm, as a recording of several products: calls one by one may take the host longer
-    /// than the device.
+    /// Times one algorithm in milliseconds, using a recording of several products: single calls may take
+    /// longer on the host than on the device.
     fn time(
         &self,
         with: &Algorithm,
@@ -607,9 +620,9 @@ impl BlasLtProduct {
         memory: &Arc<Memory>,
         lease: &mut Lease,
     ) -> Result<f32, DriverError> {
-        // The library loads its code at the first call, which must not be while something records.
+        // The library loads its code on the first call, which must not happen during a recording.
         match stream.run(lease, false, |q| self.enqueue_with(with, q)) {
-            // An algorithm that the library does not run after all is no candidate. Where none runs, a use says so.
+            // An algorithm that fails to run is dropped. If none runs, the first use reports the error.
             Err(DriverError::Caller(because)) => {
                 tracing::debug!("{}: {because}", self.step);
                 return Ok(f32::INFINITY);
@@ -636,7 +649,7 @@ impl BlasLtProduct {
         Ok(least / n as f32)
     }
 
-    /// Enqueues it.
+    /// Enqueues the product.
     pub fn enqueue(&self, q: &mut dyn Queue) -> Result<(), DriverError> {
         self.enqueue_with(self.planned.choice.algorithm(), q)
     }
@@ -663,9 +676,10 @@ impl BlasLtProduct {
                     None => y,
                 };
                 let [a, b, d] = self.planned.layouts;
-                // SAFETY: handle, descriptors and algorithm are this product's and live as long as it, which the queue
-                // keeps; `product` checked that every buffer is as large as the layouts say, and their memory outlives
-                // the stream's work or the recording. Both factors are read before the call returns.
+                // SAFETY: handle, descriptors and algorithm belong to this product, which the queue keeps
+                // alive. `product` checked that every buffer covers its layout. The buffers' memory outlives
+                // the stream's work or the recording. The scalars alpha and beta are read before the call
+                // returns.
                 let code = unsafe {
                     (self.library.functions.matmul)(
                         self.library.handle,
@@ -703,7 +717,7 @@ fn ok(call: &'static str, code: u32) -> Result<(), KernelError> {
     if code == 0 { Ok(()) } else { Err(KernelError::BlasLt { call, code }) }
 }
 
-/// The loader's own search, then where toolkits and Python packages put the library.
+/// Candidate paths: the loader's own search, then the locations that toolkits and Python packages use.
 fn usual_places() -> Vec<PathBuf> {
     let names = ["libcublasLt.so.13", "libcublasLt.so.12"];
     let toolkits =
@@ -718,16 +732,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_process_decides_once_for_a_card_and_a_shape() {
+    fn a_process_decides_once_per_gpu_and_shape() {
         let algorithm = |n: u64| Algorithm([n; 8]);
         let shape = BlasLtShape::of_rows(DType::BF16, 3, 5, 7);
         let key = |card: u8| ("a test's library".to_owned(), [card; 16], shape);
         let first = shared_choice(key(1), vec![algorithm(1), algorithm(2)]);
         first.chosen.set(1).unwrap();
-        // Of another backend, whose heuristic answered in another order.
+        // Another backend, whose heuristic returned another order.
         let second = shared_choice(key(1), vec![algorithm(2), algorithm(1)]);
         assert_eq!((second.algorithm(), second.chosen.get()), (&algorithm(2), Some(&1)));
-        // Of another card: used before it was measured.
+        // Another GPU, used before it was measured.
         let other = shared_choice(key(2), vec![algorithm(3), algorithm(4)]);
         assert_eq!(other.algorithm(), &algorithm(3));
         assert_eq!(other.chosen.set(1), Err(1));
@@ -742,7 +756,7 @@ mod tests {
     }
 
     #[test]
-    fn the_simulated_device_has_no_library_and_says_so() {
+    fn the_simulated_device_reports_that_it_has_no_library() {
         let device = crate::simulated(refrain_driver::sim::SimOptions::default()).unwrap();
         let ctx = device.context().unwrap();
         let error = BlasLt::open(&ctx, None).unwrap_err();

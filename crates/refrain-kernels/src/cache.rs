@@ -1,8 +1,8 @@
-//! Compiled code on disk, safe with several processes.
+//! On-disk cache of compiled code, safe for concurrent processes.
 //!
-//! A file's name is the digest of everything that went into the code; its content starts with a digest of the rest. It
-//! is written under another name and renamed, so a reader sees a whole file or none, and a damaged one is noticed. The
-//! cache is never needed: what it cannot do is a warning.
+//! A file is named by the digest of everything that went into the code, and starts with a digest of its
+//! remaining content. It is written under a temporary name and renamed, so a reader sees a complete file or
+//! none, and damage is detected. The cache is optional: its failures are warnings.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -20,25 +20,25 @@ pub(crate) struct KernelCache {
 }
 
 impl KernelCache {
-    /// A cache in a folder, which is made when something is first written.
+    /// A cache in a folder. The first write creates the folder.
     #[must_use]
     pub(crate) fn open(folder: &Path) -> KernelCache {
         KernelCache { folder: folder.to_owned() }
     }
 
-    /// The digest of all parts, in hex: a name for what they make.
+    /// Digest of all parts in hex, used as the name of the result.
     #[must_use]
     pub(crate) fn key(parts: &[&[u8]]) -> String {
         let mut digest = Sha256::new();
         for part in parts {
-            // The length first, so that no two lists of parts run together to the same bytes.
+            // Length first, so that different lists of parts never concatenate to the same bytes.
             digest.update((part.len() as u64).to_le_bytes());
             digest.update(part);
         }
         digest.finalize().iter().map(|b| format!("{b:02x}")).collect()
     }
 
-    /// The code under a key, if it is there and whole.
+    /// The code stored under a key, if present and undamaged.
     #[must_use]
     pub(crate) fn get(&self, key: &str) -> Option<Vec<u8>> {
         let path = self.path(key);
@@ -66,7 +66,7 @@ impl KernelCache {
         Some(body.to_vec())
     }
 
-    /// Keeps code under a key. False, after a warning, when that did not work.
+    /// Stores code under a key. Returns false, after a warning, if that failed.
     pub(crate) fn put(&self, key: &str, code: &[u8]) -> bool {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let turn = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -76,7 +76,7 @@ impl KernelCache {
             .and_then(|()| fs::write(&temporary, bytes))
             .and_then(|()| fs::rename(&temporary, self.path(key)));
         if let Err(e) = &written {
-            // What is left of it is in nobody's way; the warning below is about the same folder.
+            // A leftover temporary file is harmless, and the warning below already names the folder.
             let _ = fs::remove_file(&temporary);
             tracing::warn!(
                 "cannot write kernel cache {}: {e}; the next start compiles again",
@@ -96,7 +96,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn code_comes_back_whole_or_not_at_all() {
+    fn code_is_read_back_complete_or_not_at_all() {
         let folder = tempfile::tempdir().unwrap();
         let cache = KernelCache::open(&folder.path().join("new"));
         let key = KernelCache::key(&[b"source", b"options"]);
@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_that_cannot_be_written_is_no_error() {
+    fn an_unwritable_folder_is_not_an_error() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("file");
         fs::write(&file, b"in the way").unwrap();
@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn writers_of_the_same_key_leave_one_whole_file() {
+    fn concurrent_writers_of_one_key_leave_one_complete_file() {
         let folder = tempfile::tempdir().unwrap();
         let code = vec![7_u8; 100_000];
         std::thread::scope(|s| {
@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_tell_parts_apart() {
+    fn keys_depend_on_part_boundaries() {
         assert_ne!(KernelCache::key(&[b"ab", b"c"]), KernelCache::key(&[b"a", b"bc"]));
         assert_eq!(KernelCache::key(&[b"ab"]).len(), 64);
     }

@@ -1,26 +1,25 @@
-//! What launchers know of the card.
+//! GPU properties that launchers depend on.
 
 use refrain_driver::api::DeviceInfo;
 
 use crate::tuning::Tuning;
 
-/// A card, as far as the division of work depends on it.
+/// Properties of a GPU that determine how work is divided.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Card {
-    /// Multiprocessors.
+    /// Number of SMs.
     pub(crate) n_sms: usize,
-    /// Most shared memory of a block, in bytes.
+    /// Maximum shared memory per block, in bytes.
     pub(crate) shared_limit: usize,
-    /// Shared memory of a multiprocessor, in bytes.
+    /// Shared memory per SM, in bytes.
     pub(crate) shared_sm: usize,
     /// Whether blocks can form clusters.
     pub(crate) has_clusters: bool,
-    /// Compute capability 9.0: kernels are compiled for what no later card has.
+    /// Compute capability 9.0: its kernels use features that no later GPU has.
     pub(crate) is_hopper: bool,
-    /// Cycles that a multiprocessor has for each byte if memory delivers as its clock and width allow; 0 where that is
-    /// unknown.
+    /// Cycles per byte and SM at the memory bandwidth that clock and bus width allow; 0 if unknown.
     byte_cycles: f64,
-    /// What its kernels were compiled with.
+    /// The tuning that its kernels were compiled with.
     pub(crate) tuning: &'static Tuning,
 }
 
@@ -39,7 +38,7 @@ impl Card {
         }
     }
 
-    /// A card of which only the shared memory of a block is known.
+    /// A GPU of which only the shared memory per block is known.
     #[cfg(test)]
     pub(crate) fn with_shared(shared_limit: usize, tuning: &'static Tuning) -> Card {
         let (has_clusters, is_hopper) = (false, false);
@@ -54,7 +53,7 @@ impl Card {
         }
     }
 
-    /// Cycles in which a multiprocessor gets so many bytes while all of them read; `None` where clocks are not known.
+    /// Cycles for an SM to receive this many bytes while all SMs read; `None` if the clocks are unknown.
     pub(crate) fn cycles_of(&self, bytes: usize) -> Option<usize> {
         let cycles = self.tuning.peak_over_bandwidth * self.byte_cycles * bytes as f64;
         (self.byte_cycles > 0.0).then_some(cycles as usize)

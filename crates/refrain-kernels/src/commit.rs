@@ -1,7 +1,8 @@
-//! The last kernel of a step: the chosen tokens become the next step's inputs, and the host hears of them.
+//! Last kernel of a step: the sampled tokens become the next step's inputs, and the host receives the
+//! results.
 //!
-//! Everything before it can run twice; this is the one place where a step changes what the next one reads. Between two
-//! steps the host changes rows by an edit.
+//! Every earlier kernel can run twice. Only this one changes what the next step reads. Between two steps the
+//! host changes rows through an edit.
 
 use bytemuck::{Pod, Zeroable};
 use refrain_driver::sim::{KernelResult, SimKernel};
@@ -9,74 +10,75 @@ use refrain_driver::{Baked, Buf, Launch, RING_HEADER_BYTES, Ring};
 use refrain_graph::StepFlags;
 use refrain_tensor::DType;
 
-use crate::error::{OpCase, KernelError};
+use crate::error::{KernelError, OpCase};
 use crate::load::Kernels;
 use crate::registry::{KernelEntry, P, W};
 use crate::source::KernelFamily;
 use crate::twin::count;
 use crate::vouch::Vouch;
 
-/// One row's state, in device memory.
+/// State of one row, in device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 pub struct CommitState {
-    /// Not 0 once the row has ended: it commits nothing more until the host sets 0.
+    /// Nonzero once the row has ended. It commits nothing more until the host resets it to 0.
     pub done: u32,
-    /// Tokens that may still be committed; at 0 the row ends.
+    /// Tokens left to commit; the row ends at 0.
     pub n_left: u32,
-    /// Positions the row may have: it ends when the next position would reach this.
+    /// Maximum number of positions: the row ends when the next position would reach this.
     pub limit: u32,
-    /// How many places of its history the row uses, from the first; 0 is none.
+    /// History slots in use, from the first; 0 means none.
     pub window: u32,
-    /// Which of them the next token goes to.
+    /// History slot that the next token goes to.
     pub history_next: u32,
-    /// The random position from which on biases lapse; 0: they stay.
+    /// Random position at which logit biases lapse; 0 means never.
     pub bias_until: u32,
-    /// How many places of the bias, from the first, stay all the same.
+    /// Bias slots, from the first, that never lapse.
     pub n_bias_kept: u32,
-    /// Nothing.
+    /// Padding.
     pub unused: u32,
 }
 
-/// One row of a ring entry, which has one for each row.
+/// One row of a ring entry; an entry has all rows.
 #[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
 #[repr(C)]
 pub struct CommitEntry {
     /// The committed token; -1 past the end.
     pub token: i32,
-    /// Its log-probability.
+    /// Log-probability of the token.
     pub logprob: f32,
     /// The bits of [`StepFlags`].
     pub flags: u32,
-    /// The position the token will have as an input; -1 past the end.
+    /// The token's position as an input; -1 once the row has ended.
     pub position: i32,
 }
 
-/// Where results go.
+/// Destination of the results.
 #[derive(Clone, Copy, Debug)]
 pub struct CommitRing {
-    /// The [`Ring`], with a payload of one [`CommitEntry`] for each row.
+    /// The [`Ring`]; its payload is one [`CommitEntry`] per row.
     pub ring: Buf,
-    /// U64 in device memory: entries written so far; 0 when the ring is new.
+    /// U64 in device memory: number of entries written; 0 for a new ring.
     pub count: Buf,
-    /// Entries of the ring.
+    /// Capacity of the ring in entries.
     pub n_entries: u32,
 }
 
-/// Commits `token` and `logprob`, row by row.
+/// Arguments of the commit of `token` and `logprob`, row by row.
 ///
-/// A row that is not done gets `tokens[i] = token[i]`, `positions[i] += 1` (-1 when it ends, so that steps launched
-/// ahead are padding), its random position plus one, its token in the window of its history, and loses biases that lapse.
-/// Every launch writes one ring entry, past the end too: the host counts one entry for each step it sends.
+/// A row that has not ended gets `tokens[i] = token[i]` and `positions[i] += 1` (-1 when it ends, so that
+/// steps launched ahead are padding). Its random position increases by one, its token enters the history
+/// window, and expired biases are dropped. Every launch writes one ring entry, even after all rows have
+/// ended: the host counts one entry per step.
 #[derive(Clone, Copy, Debug)]
 pub struct CommitArgs<'a> {
-    /// `[n]` I32: what was chosen.
+    /// `[n]` I32: the sampled tokens.
     pub token: Buf,
     /// `[n]` F32.
     pub logprob: Buf,
     /// `[n]` I32: the next step's input.
     pub tokens: Buf,
-    /// `[n]` I32: the position of the current input, then of the next.
+    /// `[n]` I32: position of the current input, replaced by that of the next.
     pub positions: Buf,
     /// `[n, 4]` U32 (seed low, seed high, position, unused).
     pub rng: Buf,
@@ -86,40 +88,40 @@ pub struct CommitArgs<'a> {
     pub bias_ids: Buf,
     /// `[n]` [`CommitState`].
     pub state: Buf,
-    /// `[n_eog, n]` I32: the tokens that end each row; negative places are empty.
+    /// `[n_eog, n]` I32: the tokens that end each row; negative slots are empty.
     pub eog: Buf,
-    /// Where results go, if anywhere.
+    /// Destination of the results, if any.
     pub ring: Option<CommitRing>,
     /// Rows, at most 1024.
     pub n: usize,
-    /// Columns of `history`; 0 is none.
+    /// Columns of `history`; 0 means none.
     pub n_history: usize,
-    /// Columns of `bias_ids`; 0 is none.
+    /// Columns of `bias_ids`; 0 means none.
     pub n_bias: usize,
-    /// Rows of `eog`; 0 is none.
+    /// Rows of `eog`; 0 means none.
     pub n_eog: usize,
-    /// Names the step.
+    /// Name of the step that the launch belongs to.
     pub step: &'a str,
 }
 
-/// Pieces of memory that the host changes between two steps, in one launch.
+/// Ranges of memory that the host changes between two steps, in one launch.
 #[derive(Clone, Debug, Default)]
 pub struct Edits {
     pieces: Vec<[u32; 4]>,
     words: Vec<u32>,
 }
 
-/// Words in front of the pieces, and of each piece.
+/// Header words of the message, and of each range.
 const EDIT_WORDS: usize = 4;
 
 impl Edits {
-    /// Words that a message of this one and one more piece of `n` words has.
+    /// Size in words of this message plus one more range of `n` words.
     #[must_use]
     pub fn n_words_with(&self, n: usize) -> usize {
         EDIT_WORDS * (self.pieces.len() + 2) + self.words.len() + n
     }
 
-    /// Adds a piece: the words that go to `to` and behind it. Pieces must not overlap.
+    /// Adds a range: `words` are written from word `to` on. Ranges must not overlap.
     pub fn push(&mut self, to: u32, words: &[u32]) {
         self.pieces.push([to, self.words.len() as u32, words.len() as u32, 0]);
         self.words.extend_from_slice(words);
@@ -131,13 +133,13 @@ impl Edits {
         self.pieces.is_empty()
     }
 
-    /// Each piece: where it goes and what it is.
+    /// The ranges, each with its destination and words.
     pub fn pieces(&self) -> impl Iterator<Item = (usize, &[u32])> {
         let words = |from: u32, n: u32| &self.words[from as usize..(from + n) as usize];
         self.pieces.iter().map(move |&[to, from, n, _]| (to as usize, words(from, n)))
     }
 
-    /// As the kernel reads it.
+    /// The message in the kernel's format.
     #[must_use]
     pub fn message(&self) -> Vec<u32> {
         let first = (EDIT_WORDS * (self.pieces.len() + 1)) as u32;
@@ -149,14 +151,14 @@ impl Edits {
 }
 
 impl Kernels {
-    /// The launch that brings the [`Edits`] in a buffer to the words they are for.
+    /// Builds the launch that writes the [`Edits`] of a buffer to their destinations.
     pub fn edit(&self, words: Buf, edits: Buf, step: &str) -> Result<Launch, KernelError> {
         let [n_words, n_edits] =
             [words, edits].map(|buf| usize::try_from(buf.len() / 4).unwrap_or(usize::MAX));
         let shape = [("n_words", n_words), ("n_edits", n_edits)];
         let case = OpCase { op: "edit", dtype: DType::U32, shape: &shape };
         case.sizes()?;
-        crate::require!(case, n_edits >= EDIT_WORDS, "edits have a head of {EDIT_WORDS} words");
+        crate::require!(case, n_edits >= EDIT_WORDS, "edits need a header of {EDIT_WORDS} words");
         let sizes = [case.u32("n_words", n_words)?, case.u32("n_edits", n_edits)?];
         Ok(self
             .launch("edit_u32", 16, 256)?
@@ -168,12 +170,12 @@ impl Kernels {
             .vouch(&case))
     }
 
-    /// The launch of [`CommitArgs`].
+    /// Builds the launch for [`CommitArgs`].
     pub fn commit(&self, a: &CommitArgs<'_>) -> Result<Launch, KernelError> {
         let shape = [("n", a.n)];
         let case = OpCase { op: "commit", dtype: DType::I32, shape: &shape };
         case.sizes()?;
-        crate::require!(case, a.n <= 1024, "at most 1024 rows");
+        crate::require!(case, a.n <= 1024, "the kernel takes at most 1024 rows");
         let (n_history, n_eog) = (case.u32("n_history", a.n_history)?, case.u32("n_eog", a.n_eog)?);
         let n_bias = case.u32("n_bias", a.n_bias)?;
         let launch = self
@@ -187,7 +189,7 @@ impl Kernels {
             .read_write(case.buf("state", a.state, a.n.checked_mul(size_of::<CommitState>()), 16)?);
         let payload = a.n * size_of::<CommitEntry>();
         let stride = Ring::stride(payload).and_then(|bytes| u32::try_from(bytes).ok());
-        let stride = stride.ok_or_else(|| case.refuse("the entries of the ring are too large".to_owned()))?;
+        let stride = stride.ok_or_else(|| case.refuse("the size of a ring entry overflows".to_owned()))?;
         let launch = match a.ring {
             None => launch.null().null(),
             Some(ring) => {

@@ -1,4 +1,4 @@
-//! Units to code, on all cores.
+//! Parallel compilation of kernel units.
 
 use std::num::NonZeroUsize;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -9,37 +9,37 @@ use crate::load::GpuArch;
 use crate::source::KernelUnit;
 use crate::tuning::Tuning;
 
-/// Each compilation takes some hundred MB while it runs.
+/// Each compilation takes several hundred MB while it runs.
 const MAX_THREADS: usize = 32;
 
-/// What makes code of units. Several threads use one.
+/// A compiler of kernel units, shared by several threads.
 pub(crate) trait Compiler: Sync {
-    /// A name for a unit's code, made of all that the code depends on.
+    /// Cache key of a unit's code; covers everything that the code depends on.
     fn key(&self, unit: KernelUnit) -> String;
     /// The code of a unit.
     fn compile(&self, unit: KernelUnit) -> Result<Vec<u8>, KernelError>;
-    /// What the code is for.
+    /// Architecture that the code is for.
     fn arch(&self) -> GpuArch;
-    /// What it is compiled with.
+    /// Tuning that the code is compiled with.
     fn tuning(&self) -> &'static Tuning;
 }
 
-/// How far a compilation is.
+/// Progress of a compilation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Compiling {
-    /// Units that are compiled.
+    /// Units compiled so far.
     pub n_done: usize,
     /// Units to compile.
     pub n_total: usize,
 }
 
-/// One thread for each core, as far as they are allowed to this process.
+/// One thread per core available to this process.
 pub(crate) fn n_threads() -> usize {
     std::thread::available_parallelism().map_or(1, NonZeroUsize::get).min(MAX_THREADS)
 }
 
-/// Compiles units on several threads; what `hear` gets comes on this one. The first failure ends it: units that were not
-/// begun are left.
+/// Compiles units on several threads and calls `hear` on the calling thread. The first failure stops the
+/// compilation: units not yet started are skipped.
 pub(crate) fn compile(
     compiler: &dyn Compiler,
     units: &[KernelUnit],
@@ -58,7 +58,7 @@ pub(crate) fn compile(
             let sender = sender.clone();
             scope.spawn(move || {
                 while let Some((idx, unit)) = take(units, next) {
-                    // Nobody receives once one has failed.
+                    // The receiver is gone once one compilation has failed.
                     if sender.send((idx, compiler.compile(unit))).is_err() {
                         break;
                     }

@@ -1,4 +1,4 @@
-//! Dense copies of any view, and casts between the float types.
+//! Contiguous copies of any view, and casts between float types.
 
 use half::{bf16, f16};
 use refrain_driver::sim::{KernelResult, SimKernel};
@@ -6,7 +6,7 @@ use refrain_driver::{Baked, Buf, Launch};
 use refrain_tensor::DType;
 
 use crate::elementwise::{BLOCK, walked};
-use crate::error::{OpCase, KernelError};
+use crate::error::{KernelError, OpCase};
 use crate::load::Kernels;
 use crate::registry::{KernelEntry, P, W};
 use crate::source::KernelFamily;
@@ -17,29 +17,29 @@ use crate::vouch::Vouch;
 /// `y = x`, dense.
 #[derive(Clone, Copy, Debug)]
 pub struct CopyArgs<'a> {
-    /// Elements of 1, 2 or 4 bytes, any layout.
+    /// Elements of 1, 2 or 4 bytes, in any layout.
     pub x: BufView,
     /// Dense, of the same dtype and shape; not `x`.
     pub y: Buf,
-    /// Names the step.
+    /// Name of the step that the launch belongs to.
     pub step: &'a str,
 }
 
-/// `y = x` in another float type, rounded to nearest even, dense.
+/// `y = x` in another float type, rounded to nearest even; contiguous.
 #[derive(Clone, Copy, Debug)]
 pub struct CastArgs<'a> {
-    /// F32, F16 or BF16, any layout.
+    /// F32, F16 or BF16, in any layout.
     pub x: BufView,
     /// Dense, of the same shape; not `x`.
     pub y: Buf,
     /// F32, F16 or BF16.
     pub to: DType,
-    /// Names the step.
+    /// Name of the step that the launch belongs to.
     pub step: &'a str,
 }
 
 impl Kernels {
-    /// The launch of [`CopyArgs`].
+    /// Builds the launch for [`CopyArgs`].
     pub fn copy(&self, a: &CopyArgs<'_>) -> Result<Launch, KernelError> {
         let n = a.x.layout.shape().n_elements();
         let shape = [("n", n)];
@@ -49,19 +49,19 @@ impl Kernels {
         crate::require!(
             case,
             !a.x.dtype.is_quantized() && SIZES.contains(&size),
-            "elements must have 1, 2 or 4 bytes each"
+            "elements must be 1, 2 or 4 bytes long"
         );
         let y = case.buf("y", a.y, n.checked_mul(size), size as u64)?;
         self.walk(&case, &format!("copy_b{}", 8 * size), a.x, y, a.step)
     }
 
-    /// The launch of [`CastArgs`].
+    /// Builds the launch for [`CastArgs`].
     pub fn cast(&self, a: &CastArgs<'_>) -> Result<Launch, KernelError> {
         let n = a.x.layout.shape().n_elements();
         let shape = [("n", n)];
         let case = OpCase { op: "cast", dtype: a.x.dtype, shape: &shape };
         case.sizes()?;
-        crate::require!(case, a.x.dtype.is_float() && a.to.is_float(), "no cast to {}", a.to);
+        crate::require!(case, a.x.dtype.is_float() && a.to.is_float(), "no kernel casts to {}", a.to);
         let size = a.to.block_bytes();
         let y = case.buf("y", a.y, n.checked_mul(size), size as u64)?;
         self.walk(&case, &cast_name(a.x.dtype, a.to), a.x, y, a.step)
@@ -102,7 +102,9 @@ pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     all.push(KernelEntry::new(KernelFamily::Copy, "copy_b32", &PARAMS, copy::<u32>));
     for from in FLOATS {
         for to in FLOATS {
-            all.push(KernelEntry::new(KernelFamily::Copy, cast_name(from, to), &PARAMS, move |k| cast(k, from, to)));
+            all.push(KernelEntry::new(KernelFamily::Copy, cast_name(from, to), &PARAMS, move |k| {
+                cast(k, from, to)
+            }));
         }
     }
 }

@@ -1,11 +1,11 @@
-//! Quantised matrices in BF16, for products on tensor cores.
+//! Dequantisation of matrices to BF16, for tensor-core GEMMs.
 
 use half::bf16;
 use refrain_driver::sim::{KernelResult, SimKernel};
 use refrain_driver::{Baked, Buf, Launch};
 use refrain_tensor::{DType, quant};
 
-use crate::error::{OpCase, KernelError};
+use crate::error::{KernelError, OpCase};
 use crate::linear::LINEAR_DTYPES;
 use crate::load::Kernels;
 use crate::packed::{PACKED_DTYPES, TILE_ROWS, packed_bytes, unpack_row};
@@ -19,22 +19,22 @@ const BLOCK: u32 = 256;
 /// `y = w` in BF16.
 #[derive(Clone, Copy, Debug)]
 pub struct DequantArgs<'a> {
-    /// `[n, k]`: packed if its dtype is, else dense as in the file.
+    /// `[n, k]`: packed if its dtype is, else in its file layout.
     pub w: Buf,
     /// The dtype of `w`, quantised.
     pub dtype: DType,
     /// `[n, k]` BF16.
     pub y: Buf,
-    /// Rows.
+    /// Number of rows.
     pub n: usize,
-    /// Columns: whole blocks.
+    /// Columns, in whole quantisation blocks.
     pub k: usize,
-    /// Names the step.
+    /// Name of the step that the launch belongs to.
     pub step: &'a str,
 }
 
 impl Kernels {
-    /// The launch of [`DequantArgs`].
+    /// Builds the launch for [`DequantArgs`].
     pub fn dequant(&self, a: &DequantArgs<'_>) -> Result<Launch, KernelError> {
         let shape = [("n", a.n), ("k", a.k)];
         let case = OpCase { op: "dequant", dtype: a.dtype, shape: &shape };
@@ -43,7 +43,11 @@ impl Kernels {
         let known = packed || (a.dtype.is_quantized() && LINEAR_DTYPES.contains(&a.dtype));
         crate::require!(case, known, "no kernel decodes this dtype");
         let block_len = a.dtype.block_len();
-        crate::require!(case, a.k.is_multiple_of(block_len), "k must be whole blocks of {block_len}");
+        crate::require!(
+            case,
+            a.k.is_multiple_of(block_len),
+            "k must be a multiple of the quantisation block, {block_len}"
+        );
         let n_elements = a.n.checked_mul(a.k);
         let (bytes, grid) = match packed {
             true => (packed_bytes(a.dtype, a.n, a.k), a.n.div_ceil(TILE_ROWS)),
@@ -67,21 +71,22 @@ fn name(dtype: DType) -> String {
     format!("dequant_{}_bf16", lowercase(dtype))
 }
 
-/// The dtypes of [`DequantArgs`].
+/// Dtypes that [`DequantArgs`] accepts.
 fn dtypes() -> impl Iterator<Item = DType> {
     PACKED_DTYPES.into_iter().chain(LINEAR_DTYPES.into_iter().filter(|d| d.is_quantized()))
 }
 
 pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     for dtype in dtypes() {
-        let entry = KernelEntry::new(KernelFamily::Dequant, name(dtype), &[P, P, W, W], move |k| twin(k, dtype));
+        let entry =
+            KernelEntry::new(KernelFamily::Dequant, name(dtype), &[P, P, W, W], move |k| twin(k, dtype));
         all.push(entry.unit(&lowercase(dtype)));
     }
 }
 
 fn twin(kernel: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
     let (n, k) = (count(kernel, 2)?, count(kernel, 3)?);
-    let partial = || fault("a matrix of partial blocks");
+    let partial = || fault("the matrix ends inside a quantisation block");
     let mut values = vec![0.0; n * k];
     if PACKED_DTYPES.contains(&dtype) {
         let bytes = packed_bytes(dtype, n, k).ok_or_else(partial)?;

@@ -1,10 +1,10 @@
-//! Numbers by which two states of memory are compared without moving them.
+//! Digests of device memory, which compare two states without copying them.
 
 use refrain_driver::sim::{KernelResult, SimKernel};
 use refrain_driver::{Baked, Buf, Function, Launch, LaunchBuilder};
 use refrain_tensor::DType;
 
-use crate::error::{OpCase, KernelError};
+use crate::error::{KernelError, OpCase};
 use crate::load::Kernels;
 use crate::registry::{KernelEntry, P};
 use crate::source::KernelFamily;
@@ -12,28 +12,29 @@ use crate::vouch::Vouch;
 
 const BLOCK: u32 = 256;
 
-/// Makes launches that reduce memory to a few numbers. Cheap to clone.
+/// Builds launches that reduce memory to digests. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct Digester {
     function: Function,
 }
 
 impl Digester {
-    /// Bytes of memory that two numbers stand for.
+    /// Bytes of memory per pair of digest numbers.
     pub const CHUNK: u64 = 65_536;
 
-    /// Bytes of the digest of `n_bytes`: for each chunk a sum of its words and how many of its bytes are `0xff`, both U64.
+    /// Digest size for `n_bytes` of memory: for each chunk the sum of its words and the number of `0xff`
+    /// bytes, both U64.
     #[must_use]
     pub fn bytes(n_bytes: u64) -> u64 {
         16 * n_bytes.div_ceil(Digester::CHUNK)
     }
 
-    /// The launch that writes the digest of `x` to `y`.
+    /// Builds the launch that writes the digest of `x` to `y`.
     pub fn launch(&self, x: Buf, y: Buf) -> Result<Launch, KernelError> {
         let shape = [("n_bytes", usize::try_from(x.len()).unwrap_or(usize::MAX))];
         let case = OpCase { op: "digest", dtype: DType::U8, shape: &shape };
-        crate::require!(case, !x.is_empty(), "there is nothing to launch");
-        crate::require!(case, x.offset().is_multiple_of(8), "x must start at a multiple of 8 bytes");
+        crate::require!(case, !x.is_empty(), "x is empty");
+        crate::require!(case, x.offset().is_multiple_of(8), "x must be 8-byte aligned");
         let blocks = case.u32("the number of chunks", x.len().div_ceil(Digester::CHUNK) as usize)?;
         Ok(LaunchBuilder::new(&self.function, blocks, BLOCK)
             .step("digest")
@@ -45,7 +46,7 @@ impl Digester {
 }
 
 impl Kernels {
-    /// What makes digests.
+    /// Returns the builder of digest launches.
     pub fn digester(&self) -> Result<Digester, KernelError> {
         Ok(Digester { function: self.get(NAME)?.function })
     }

@@ -1,19 +1,19 @@
-//! Functions of one and two elements, and gates.
+//! Unary and binary elementwise functions, and gates.
 
 use refrain_driver::sim::{KernelResult, SimKernel};
 use refrain_driver::{Baked, Buf, Launch};
 use refrain_graph::{Binary, Gate, Op, Unary};
 use refrain_tensor::{DType, Shape};
 
-use crate::error::{OpCase, KernelError};
+use crate::error::{KernelError, OpCase};
 use crate::load::Kernels;
 use crate::registry::{KernelEntry, P, W};
 use crate::source::KernelFamily;
 use crate::twin::{Dense, count, read_rows, run_f32};
-use crate::view::{RowLayout, BufView, Walk};
+use crate::view::{BufView, RowLayout, Walk};
 use crate::vouch::Vouch;
 
-/// Elements of a block.
+/// Elements per block.
 pub(crate) const BLOCK: usize = 256;
 
 /// `y = f(x)`, element by element.
@@ -21,11 +21,11 @@ pub(crate) const BLOCK: usize = 256;
 pub struct UnaryArgs<'a> {
     /// The function.
     pub f: Unary,
-    /// F32, any layout.
+    /// F32, in any layout.
     pub x: BufView,
-    /// Dense F32 of the same shape; may be `x` when that is dense.
+    /// Contiguous F32 of the same shape; may be `x` if that is contiguous.
     pub y: Buf,
-    /// Names the step.
+    /// Name of the step that the launch belongs to.
     pub step: &'a str,
 }
 
@@ -34,15 +34,15 @@ pub struct UnaryArgs<'a> {
 pub struct BinaryArgs<'a> {
     /// The function.
     pub f: Binary,
-    /// F32, any layout that broadcasts to `shape`.
+    /// F32, in any layout that broadcasts to `shape`.
     pub a: BufView,
-    /// As `a`.
+    /// Like `a`.
     pub b: BufView,
-    /// Dense F32 of `shape`; may be `a` or `b` when that is dense and of that shape.
+    /// Contiguous F32 of `shape`; may be `a` or `b` if that is contiguous and has this shape.
     pub y: Buf,
     /// The shape of the result.
     pub shape: Shape,
-    /// Names the step.
+    /// Name of the step that the launch belongs to.
     pub step: &'a str,
 }
 
@@ -51,22 +51,22 @@ pub struct BinaryArgs<'a> {
 pub struct GateArgs<'a> {
     /// The activation.
     pub kind: Gate,
-    /// `[.., n_cols]` F32, rows of consecutive elements.
+    /// `[.., n_cols]` F32, with contiguous rows.
     pub gate: BufView,
-    /// As `gate`.
+    /// Like `gate`.
     pub up: BufView,
-    /// `[n_rows, n_cols]` F32; may be `gate` or `up` when that is dense.
+    /// `[n_rows, n_cols]` F32; may be `gate` or `up` if that is contiguous.
     pub y: Buf,
-    /// Rows.
+    /// Number of rows.
     pub n_rows: usize,
-    /// Columns.
+    /// Number of columns.
     pub n_cols: usize,
-    /// Names the step.
+    /// Name of the step that the launch belongs to.
     pub step: &'a str,
 }
 
 impl Kernels {
-    /// The launch of [`UnaryArgs`].
+    /// Builds the launch for [`UnaryArgs`].
     pub fn unary(&self, a: &UnaryArgs<'_>) -> Result<Launch, KernelError> {
         let n = a.x.layout.shape().n_elements();
         let shape = [("n", n)];
@@ -98,7 +98,7 @@ impl Kernels {
             .vouch(&case))
     }
 
-    /// The launch of [`BinaryArgs`].
+    /// Builds the launch for [`BinaryArgs`].
     pub fn binary(&self, a: &BinaryArgs<'_>) -> Result<Launch, KernelError> {
         let n = a.shape.n_elements();
         let shape = [("n", n)];
@@ -117,7 +117,7 @@ impl Kernels {
             .vouch(&case))
     }
 
-    /// The launch of [`GateArgs`].
+    /// Builds the launch for [`GateArgs`].
     pub fn gate(&self, a: &GateArgs<'_>) -> Result<Launch, KernelError> {
         let shape = [("n_rows", a.n_rows), ("n_cols", a.n_cols)];
         let case = OpCase { op: "gate", dtype: a.gate.dtype, shape: &shape };
@@ -172,16 +172,26 @@ pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     const WALK: usize = size_of::<Walk>();
     const R: usize = size_of::<RowLayout>();
     for f in UNARY {
-        all.push(KernelEntry::new(KernelFamily::Elementwise, unary_name(f), &[P, P, WALK, W, W, W], move |k| {
-            unary(k, f)
-        }));
+        all.push(KernelEntry::new(
+            KernelFamily::Elementwise,
+            unary_name(f),
+            &[P, P, WALK, W, W, W],
+            move |k| unary(k, f),
+        ));
     }
     for f in BINARY {
-        all.push(KernelEntry::new(KernelFamily::Elementwise, binary_name(f), &[P, P, P, WALK, W], move |k| binary(k, f)));
+        all.push(KernelEntry::new(
+            KernelFamily::Elementwise,
+            binary_name(f),
+            &[P, P, P, WALK, W],
+            move |k| binary(k, f),
+        ));
     }
     for kind in [Gate::Silu, Gate::GeluTanh] {
         let params = [P, P, P, R, R, W, W];
-        all.push(KernelEntry::new(KernelFamily::Elementwise, gate_name(kind), &params, move |k| gate(k, kind)));
+        all.push(KernelEntry::new(KernelFamily::Elementwise, gate_name(kind), &params, move |k| {
+            gate(k, kind)
+        }));
     }
 }
 
@@ -212,7 +222,7 @@ fn binary(k: &mut SimKernel<'_>, f: Binary) -> KernelResult {
     k.write(k.ptr(0)?, &y)
 }
 
-/// The elements of pointer parameter `param` at the places that `at` gives.
+/// Reads the elements of pointer parameter `param` at the indices that `at` returns.
 pub(crate) fn walked<T: bytemuck::Pod>(
     k: &SimKernel<'_>,
     param: usize,
@@ -221,7 +231,8 @@ pub(crate) fn walked<T: bytemuck::Pod>(
 ) -> KernelResult<Vec<T>> {
     let ptr = k.ptr(param)?;
     let end = (0..n).map(&at).max().map_or(0, |last| last + 1);
-    // One look at the whole extent: a stray index is found all the same, and logging each element would be slow.
+    // One access covers the whole extent: it still catches a stray index, and logging every element would be
+    // slow.
     let all = k.view::<T>(ptr, end)?;
     Ok((0..n).map(|i| all[at(i)]).collect())
 }

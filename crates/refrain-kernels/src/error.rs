@@ -1,132 +1,132 @@
-//! What a launcher, the compiler or the loader refuses.
+//! Errors of launchers, compiler and loader.
 
 use refrain_driver::{Buf, DriverError};
 use refrain_tensor::DType;
 
-/// Why there is no launch, or no kernel.
+/// Reason why a launch or a kernel is unavailable.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum KernelError {
-    /// The op has no kernel for this.
+    /// The op has no kernel for these arguments.
     #[error("{op} x {dtype} x [{shape}]: {because}")]
     Unsupported {
-        /// The op.
+        /// Op.
         op: &'static str,
-        /// Its dtype.
+        /// Dtype.
         dtype: DType,
-        /// Its sizes, named.
+        /// Named sizes.
         shape: String,
-        /// What the kernel needs, with the numbers.
+        /// The violated requirement, with the numbers.
         because: String,
     },
     /// A buffer is too small for the shape.
     #[error("{op} x {dtype} x [{shape}]: {what} has {got_bytes} bytes, needs {need_bytes}")]
     Buffer {
-        /// The op.
+        /// Op.
         op: &'static str,
-        /// Its dtype.
+        /// Dtype.
         dtype: DType,
-        /// Its sizes, named.
+        /// Named sizes.
         shape: String,
-        /// Which buffer.
+        /// Name of the buffer.
         what: &'static str,
-        /// Bytes it has.
+        /// Size of the buffer.
         got_bytes: u64,
-        /// Bytes the shape takes.
+        /// Size that the shape requires.
         need_bytes: u64,
     },
-    /// The compiler library is not on this machine.
+    /// NVRTC is not installed.
     #[error("the CUDA compiler library NVRTC was not found (tried {tried})")]
     NvrtcMissing {
-        /// Names and paths tried.
+        /// File names and paths that were tried.
         tried: String,
     },
-    /// There is neither compiled code for the card nor a compiler.
+    /// The binary has no code for the GPU, and there is no compiler.
     #[error(
-        "there are no kernels for {card}: this binary holds {held}, and the CUDA compiler library NVRTC was not found \
+        "no kernels for {card}: this binary has {held}, and the CUDA compiler library NVRTC was not found \
          (tried {tried})"
     )]
     NoKernels {
-        /// The card's architecture.
+        /// Architecture of the GPU.
         card: String,
-        /// What the binary holds, in words.
+        /// Architectures in the binary, as text.
         held: String,
-        /// Names and paths tried.
+        /// File names and paths that were tried.
         tried: String,
     },
-    /// The compiler library lacks a function.
+    /// NVRTC lacks a function.
     #[error("{library} has no function {symbol}")]
     NvrtcSymbol {
-        /// File it was loaded from.
+        /// File that was loaded.
         library: String,
-        /// The function.
+        /// Missing function.
         symbol: &'static str,
     },
-    /// A call of the compiler library failed.
+    /// An NVRTC call failed.
     #[error("{call} failed with code {code}")]
     Nvrtc {
-        /// The function.
+        /// Function.
         call: &'static str,
-        /// The library's code.
+        /// NVRTC result code.
         code: u32,
     },
-    /// cuBLASLt is not on this machine.
+    /// cuBLASLt is not installed.
     #[error("libcublasLt was not found (tried {tried})")]
     BlasLtMissing {
-        /// Names and paths tried.
+        /// File names and paths that were tried.
         tried: String,
     },
     /// cuBLASLt lacks a function.
     #[error("{library} has no function {symbol}")]
     BlasLtSymbol {
-        /// File it was loaded from.
+        /// File that was loaded.
         library: String,
-        /// The function.
+        /// Missing function.
         symbol: &'static str,
     },
-    /// A call of cuBLASLt failed.
+    /// A cuBLASLt call failed.
     #[error("{call} failed with code {code}")]
     BlasLt {
-        /// The function.
+        /// Function.
         call: &'static str,
-        /// The library's code.
+        /// cuBLASLt status code.
         code: u32,
     },
-    /// Kernels do not compile.
+    /// A kernel unit does not compile.
     #[error("{unit} does not compile for {arch}: {log}")]
     Compile {
         /// File and unit.
         unit: String,
-        /// The architecture.
+        /// Architecture.
         arch: String,
-        /// The compiler's words.
+        /// Compiler log.
         log: String,
     },
-    /// The card is older than what the kernels are written for.
-    #[error("compute capability {}.{} is below 8.0, the oldest the kernels run on", .compute.0, .compute.1)]
+    /// The GPU is older than the kernels support.
+    #[error("compute capability {}.{} is too old, the kernels need 8.0 or newer", .compute.0, .compute.1)]
     TooOld {
-        /// The card's compute capability.
+        /// Compute capability of the GPU.
         compute: (u32, u32),
     },
-    /// Loaded code is not what the launchers expect.
-    #[error("kernel {kernel} has {got} bytes in parameter {index}, its launcher passes {expected}")]
+    /// Loaded code does not match its launcher.
+    #[error("parameter {index} of kernel {kernel} has {got} bytes, its launcher passes {expected}")]
     Parameter {
-        /// The kernel.
+        /// Kernel name.
         kernel: String,
-        /// Which parameter.
+        /// Parameter index.
         index: usize,
-        /// What the launcher passes; 0 for none.
+        /// Size that the launcher passes; 0 for none.
         expected: usize,
-        /// What the code has; 0 for none.
+        /// Size that the code declares; 0 for none.
         got: usize,
     },
-    /// The driver refused.
+    /// Driver error.
     #[error(transparent)]
     Driver(#[from] DriverError),
 }
 
 impl KernelError {
-    /// What can be done about it.
+    /// Action that may resolve the error.
     #[must_use]
     pub fn hint(&self) -> Option<String> {
         match self {
@@ -174,24 +174,24 @@ impl OpCase<'_> {
         KernelError::Unsupported { op: self.op, dtype: self.dtype, shape: self.shape(), because }
     }
 
-    /// A size as a kernel takes it.
+    /// Converts a size to a kernel parameter.
     pub(crate) fn u32(&self, what: &'static str, n: usize) -> Result<u32, KernelError> {
-        // Half the range, so that an index plus a grid's overhang still fits.
+        // Half the range, so that an index plus the overhang of the grid still fits.
         u32::try_from(n)
             .ok()
             .filter(|&n| n <= i32::MAX as u32)
-            .ok_or_else(|| self.refuse(format!("{what} is {n}, at most {} goes", i32::MAX)))
+            .ok_or_else(|| self.refuse(format!("{what} is {n}, must be at most {}", i32::MAX)))
     }
 
-    /// Checks that no size is zero and each fits a kernel's parameter.
+    /// Checks that every size is nonzero and fits a kernel parameter.
     pub(crate) fn sizes(&self) -> Result<(), KernelError> {
         self.shape.iter().try_for_each(|&(name, n)| {
             self.u32(name, n)?;
-            if n == 0 { Err(self.refuse(format!("{name} is 0, there is nothing to launch"))) } else { Ok(()) }
+            if n == 0 { Err(self.refuse(format!("{name} is 0, must be at least 1"))) } else { Ok(()) }
         })
     }
 
-    /// Checks a dense buffer's size and start, and cuts it to what the kernel touches.
+    /// Checks the size and alignment of a dense buffer, and cuts it to the bytes that the kernel accesses.
     pub(crate) fn buf(
         &self,
         what: &'static str,
@@ -213,20 +213,20 @@ impl OpCase<'_> {
         crate::require!(
             self,
             buf.offset().is_multiple_of(align),
-            "{what} starts at byte {}, which is no multiple of {align}",
+            "{what} starts at byte {}, must be {align}-byte aligned",
             buf.offset()
         );
         Ok(buf.slice(0, need)?)
     }
 
-    /// A dense buffer of `n` elements of four bytes.
+    /// Checks a dense buffer of four-byte elements.
     pub(crate) fn words(&self, what: &'static str, buf: Buf, n: &[usize]) -> Result<Buf, KernelError> {
         let n = n.iter().try_fold(4_usize, |a, &b| a.checked_mul(b));
         self.buf(what, buf, n, 4)
     }
 }
 
-/// Refuses a launch, naming op x dtype x shape, unless a condition holds.
+/// Refuses a launch unless a condition holds; the error names op, dtype and shape.
 #[macro_export]
 #[doc(hidden)]
 macro_rules! require {

@@ -1,4 +1,4 @@
-//! Routing, and products of rows with the experts that were chosen for them.
+//! Mixture of experts: routing, and products of rows with their chosen experts.
 
 use bytemuck::{Pod, Zeroable};
 use refrain_driver::sim::{KernelResult, SimKernel};
@@ -8,7 +8,7 @@ use refrain_reference::route_row;
 use refrain_tensor::{DType, quant};
 
 use crate::card::Card;
-use crate::error::{OpCase, KernelError};
+use crate::error::{KernelError, OpCase};
 use crate::few::round;
 use crate::linear::LINEAR_DTYPES;
 use crate::load::Kernels;
@@ -18,120 +18,120 @@ use crate::source::KernelFamily;
 use crate::twin::{count, fault};
 use crate::vouch::Vouch;
 
-/// Choices that a row can have on a card.
+/// Maximum number of choices per row on a GPU.
 pub const MAX_CHOICES: usize = 64;
-/// Groups of experts that a router can have on a card.
+/// Maximum number of expert groups of a router on a GPU.
 pub const MAX_ROUTE_GROUPS: usize = 64;
-/// Experts that a router can choose among on a card.
+/// Maximum number of experts of a router on a GPU.
 pub const MAX_EXPERTS: usize = 4096;
-/// Rows of a step from which on choices are sorted by expert, so that each weight is read once for eight of them.
+/// From this many rows on, choices are sorted by expert, and each weight read serves eight of them.
 pub const MIN_SORTED_ROWS: usize = 16;
 
-/// Choices of an expert that are multiplied with a tile at once.
+/// Choices of an expert that share one pass over a tile.
 const AT_ONCE: usize = 8;
-/// Bytes of shared memory that the compiled code itself declares, rounded up.
+/// Static shared memory of the compiled code in bytes, rounded up.
 const STATIC_BYTES: usize = 4096;
 const SUB: usize = 32;
 
-/// Logits into choices: `ids[n, n_choices]` and `weights[n, n_choices]`.
+/// Routing: logits to `ids[n, n_choices]` and `weights[n, n_choices]`.
 #[derive(Clone, Copy, Debug)]
 pub struct RouteArgs<'a> {
-    /// How.
+    /// Routing rule.
     pub route: Route,
-    /// `[n, n_experts]` F32
+    /// `[n, n_experts]` F32.
     pub logits: Buf,
-    /// `[n_experts]` F32, added to scores that are compared.
+    /// `[n_experts]` F32, added to the scores for the comparison only.
     pub bias: Option<Buf>,
-    /// `[n_experts]` F32, factors on weights.
+    /// `[n_experts]` F32, multiplied into the weights.
     pub scales: Option<Buf>,
-    /// `[n, n_choices]` I32
+    /// `[n, n_choices]` I32.
     pub ids: Buf,
-    /// `[n, n_choices]` F32
+    /// `[n, n_choices]` F32.
     pub weights: Buf,
-    /// Rows.
+    /// Number of rows.
     pub n: usize,
-    /// Experts.
+    /// Number of experts.
     pub n_experts: usize,
-    /// Names the step.
+    /// Name of the step that the launch belongs to.
     pub step: &'a str,
 }
 
-/// The matrices of experts.
+/// The stacked matrices of all experts.
 #[derive(Clone, Copy, Debug)]
 pub struct ExpertWeight {
-    /// `[n_experts, .., k]`: packed if the dtype has that layout, else as in the file.
+    /// `[n_experts, .., k]`: packed if the dtype has a packed layout, else in its file layout.
     pub w: Buf,
     /// Its dtype.
     pub dtype: DType,
-    /// Rows of an expert's matrix, of which a product has `n` from `first` on.
+    /// Rows of one expert's matrix. A product uses `n` of them, starting at `first`.
     pub rows: usize,
-    /// The first of them.
+    /// First row of the product.
     pub first: usize,
     /// `[n_experts, rows]` F32, if any.
     pub bias: Option<Buf>,
 }
 
-/// Sizes of products with experts.
+/// Sizes of an expert product.
 #[derive(Clone, Copy, Debug)]
 pub struct ExpertSizes {
     /// Rows of the step.
     pub n_rows: usize,
-    /// Choices of a row.
+    /// Choices per row.
     pub n_choices: usize,
-    /// Experts.
+    /// Number of experts.
     pub n_experts: usize,
-    /// Rows of an expert's product.
+    /// Output columns: rows of an expert's product.
     pub n: usize,
-    /// Columns.
+    /// Columns of a matrix.
     pub k: usize,
 }
 
-/// `y[row, choice] = f(x[row] . gate[expert]^T, x[row] . up[expert]^T)`
+/// `y[row, choice] = f(x[row] . gate[expert]^T, x[row] . up[expert]^T)`.
 #[derive(Clone, Copy, Debug)]
 pub struct ExpertGateArgs<'a> {
-    /// What joins the products.
+    /// Activation that joins the two products.
     pub activation: ExpertActivation,
-    /// `[n_rows, k]` F32
+    /// `[n_rows, k]` F32.
     pub x: Buf,
-    /// `[n_rows, n_choices]` I32
+    /// `[n_rows, n_choices]` I32.
     pub ids: Buf,
-    /// The gate.
+    /// Gate weights.
     pub gate: ExpertWeight,
-    /// The other factor, of the same dtype and rows.
+    /// Up weights, with the dtype and rows of `gate`.
     pub up: ExpertWeight,
-    /// `[n_rows, n_choices, n]` F32
+    /// `[n_rows, n_choices, n]` F32.
     pub y: Buf,
     /// Sizes.
     pub sizes: ExpertSizes,
-    /// [`expert_scratch_bytes`] for two products.
+    /// Scratch of [`expert_scratch_bytes`] bytes for two products.
     pub scratch: Option<Buf>,
-    /// Names the step.
+    /// Name of the step that the launch belongs to.
     pub step: &'a str,
 }
 
-/// `y[row] = sum over choices of weight * (x[row, choice] . down[expert]^T)`
+/// `y[row] = sum over choices of weight * (x[row, choice] . down[expert]^T)`.
 #[derive(Clone, Copy, Debug)]
 pub struct ExpertSumArgs<'a> {
-    /// `[n_rows, n_choices, k]` F32
+    /// `[n_rows, n_choices, k]` F32.
     pub x: Buf,
-    /// `[n_rows, n_choices]` I32
+    /// `[n_rows, n_choices]` I32.
     pub ids: Buf,
-    /// `[n_rows, n_choices]` F32
+    /// `[n_rows, n_choices]` F32.
     pub weights: Buf,
-    /// The experts.
+    /// Down weights.
     pub down: ExpertWeight,
-    /// `[n_rows, n]` F32
+    /// `[n_rows, n]` F32.
     pub y: Buf,
     /// Sizes.
     pub sizes: ExpertSizes,
-    /// [`expert_scratch_bytes`] for one product.
+    /// Scratch of [`expert_scratch_bytes`] bytes for one product.
     pub scratch: Option<Buf>,
-    /// Names the step.
+    /// Name of the step that the launch belongs to.
     pub step: &'a str,
 }
 
-/// Scratch of [`Kernels::expert_gate`] (two products) and [`Kernels::expert_sum`] (one): none for few rows. `None` on
-/// overflow.
+/// Scratch size of [`Kernels::expert_gate`] (two products) and [`Kernels::expert_sum`] (one); 0 if choices
+/// are not sorted. `None` on overflow.
 #[must_use]
 pub fn expert_scratch_bytes(s: &ExpertSizes, n_products: usize) -> Option<u64> {
     if s.n_rows < MIN_SORTED_ROWS {
@@ -142,12 +142,12 @@ pub fn expert_scratch_bytes(s: &ExpertSizes, n_products: usize) -> Option<u64> {
     Some(products.checked_add(list_bytes(pairs, s.n_experts))? as u64)
 }
 
-/// Bytes of the list of choices and of where experts begin in it, up to a multiple of 16.
+/// Bytes of the sorted list of choices and the start offsets of the experts, rounded up to 16.
 const fn list_bytes(pairs: usize, n_experts: usize) -> usize {
     (4 * (pairs + n_experts + 1)).next_multiple_of(16)
 }
 
-/// Whether there are kernels for experts of this dtype.
+/// Whether expert kernels support this dtype.
 #[must_use]
 pub fn has_experts(dtype: DType) -> bool {
     LINEAR_DTYPES.contains(&dtype) || PACKED_DTYPES.contains(&dtype)
@@ -182,7 +182,7 @@ struct RouteParams {
     scale: f32,
 }
 
-/// A weight as kernels get it: all its bytes, where the first row is, and how far experts are apart.
+/// A weight as kernel arguments: whole buffer, offset of the first row, and stride between experts.
 struct PlacedExperts {
     all: Buf,
     start: u64,
@@ -205,18 +205,22 @@ fn weight_bytes(dtype: DType, n: usize, k: usize) -> Option<usize> {
 }
 
 impl Kernels {
-    /// The launch of [`RouteArgs`].
+    /// Builds the launch for [`RouteArgs`].
     pub fn route(&self, a: &RouteArgs<'_>) -> Result<Launch, KernelError> {
         let route = &a.route;
         let k = route.n_choices;
         let shape = [("n", a.n), ("n_experts", a.n_experts), ("n_choices", k)];
         let case = OpCase { op: "route", dtype: DType::F32, shape: &shape };
         case.sizes()?;
-        crate::require!(case, k <= MAX_CHOICES, "at most {MAX_CHOICES} choices of a row");
-        crate::require!(case, k <= a.n_experts, "fewer experts than choices");
+        crate::require!(case, k <= MAX_CHOICES, "a row has at most {MAX_CHOICES} choices");
+        crate::require!(case, k <= a.n_experts, "{k} choices need at least {k} experts, got {}", a.n_experts);
         crate::require!(case, a.n_experts <= MAX_EXPERTS, "at most {MAX_EXPERTS} experts");
         let groups = route.groups.unwrap_or(RouteGroups { n_groups: 0, n_kept: 0, n_best: 0 });
-        crate::require!(case, groups.n_groups <= MAX_ROUTE_GROUPS, "at most {MAX_ROUTE_GROUPS} groups");
+        crate::require!(
+            case,
+            groups.n_groups <= MAX_ROUTE_GROUPS,
+            "a router has at most {MAX_ROUTE_GROUPS} groups"
+        );
         let vector =
             |what, buf: Option<Buf>| buf.map(|buf| case.words(what, buf, &[a.n_experts])).transpose();
         let params = RouteParams {
@@ -249,7 +253,7 @@ impl Kernels {
         Ok(launch.baked(Baked(params)).vouch(&case))
     }
 
-    /// The launches of [`ExpertGateArgs`].
+    /// Pushes the launches for [`ExpertGateArgs`].
     pub fn expert_gate(&self, a: &ExpertGateArgs<'_>, launches: &mut Vec<Launch>) -> Result<(), KernelError> {
         let s = &a.sizes;
         let shape = shape(s);
@@ -311,7 +315,7 @@ impl Kernels {
         Ok(())
     }
 
-    /// The launches of [`ExpertSumArgs`].
+    /// Pushes the launches for [`ExpertSumArgs`].
     pub fn expert_sum(&self, a: &ExpertSumArgs<'_>, launches: &mut Vec<Launch>) -> Result<(), KernelError> {
         let s = &a.sizes;
         let shape = shape(s);
@@ -369,7 +373,7 @@ impl Kernels {
         Ok(())
     }
 
-    /// Products of all choices, `[weights, pairs, n]`, sorted by expert.
+    /// Multiplies all choices, sorted by expert: `[weights, pairs, n]`.
     #[expect(clippy::too_many_arguments, reason = "what two launchers share")]
     fn sorted_rows(
         &self,
@@ -383,10 +387,10 @@ impl Kernels {
     ) -> Result<Buf, KernelError> {
         let n_weights = weights.iter().flatten().count();
         let Some(bytes) = expert_scratch_bytes(s, n_weights) else {
-            return Err(case.refuse("its scratch overflows".to_owned()));
+            return Err(case.refuse("the scratch size overflows".to_owned()));
         };
         let Some(scratch) = scratch else {
-            return Err(case.refuse(format!("{bytes} bytes of scratch are missing")));
+            return Err(case.refuse(format!("{bytes} bytes of scratch are needed, none were passed")));
         };
         let scratch = case.buf("scratch", scratch, usize::try_from(bytes).ok(), 16)?;
         let pairs = s.n_rows * s.n_choices;
@@ -426,11 +430,11 @@ impl Kernels {
     fn check(&self, case: &OpCase<'_>, s: &ExpertSizes, weights: &[ExpertWeight]) -> Result<(), KernelError> {
         case.sizes()?;
         let dtype = weights[0].dtype;
-        crate::require!(case, has_experts(dtype), "no kernel multiplies with experts of this dtype");
-        crate::require!(case, s.n_choices <= MAX_CHOICES, "at most {MAX_CHOICES} choices of a row");
-        crate::require!(case, s.n_experts <= 65_535, "at most 65535 experts");
+        crate::require!(case, has_experts(dtype), "no kernel supports experts of this dtype");
+        crate::require!(case, s.n_choices <= MAX_CHOICES, "a row has at most {MAX_CHOICES} choices");
+        crate::require!(case, s.n_experts <= 65_535, "the grid takes at most 65535 experts");
         let pairs = s.n_rows.saturating_mul(s.n_choices);
-        crate::require!(case, pairs <= 65_535, "{pairs} choices of all rows, at most 65535 go in one launch");
+        crate::require!(case, pairs <= 65_535, "{pairs} choices in total, at most 65535 fit in one launch");
         let alike = weights.iter().all(|w| w.dtype == dtype && w.rows == weights[0].rows);
         crate::require!(case, alike, "both matrices must be of one dtype and shape");
         let need = self.shared_need(dtype, s);
@@ -438,7 +442,7 @@ impl Kernels {
         crate::require!(
             case,
             need <= limit,
-            "a block needs {need} bytes of shared memory, {limit} are there"
+            "a block needs {need} bytes of shared memory, the GPU has {limit}"
         );
         Ok(())
     }
@@ -456,12 +460,12 @@ fn shape(s: &ExpertSizes) -> [(&'static str, usize); 5] {
 fn place(case: &OpCase<'_>, s: &ExpertSizes, w: &ExpertWeight) -> Result<PlacedExperts, KernelError> {
     let packed = PACKED_DTYPES.contains(&w.dtype);
     let whole_tiles = w.rows.is_multiple_of(TILE_ROWS) && w.first.is_multiple_of(TILE_ROWS);
-    crate::require!(case, !packed || whole_tiles, "rows of an expert must be whole tiles of {TILE_ROWS}");
+    crate::require!(case, !packed || whole_tiles, "the rows of an expert must be a multiple of {TILE_ROWS}");
     let inside = w.first.checked_add(s.n).is_some_and(|end| end <= w.rows);
-    crate::require!(case, inside, "{} rows from {} on of {}", s.n, w.first, w.rows);
+    crate::require!(case, inside, "{} rows from row {} exceed the {} of an expert", s.n, w.first, w.rows);
     let bytes = |rows| weight_bytes(w.dtype, rows, s.k);
     let (Some(expert), Some(start)) = (bytes(w.rows), bytes(w.first)) else {
-        return Err(case.refuse("rows of partial blocks".to_owned()));
+        return Err(case.refuse("a row ends inside a quantisation block".to_owned()));
     };
     let all = case.buf("w", w.w, s.n_experts.checked_mul(expert), 16)?;
     Ok(PlacedExperts { all, start: start as u64, expert_bytes: expert as u64 })
@@ -516,17 +520,24 @@ pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     all.push(entry("expert_combine_f32", &[P, P, P, P, P, S], combine_twin).unit("finish"));
     for dtype in LINEAR_DTYPES.into_iter().chain(PACKED_DTYPES) {
         let unit = lowercase(dtype);
-        let gate =
-            KernelEntry::new(KernelFamily::Experts, name("expert_gate", dtype), &[P, P, P, P, P, P, P, S], move |k| {
-                gate_twin(k, dtype)
-            });
-        let sum = KernelEntry::new(KernelFamily::Experts, name("expert_sum", dtype), &[P, P, P, P, P, P, S], move |k| {
-            sum_twin(k, dtype)
-        });
-        let rows =
-            KernelEntry::new(KernelFamily::Experts, name("expert_rows", dtype), &[P, P, P, P, P, P, S], move |k| {
-                rows_twin(k, dtype)
-            });
+        let gate = KernelEntry::new(
+            KernelFamily::Experts,
+            name("expert_gate", dtype),
+            &[P, P, P, P, P, P, P, S],
+            move |k| gate_twin(k, dtype),
+        );
+        let sum = KernelEntry::new(
+            KernelFamily::Experts,
+            name("expert_sum", dtype),
+            &[P, P, P, P, P, P, S],
+            move |k| sum_twin(k, dtype),
+        );
+        let rows = KernelEntry::new(
+            KernelFamily::Experts,
+            name("expert_rows", dtype),
+            &[P, P, P, P, P, P, S],
+            move |k| rows_twin(k, dtype),
+        );
         all.extend([gate, sum, rows].map(|entry| entry.unit(&unit).shared(shared)));
     }
 }
@@ -558,12 +569,12 @@ fn route_twin(k: &mut SimKernel<'_>) -> KernelResult {
     k.write(k.ptr(1)?, &chosen.iter().map(|(_, weight)| *weight).collect::<Vec<_>>())
 }
 
-/// The expert of a choice, if it is one.
+/// Returns the expert of a choice if the id is valid.
 fn chosen(id: i32, p: &ExpertParams) -> Option<usize> {
     usize::try_from(id).ok().filter(|id| *id < p.n_experts as usize)
 }
 
-/// A row as it is multiplied: rounded to bytes for packed weights.
+/// Returns a row as the kernel multiplies it: rounded to 8 bits for packed weights.
 fn kept(dtype: DType, x: &[f32]) -> Vec<f32> {
     if !PACKED_DTYPES.contains(&dtype) {
         return x.to_vec();
@@ -575,7 +586,7 @@ fn kept(dtype: DType, x: &[f32]) -> Vec<f32> {
     blocks.take(x.len()).collect()
 }
 
-/// Products of an expert with one row.
+/// Products of one row with an expert.
 fn products(
     k: &SimKernel<'_>,
     dtype: DType,
@@ -585,7 +596,7 @@ fn products(
     x: &[f32],
 ) -> KernelResult<Vec<f32>> {
     let (n, cols) = (p.n as usize, p.k as usize);
-    let partial = || fault("rows of partial blocks");
+    let partial = || fault("a row ends inside a quantisation block");
     let bytes = weight_bytes(dtype, n, cols).ok_or_else(partial)?;
     let w = k.view::<u8>(k.ptr(w)?.add(expert as u64 * p.expert_bytes), bytes)?;
     let x = kept(dtype, x);

@@ -1,4 +1,4 @@
-//! Two to sixteen rows of activations times packed weights, each weight read once.
+//! Two to sixteen activation rows times packed weights, each weight read once.
 
 use bytemuck::{Pod, Zeroable};
 use refrain_driver::sim::{KernelResult, SimKernel};
@@ -6,7 +6,7 @@ use refrain_driver::{Baked, Buf, Launch};
 use refrain_tensor::DType;
 
 use crate::card::Card;
-use crate::error::{OpCase, KernelError};
+use crate::error::{KernelError, OpCase};
 use crate::load::Kernels;
 use crate::packed::{PACKED_DTYPES, TILE_ROWS, Unit, packed_bytes, unpack_row};
 use crate::registry::{KernelEntry, P, W, lowercase};
@@ -15,23 +15,23 @@ use crate::tuning::FewTuning;
 use crate::twin::{count, fault};
 use crate::vouch::Vouch;
 
-/// The most rows of [`FewArgs`].
+/// Maximum number of rows of [`FewArgs`].
 pub const MAX_FEW_ROWS: usize = 16;
-/// How many weights one launch multiplies with.
+/// Maximum number of weights per launch.
 pub const MAX_FEW_PARTS: usize = 3;
 
 const SUB: usize = 32;
-/// Rows are laid out for the widest units.
+/// Rows are padded to the widest unit.
 const PAD: usize = 256;
-/// Sub-blocks that a block of threads rounds.
+/// Sub-blocks that a thread block rounds.
 const BLOCK_SUBS: usize = 32;
 
-/// Rows that a kernel multiplies at once: those past `m` are zeros.
+/// Number of rows that the kernel multiplies at once; rows past `m` are zeros.
 const fn padded(m: usize) -> usize {
     if m <= 8 { 8 } else { 16 }
 }
 
-/// Sub-blocks of a row.
+/// Sub-blocks per row.
 const fn subs(k: usize) -> usize {
     k.next_multiple_of(PAD) / SUB
 }
@@ -43,22 +43,22 @@ pub fn few_bytes(m: usize, k: usize) -> Option<usize> {
     (k / SUB).checked_mul((SUB + 8) * padded(m))
 }
 
-/// Rows rounded to 8 bits in blocks of 32, for any number of [`FewArgs`].
+/// Rounds rows to 8 bits in blocks of 32; several [`FewArgs`] can share the result.
 #[derive(Clone, Copy, Debug)]
 pub struct FewRowsArgs<'a> {
-    /// `[m, k]` F32, dense.
+    /// `[m, k]` F32, contiguous.
     pub x: Buf,
-    /// [`few_bytes`] bytes.
+    /// Output of [`few_bytes`] bytes.
     pub rows: Buf,
-    /// Rows: at most [`MAX_FEW_ROWS`].
+    /// Number of rows, at most [`MAX_FEW_ROWS`].
     pub m: usize,
-    /// Columns: a multiple of 32.
+    /// Number of columns, a multiple of 32.
     pub k: usize,
-    /// Names the step.
+    /// Name of the step that the launch belongs to.
     pub step: &'a str,
 }
 
-/// One of the products of a [`FewArgs`].
+/// A weight of [`FewArgs`] with its output.
 #[derive(Clone, Copy, Debug)]
 pub struct FewPart {
     /// `[n, k]`, packed.
@@ -72,17 +72,17 @@ pub struct FewPart {
 /// `y = x . w^T` for one or more packed `w` of one dtype.
 #[derive(Clone, Copy, Debug)]
 pub struct FewArgs<'a> {
-    /// What [`FewRowsArgs`] made of x.
+    /// Output of [`FewRowsArgs`].
     pub rows: Buf,
-    /// The dtype of all weights, one of [`PACKED_DTYPES`].
+    /// Dtype of all weights, one of [`PACKED_DTYPES`].
     pub dtype: DType,
-    /// At most [`MAX_FEW_PARTS`].
+    /// At most [`MAX_FEW_PARTS`] weights.
     pub parts: &'a [FewPart],
-    /// Rows of x: at most [`MAX_FEW_ROWS`].
+    /// Rows of x, at most [`MAX_FEW_ROWS`].
     pub m: usize,
-    /// Columns of x and of every `w`: whole blocks.
+    /// Columns of x and of every `w`, in whole quantisation blocks.
     pub k: usize,
-    /// Names the step.
+    /// Name of the step that the launch belongs to.
     pub step: &'a str,
 }
 
@@ -95,12 +95,12 @@ struct FewParams {
 }
 
 impl Kernels {
-    /// The launch of [`FewRowsArgs`].
+    /// Builds the launch for [`FewRowsArgs`].
     pub fn few_rows(&self, a: &FewRowsArgs<'_>) -> Result<Launch, KernelError> {
         let shape = [("m", a.m), ("k", a.k)];
         let case = OpCase { op: "few_rows", dtype: DType::F32, shape: &shape };
         case.sizes()?;
-        crate::require!(case, a.m <= MAX_FEW_ROWS, "at most {MAX_FEW_ROWS} rows go together");
+        crate::require!(case, a.m <= MAX_FEW_ROWS, "the kernel takes at most {MAX_FEW_ROWS} rows");
         crate::require!(case, a.k.is_multiple_of(SUB), "k must be a multiple of {SUB}");
         let x_bytes = a.m.checked_mul(a.k).and_then(|n| n.checked_mul(4));
         let grid = [case.u32("k", subs(a.k).div_ceil(BLOCK_SUBS))?, padded(a.m) as u32];
@@ -115,26 +115,30 @@ impl Kernels {
             .vouch(&case))
     }
 
-    /// The launch of [`FewArgs`].
+    /// Builds the launch for [`FewArgs`].
     pub fn few(&self, a: &FewArgs<'_>) -> Result<Launch, KernelError> {
         let n = a.parts.iter().fold(0_usize, |n, part| n.saturating_add(part.n));
         let shape = [("m", a.m), ("n", n), ("k", a.k)];
         let case = OpCase { op: "few", dtype: a.dtype, shape: &shape };
         case.sizes()?;
         let Some(unit) = Unit::of(a.dtype) else {
-            return Err(case.refuse("no kernel multiplies a few rows with this dtype".to_owned()));
+            return Err(case.refuse("no kernel multiplies several rows with this dtype".to_owned()));
         };
-        crate::require!(case, a.m <= MAX_FEW_ROWS, "at most {MAX_FEW_ROWS} rows go together");
+        crate::require!(case, a.m <= MAX_FEW_ROWS, "the kernel takes at most {MAX_FEW_ROWS} rows");
         let n_parts = a.parts.len();
         crate::require!(
             case,
             n_parts <= MAX_FEW_PARTS,
-            "{n_parts} products, at most {MAX_FEW_PARTS} go in one launch"
+            "{n_parts} matrices, at most {MAX_FEW_PARTS} fit in one launch"
         );
-        crate::require!(case, a.parts.iter().all(|p| p.n > 0), "one of the products is empty");
+        crate::require!(case, a.parts.iter().all(|p| p.n > 0), "one of the matrices is empty");
         let block_len = a.dtype.block_len();
-        crate::require!(case, a.k.is_multiple_of(block_len), "k must be whole blocks of {block_len}");
-        // A block has two tiles at a time.
+        crate::require!(
+            case,
+            a.k.is_multiple_of(block_len),
+            "k must be a multiple of the quantisation block, {block_len}"
+        );
+        // A thread block processes two tiles at a time.
         let pairs: usize = a.parts.iter().map(|p| p.n.div_ceil(2 * TILE_ROWS)).sum();
         let grid = case.u32("n", pairs.min(2 * self.card().n_sms))?;
         let mut launch = self
@@ -162,7 +166,7 @@ impl Kernels {
     }
 }
 
-/// Shared memory of a block: the rings of its warps, of two tiles' units each.
+/// Shared memory per block: one ring per warp, each slot holding the units of two tiles.
 fn ring_bytes(card: &Card, unit: Unit) -> u32 {
     let FewTuning { warps, stages } = card.tuning.few;
     (warps * stages * 2 * unit.bytes) as u32
@@ -182,7 +186,8 @@ fn variants() -> impl Iterator<Item = (usize, DType)> {
 
 pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     for m in [8, 16] {
-        let entry = KernelEntry::new(KernelFamily::Few, rows_name(m), &[P, P, W, W, W], move |k| rows_twin(k, m));
+        let entry =
+            KernelEntry::new(KernelFamily::Few, rows_name(m), &[P, P, W, W, W], move |k| rows_twin(k, m));
         all.push(entry.unit("rows"));
     }
     for (m, dtype) in variants() {
@@ -193,7 +198,7 @@ pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     }
 }
 
-/// Where word `w` of a row's sub-block lies among its eight.
+/// Position of word `w` among the eight words of a row's sub-block.
 const fn word_place(w: usize) -> usize {
     if w < 4 { 2 * w } else { 2 * (w - 4) + 1 }
 }
@@ -218,7 +223,7 @@ fn rows_twin(kernel: &mut SimKernel<'_>, padded: usize) -> KernelResult {
     kernel.write(kernel.ptr(0)?, &out)
 }
 
-/// 32 numbers as signed bytes with a scale.
+/// Rounds 32 numbers to signed bytes with a scale.
 pub(crate) fn round(block: &[f32]) -> ([i8; SUB], f32) {
     let most = block.iter().map(|v| v.to_bits() & 0x7fff_ffff).max().unwrap_or(0);
     let most = f32::from_bits(most);
@@ -230,7 +235,7 @@ pub(crate) fn round(block: &[f32]) -> ([i8; SUB], f32) {
     (q, if most < 8e37 { most * (1.0 / 127.0) } else { f32::NAN })
 }
 
-/// Row `row` of rounded rows, as numbers again.
+/// Converts row `row` of rounded rows back to floats.
 fn unround(rows: &[u8], padded: usize, row: usize, k: usize) -> Vec<f32> {
     let value = |i: usize| {
         let at = &rows[i / SUB * (SUB + 8) * padded..];
@@ -245,7 +250,7 @@ fn unround(rows: &[u8], padded: usize, row: usize, k: usize) -> Vec<f32> {
 fn twin(kernel: &mut SimKernel<'_>, padded: usize, dtype: DType) -> KernelResult {
     let p: FewParams = kernel.arg(7)?;
     let (m, k) = (p.m as usize, p.k as usize);
-    let partial = || fault("rows of partial blocks");
+    let partial = || fault("a row ends inside a quantisation block");
     let mut parts = Vec::with_capacity(MAX_FEW_PARTS);
     for (i, n) in p.n.into_iter().map(|n| n as usize).enumerate().filter(|(_, n)| *n > 0) {
         let bytes = packed_bytes(dtype, n, k).ok_or_else(partial)?;
@@ -279,7 +284,7 @@ mod tests {
     use crate::tuning::Tuning;
 
     #[test]
-    fn words_of_a_sub_block_have_a_place_each_with_those_of_one_lane_side_by_side() {
+    fn words_of_a_sub_block_are_permuted_so_that_those_of_a_lane_are_adjacent() {
         let mut places: Vec<usize> = (0..8).map(word_place).collect();
         assert!((0..4).all(|w| places[w].is_multiple_of(2) && places[w + 4] == places[w] + 1));
         places.sort_unstable();
@@ -287,8 +292,8 @@ mod tests {
     }
 
     #[test]
-    fn rings_fit_the_smallest_cards_that_are_supported() {
-        // 99 KiB on compute capability 8.6, less what sums of a pair take.
+    fn rings_fit_the_smallest_supported_gpus() {
+        // 99 KiB on compute capability 8.6, minus the sums of a tile pair.
         for dtype in PACKED_DTYPES {
             for tuning in Tuning::ALL {
                 let card = Card::with_shared(99 << 10, tuning);

@@ -1,4 +1,4 @@
-//! Attention of many rows over the paged cache, on tensor cores.
+//! Prefill attention over the paged cache, on tensor cores.
 
 use bytemuck::{Pod, Zeroable};
 use half::{bf16, f16};
@@ -10,7 +10,7 @@ use refrain_tensor::DType;
 
 use crate::attention::AttentionArgs;
 use crate::card::Card;
-use crate::error::{OpCase, KernelError};
+use crate::error::{KernelError, OpCase};
 use crate::gemm::GEMM_DTYPES;
 use crate::load::Kernels;
 use crate::narrow::{Narrow, aligned};
@@ -20,17 +20,17 @@ use crate::twin::{Dense, read_rows, run_f32};
 use crate::view::RowLayout;
 use crate::vouch::Vouch;
 
-/// Rows and threads of a block, as in `flash.cu`.
+/// Rows and threads per block, as in `flash.cu`.
 const ROWS: usize = 64;
 const BLOCK: u32 = 128;
-/// Head sizes there are kernels for, each for all up to it.
+/// Head sizes with a kernel, each for sizes up to it.
 const HEAD_DIMS: [usize; 5] = [64, 96, 128, 256, 512];
-/// Elements of a row that a block makes at most.
+/// Maximum number of output columns per block.
 const MAX_OUT: usize = 256;
-/// Bytes of the structure behind the tiles.
+/// Bytes of the structure that follows the tiles in shared memory.
 const SHARED: usize = 1808;
 
-/// Sizes as the kernel takes them.
+/// Kernel parameters.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 struct FlashSizes {
@@ -42,12 +42,12 @@ struct FlashSizes {
     n_seqs: u32,
     max_blocks: u32,
     n: u32,
-    /// Positions a row sees; 0 for all.
+    /// Attention window in positions; 0 means unlimited.
     window: u32,
     scale: f32,
-    /// 0 for none.
+    /// Soft cap of the scores; 0 for none.
     softcap: f32,
-    /// 1 for F16, 2 for BF16, 0 for nothing in 16 bits.
+    /// 16-bit output: 1 for F16, 2 for BF16, 0 for none.
     narrow: u32,
 }
 
@@ -56,7 +56,8 @@ fn shared_bytes(size: usize) -> u32 {
     (2 * ROWS * (2 * size + 16) + ROWS * (2 * out + 16) + SHARED) as u32
 }
 
-/// Whether a block of the card can have what the kernel of a size needs; the code declares none of its own.
+/// Whether the shared memory of a block suffices for the kernel of a head size; the kernel declares no static
+/// shared memory.
 fn fits(card: &Card, size: usize) -> bool {
     shared_bytes(size) as usize <= card.shared_limit
 }
@@ -66,15 +67,16 @@ fn size_for(head_dim: usize) -> Option<usize> {
 }
 
 impl Kernels {
-    /// Whether [`Kernels::flash`] takes heads of that size over such a cache on this card.
+    /// Whether [`Kernels::flash`] supports this head size and cache dtype on this GPU.
     #[must_use]
     pub fn has_flash(&self, cache_dtype: DType, head_dim: usize) -> bool {
         let size = size_for(head_dim).filter(|_| GEMM_DTYPES.contains(&cache_dtype));
         size.is_some_and(|size| fits(self.card(), size))
     }
 
-    /// The launch of [`AttentionArgs`] for many rows; splits and scratch are not used. Queries and weights are rounded to
-    /// the cache's dtype. With `narrow` the result is written in 16 bits, in F32 only if that says so.
+    /// Builds the launch for [`AttentionArgs`] with many rows; splits and scratch are unused. Queries and
+    /// softmax weights are rounded to the cache's dtype. With `narrow`, the output is 16-bit, plus F32 if
+    /// `narrow` requests it.
     pub fn flash(&self, a: &AttentionArgs<'_>, narrow: Option<&Narrow>) -> Result<Launch, KernelError> {
         let shape = [
             ("n", a.n),
@@ -90,7 +92,7 @@ impl Kernels {
         case.sizes()?;
         crate::require!(case, GEMM_DTYPES.contains(&a.cache_dtype), "the cache must be F16 or BF16");
         let is_dense = narrow.is_none_or(|narrow| narrow.plane_rows == 0);
-        crate::require!(case, is_dense, "rows in 16 bits are written one behind the other");
+        crate::require!(case, is_dense, "16-bit rows must be contiguous");
         let size = size_for(a.head_dim);
         let size =
             size.ok_or_else(|| case.refuse("head_dim must be a multiple of 16, at most 512".to_owned()))?;
@@ -101,7 +103,7 @@ impl Kernels {
             a.n_kv_heads
         );
         let n_tiles = a.n.div_ceil(ROWS);
-        crate::require!(case, n_tiles <= 65_535, "at most {} rows go in one launch", 65_535 * ROWS);
+        crate::require!(case, n_tiles <= 65_535, "at most {} rows fit in one launch", 65_535 * ROWS);
         let context = a.max_blocks.saturating_mul(a.kv_block);
         case.u32("the context", context)?;
         let cells = [a.n_blocks, a.n_kv_heads, a.kv_block, a.head_dim];
@@ -135,7 +137,11 @@ impl Kernels {
         };
         launch = match narrow {
             Some(narrow) => {
-                crate::require!(case, GEMM_DTYPES.contains(&narrow.dtype), "rows become F16 or BF16");
+                crate::require!(
+                    case,
+                    GEMM_DTYPES.contains(&narrow.dtype),
+                    "the 16-bit output must be F16 or BF16"
+                );
                 launch.write(case.buf("narrow y", narrow.y, bytes_of(2), 16)?)
             }
             None => launch.null(),
@@ -161,14 +167,15 @@ pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     for dtype in GEMM_DTYPES {
         for size in HEAD_DIMS {
             let params = [P, P, P, P, P, P, P, P, size_of::<RowLayout>(), size_of::<FlashSizes>()];
-            let entry = KernelEntry::new(KernelFamily::Flash, name(size, dtype), &params, move |k| twin(k, dtype));
+            let entry =
+                KernelEntry::new(KernelFamily::Flash, name(size, dtype), &params, move |k| twin(k, dtype));
             let shared = move |card: &Card| if fits(card, size) { shared_bytes(size) } else { 0 };
             all.push(entry.unit(&format!("d{size}_{}", lowercase(dtype))).shared(shared));
         }
     }
 }
 
-/// The reference, over the whole of both caches.
+/// Runs the reference implementation over both caches in full.
 fn twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
     let s: FlashSizes = k.arg(9)?;
     let [n, n_heads, head_dim] = [s.n, s.n_heads, s.head_dim].map(|n| n as usize);

@@ -1,10 +1,10 @@
-//! Rows of a table: the embedding.
+//! Row gather: the embedding lookup.
 
 use refrain_driver::sim::{KernelResult, SimKernel};
 use refrain_driver::{Baked, Buf, Launch};
 use refrain_tensor::{DType, quant};
 
-use crate::error::{OpCase, KernelError};
+use crate::error::{KernelError, OpCase};
 use crate::linear::LINEAR_DTYPES;
 use crate::load::Kernels;
 use crate::packed::{PACKED_DTYPES, packed_bytes, unpack_row};
@@ -13,16 +13,16 @@ use crate::source::KernelFamily;
 use crate::twin::{count, fault};
 use crate::vouch::Vouch;
 
-/// `y[i] = table[ids[i]]`, decoded; a negative id gives zeros.
+/// `y[i] = table[ids[i]]`, dequantised; a negative id gives zeros.
 #[derive(Clone, Copy, Debug)]
 pub struct GatherRowsArgs<'a> {
     /// `[n_rows, d]`, dense or packed.
     pub table: Buf,
-    /// The table's dtype, one of [`LINEAR_DTYPES`], or of [`PACKED_DTYPES`] if it is packed.
+    /// Dtype of the table: one of [`LINEAR_DTYPES`], or of [`PACKED_DTYPES`] if packed.
     pub dtype: DType,
-    /// The table is in its packed layout ([`crate::pack`]).
+    /// Whether the table is in its packed layout ([`crate::pack`]).
     pub packed: bool,
-    /// `[n_ids]` I32, in device memory, read at each run.
+    /// `[n_ids]` I32, in device memory, read at run time.
     pub ids: Buf,
     /// `[n_ids, d]` F32.
     pub y: Buf,
@@ -30,23 +30,28 @@ pub struct GatherRowsArgs<'a> {
     pub n_rows: usize,
     /// Columns of the table.
     pub d: usize,
-    /// How many rows are wanted.
+    /// Number of gathered rows.
     pub n_ids: usize,
-    /// Names the step.
+    /// Name of the step that the launch belongs to.
     pub step: &'a str,
 }
 
-/// Elements of a plain row that a block has.
+/// Columns of an unquantised row per block.
 const PART: usize = 2048;
 
 impl Kernels {
-    /// The launch of [`GatherRowsArgs`]. An id past the table gives a row of NaN on a card; the simulated device faults.
+    /// Builds the launch for [`GatherRowsArgs`]. An id past the table gives a row of NaN on a GPU; the
+    /// simulated device faults.
     pub fn gather_rows(&self, a: &GatherRowsArgs<'_>) -> Result<Launch, KernelError> {
         let shape = [("n_ids", a.n_ids), ("n_rows", a.n_rows), ("d", a.d)];
         let case = OpCase { op: "gather_rows", dtype: a.dtype, shape: &shape };
         case.sizes()?;
         let block_len = a.dtype.block_len();
-        crate::require!(case, a.d.is_multiple_of(block_len), "d must be whole blocks of {block_len}");
+        crate::require!(
+            case,
+            a.d.is_multiple_of(block_len),
+            "d must be a multiple of the quantisation block, {block_len}"
+        );
         crate::require!(
             case,
             if a.packed { PACKED_DTYPES.contains(&a.dtype) } else { LINEAR_DTYPES.contains(&a.dtype) },
@@ -60,7 +65,7 @@ impl Kernels {
         let ids = case.words("ids", a.ids, &[a.n_ids])?;
         let y_bytes = a.n_ids.checked_mul(a.d).and_then(|n| n.checked_mul(4));
         let y = case.buf("y", a.y, y_bytes, 16)?;
-        // Blocks of a plain row ask for all of it at once: see `gather.cu`.
+        // Several blocks load an unquantised row at once; see `gather.cu`.
         let parts = if a.dtype.is_quantized() { 1 } else { a.d.div_ceil(PART).max(1) };
         crate::require!(case, parts <= 65_535, "at most {} columns", 65_535 * PART);
         Ok(self
@@ -79,7 +84,7 @@ fn name(dtype: DType, packed: bool) -> String {
     format!("gather_rows_{}", suffix(dtype, packed))
 }
 
-/// What kernel and unit are called.
+/// Suffix of the kernel and unit names.
 fn suffix(dtype: DType, packed: bool) -> String {
     format!("{}{}", if packed { "packed_" } else { "" }, lowercase(dtype))
 }
@@ -87,23 +92,26 @@ fn suffix(dtype: DType, packed: bool) -> String {
 pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     const PARAMS: [usize; 5] = [P, P, P, W, W];
     for dtype in LINEAR_DTYPES {
-        let entry = KernelEntry::new(KernelFamily::Gather, name(dtype, false), &PARAMS, move |k| twin(k, dtype));
+        let entry =
+            KernelEntry::new(KernelFamily::Gather, name(dtype, false), &PARAMS, move |k| twin(k, dtype));
         all.push(entry.unit(&suffix(dtype, false)).starting_next_late());
     }
     for dtype in PACKED_DTYPES {
-        let entry = KernelEntry::new(KernelFamily::Gather, name(dtype, true), &PARAMS, move |k| packed_twin(k, dtype));
+        let entry = KernelEntry::new(KernelFamily::Gather, name(dtype, true), &PARAMS, move |k| {
+            packed_twin(k, dtype)
+        });
         all.push(entry.unit(&suffix(dtype, true)).starting_next_late());
     }
 }
 
 fn twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
     let (n_rows, d, n_ids) = (count(k, 3)?, count(k, 4)?, k.config().grid[0] as usize);
-    let row_bytes = dtype.bytes_for(d).ok_or_else(|| fault("rows of partial blocks"))?;
+    let row_bytes = dtype.bytes_for(d).ok_or_else(|| fault("a row ends inside a quantisation block"))?;
     let mut y = vec![0.0_f32; n_ids * d];
     for (id, row) in k.read::<i32>(k.ptr(2)?, n_ids)?.into_iter().zip(y.chunks_exact_mut(d)) {
         let Ok(id) = usize::try_from(id) else { continue };
         if id >= n_rows {
-            return Err(fault(format!("row {id} of a table of {n_rows}")));
+            return Err(fault(format!("row {id} is past a table of {n_rows} rows")));
         }
         let bytes = k.view::<u8>(k.ptr(1)?.add((id * row_bytes) as u64), row_bytes)?;
         quant::dequantize(dtype, &bytes, row).map_err(fault)?;
@@ -113,15 +121,16 @@ fn twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
 
 fn packed_twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
     let (n_rows, d, n_ids) = (count(k, 3)?, count(k, 4)?, k.config().grid[0] as usize);
-    let bytes = packed_bytes(dtype, n_rows, d).ok_or_else(|| fault("rows of partial blocks"))?;
+    let bytes =
+        packed_bytes(dtype, n_rows, d).ok_or_else(|| fault("a row ends inside a quantisation block"))?;
     let mut y = vec![0.0_f32; n_ids * d];
     for (id, row) in k.read::<i32>(k.ptr(2)?, n_ids)?.into_iter().zip(y.chunks_exact_mut(d)) {
         let Ok(id) = usize::try_from(id) else { continue };
         if id >= n_rows {
-            return Err(fault(format!("row {id} of a table of {n_rows}")));
+            return Err(fault(format!("row {id} is past a table of {n_rows} rows")));
         }
         let table = k.view::<u8>(k.ptr(1)?, bytes)?;
-        unpack_row(dtype, &table, id, d, row).ok_or_else(|| fault("a row past the table"))?;
+        unpack_row(dtype, &table, id, d, row).ok_or_else(|| fault("the row is past the table"))?;
     }
     k.write(k.ptr(0)?, &y)
 }

@@ -1,4 +1,4 @@
-//! Products with many rows, on tensor cores: `y[m, n] = x[m, k] . w[n, k]^T`.
+//! GEMM of many rows on tensor cores: `y[m, n] = x[m, k] . w[n, k]^T`.
 
 use bytemuck::{Pod, Zeroable};
 use half::{bf16, f16};
@@ -7,7 +7,7 @@ use refrain_driver::sim::{KernelResult, SimKernel};
 use refrain_driver::{Baked, Buf, Launch, LaunchBuilder};
 use refrain_tensor::DType;
 
-use crate::error::{OpCase, KernelError};
+use crate::error::{KernelError, OpCase};
 use crate::linear::{LinearPart, MAX_PRODUCTS};
 use crate::load::Kernels;
 use crate::registry::{KernelEntry, P, W, lowercase};
@@ -15,21 +15,21 @@ use crate::source::KernelFamily;
 use crate::twin::count;
 use crate::vouch::Vouch;
 
-/// The dtypes that tensor cores multiply.
+/// Dtypes that the tensor-core kernels multiply.
 pub const GEMM_DTYPES: [DType; 2] = [DType::F16, DType::BF16];
 
-/// Columns of a block, elements of a stage, threads, as in `gemm.cu`.
+/// Columns per block, elements of `k` per stage, and threads per block, as in `gemm.cu`.
 const COLS: usize = 128;
 const DEPTH: usize = 64;
 const BLOCK: u32 = 128;
-/// Elements of the second launch's block.
+/// Elements per block of the reduction.
 const REDUCE: usize = 1024;
-/// More splits than this cost more to add than they gain.
+/// Adding more splits than this costs more than it gains.
 const MAX_SPLITS: usize = 16;
-/// From here on a product is deep enough to be split in tall blocks (measured on an H200).
+/// From this `k` on, splitting into tall tiles pays (measured on an H200).
 const LONG: usize = 8192;
 
-/// A kernel: rows of a block, and stages under way.
+/// A kernel variant: rows per tile, and pipeline stages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Tile {
     rows: usize,
@@ -49,35 +49,36 @@ impl Tile {
     }
 }
 
-/// How a product is divided among blocks: fixed by its sizes and the card, so that its bits are too.
+/// Division of a GEMM among blocks. It depends only on sizes and GPU, so results are reproducible bit for
+/// bit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GemmPlan {
     tile: Tile,
-    /// Parts of `k` that run side by side and are added afterwards.
+    /// Splits of `k`, which run in parallel and are added afterwards.
     n_splits: usize,
-    /// Elements of a split.
+    /// Elements of `k` per split.
     k_split: usize,
 }
 
 impl GemmPlan {
-    /// For products of `m` rows with matrices of `ns` rows, on a card of `n_sms` multiprocessors.
+    /// Plans products of `m` rows with matrices of `ns` rows, on a GPU of `n_sms` SMs.
     #[must_use]
     pub fn new(m: usize, ns: &[usize], k: usize, n_sms: u32) -> GemmPlan {
         let columns: usize = ns.iter().map(|n| n.div_ceil(COLS)).sum();
         let blocks = |tile: Tile| columns.saturating_mul(m.div_ceil(tile.rows)).max(1);
-        // Two blocks fit a multiprocessor; tall ones are better where there are enough for all, or where splits that are
-        // still long make enough of them.
+        // Two blocks fit an SM. Tall tiles are better if there are enough of them for all SMs, or if splits
+        // that are still long provide enough.
         let n_sms = n_sms as usize;
         let enough = 2 * blocks(HIGH) > 3 * n_sms || k >= LONG;
         let tile = if m > LOW.rows && enough { HIGH } else { LOW };
         let steps = k.div_ceil(DEPTH).max(1);
-        // Each split has at least four stages to run through.
+        // Each split has at least four stages.
         let wanted = (2 * n_sms / blocks(tile)).clamp(1, MAX_SPLITS).min((steps / 4).max(1));
         let k_split = steps.div_ceil(wanted) * DEPTH;
         GemmPlan { tile, n_splits: k.div_ceil(k_split).max(1), k_split }
     }
 
-    /// Scratch that [`Kernels::gemm`] needs for `n` columns in all.
+    /// Scratch size of [`Kernels::gemm`] for `n` columns in total.
     #[must_use]
     pub fn scratch_bytes(&self, m: usize, n: usize) -> u64 {
         match self.n_splits {
@@ -86,13 +87,13 @@ impl GemmPlan {
         }
     }
 
-    /// Rows of a block, and splits.
+    /// Rows per tile, and the number of splits.
     #[must_use]
     pub fn shape(&self) -> (usize, usize) {
         (self.tile.rows, self.n_splits)
     }
 
-    /// With blocks of 64 or 128 rows and as many splits, to compare.
+    /// A plan with 128-row or 64-row tiles and a given number of splits, for comparisons.
     #[must_use]
     pub fn fixed(tall: bool, n_splits: usize, k: usize) -> GemmPlan {
         let k_split = k.div_ceil(DEPTH).div_ceil(n_splits.max(1)).max(1) * DEPTH;
@@ -100,60 +101,60 @@ impl GemmPlan {
     }
 }
 
-/// `y = x . w^T` for one or more `w`, in 16 bits with sums in F32.
+/// `y = x . w^T` for one or more `w`, 16-bit with sums in F32.
 #[derive(Clone, Copy, Debug)]
 pub struct GemmArgs<'a> {
     /// `[m, k]`, dense.
     pub x: Buf,
-    /// Of `x` and every `w`, one of [`GEMM_DTYPES`].
+    /// Dtype of `x` and of every `w`, one of [`GEMM_DTYPES`].
     pub dtype: DType,
-    /// At most [`MAX_PRODUCTS`].
+    /// At most [`MAX_PRODUCTS`] weights.
     pub parts: &'a [LinearPart],
     /// Rows of `x`.
     pub m: usize,
     /// Columns of `x` and of every `w`, a multiple of 8.
     pub k: usize,
-    /// How it is divided.
+    /// Division among blocks.
     pub plan: GemmPlan,
-    /// [`GemmPlan::scratch_bytes`]; unused with one split.
+    /// Scratch of [`GemmPlan::scratch_bytes`] bytes; unused with one split.
     pub scratch: Option<Buf>,
-    /// Names the step.
+    /// Name of the step that the launch belongs to.
     pub step: &'a str,
 }
 
-/// Where the columns of each product end, counted over all of them.
+/// Cumulative end column of each product.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 struct GemmEnds([u32; MAX_PRODUCTS]);
 
 impl Kernels {
-    /// Pushes the launches of [`GemmArgs`]: one, and a second that adds when there are several splits.
+    /// Pushes the launches for [`GemmArgs`]: one, plus a reduction if there are several splits.
     pub fn gemm(&self, a: &GemmArgs<'_>, launches: &mut Vec<Launch>) -> Result<(), KernelError> {
         let n = a.parts.iter().fold(0_usize, |n, part| n.saturating_add(part.n));
         let shape = [("m", a.m), ("n", n), ("k", a.k)];
         let case = OpCase { op: "gemm", dtype: a.dtype, shape: &shape };
         case.sizes()?;
-        crate::require!(case, GEMM_DTYPES.contains(&a.dtype), "tensor cores multiply F16 and BF16");
+        crate::require!(case, GEMM_DTYPES.contains(&a.dtype), "the tensor-core kernels take F16 and BF16");
         crate::require!(case, a.k.is_multiple_of(8), "k must be a multiple of 8");
         let n_parts = a.parts.len();
         crate::require!(
             case,
             n_parts <= MAX_PRODUCTS,
-            "{n_parts} products, at most {MAX_PRODUCTS} go in one launch"
+            "{n_parts} matrices, at most {MAX_PRODUCTS} fit in one launch"
         );
-        crate::require!(case, a.parts.iter().all(|part| part.n > 0), "one of the products is empty");
+        crate::require!(case, a.parts.iter().all(|part| part.n > 0), "one of the matrices is empty");
         let columns: usize = a.parts.iter().map(|part| part.n.div_ceil(COLS)).sum();
-        crate::require!(case, columns <= 65_535, "at most {} columns go in one launch", 65_535 * COLS);
+        crate::require!(case, columns <= 65_535, "at most {} columns fit in one launch", 65_535 * COLS);
         let GemmPlan { tile, n_splits, k_split } = a.plan;
         crate::require!(
             case,
             n_splits <= 65_535 && (n_splits - 1).saturating_mul(k_split) < a.k && n_splits * k_split >= a.k,
-            "it was planned for another k"
+            "the plan is for another k"
         );
         let partials = match (n_splits, a.scratch) {
             (1, _) => None,
             (_, Some(scratch)) => Some(case.words("scratch", scratch, &[n_splits, a.m, n])?),
-            (_, None) => return Err(case.refuse("several splits need scratch".to_owned())),
+            (_, None) => return Err(case.refuse("more than one split needs scratch".to_owned())),
         };
         let ends = GemmEnds::of(a.parts);
         let elements = |rows: usize| rows.checked_mul(a.k).and_then(|n| n.checked_mul(2));
@@ -182,8 +183,8 @@ impl Kernels {
         }
     }
 
-    /// Pushes the launch that adds what splits have left.
-    #[allow(clippy::too_many_arguments, reason = "the second launch of two kinds of products")]
+    /// Pushes the launch that adds the splits' partial sums.
+    #[allow(clippy::too_many_arguments, reason = "shared by the GEMM and the batched-decode kernels")]
     pub(crate) fn add_splits(
         &self,
         case: &OpCase<'_>,
@@ -238,7 +239,8 @@ pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     for dtype in GEMM_DTYPES {
         for tile in [LOW, HIGH] {
             let params = [P, P, P, P, P, P, P, P, P, P, ENDS, W, W, W];
-            let entry = KernelEntry::new(KernelFamily::Gemm, tile.name(dtype), &params, move |k| twin(k, dtype));
+            let entry =
+                KernelEntry::new(KernelFamily::Gemm, tile.name(dtype), &params, move |k| twin(k, dtype));
             all.push(entry.unit(&lowercase(dtype)).shared(move |_| tile.shared_bytes()));
         }
     }
@@ -246,7 +248,7 @@ pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     all.push(entry.unit("reduce"));
 }
 
-/// Where each product's columns begin and how many it has.
+/// First column and number of columns of each product.
 fn parts(ends: GemmEnds) -> Vec<(usize, usize)> {
     let begins = std::iter::once(0).chain(ends.0);
     begins.zip(ends.0).map(|(begin, end)| (begin as usize, (end - begin) as usize)).collect()
@@ -259,7 +261,7 @@ pub(crate) fn read(k: &SimKernel<'_>, at: DevicePtr, n: usize, dtype: DType) -> 
     })
 }
 
-/// The whole sums in the first split; the others are zeros.
+/// Writes whole sums to the first split and zeros to the others.
 fn twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
     let (ends, m, cols) = (k.arg::<GemmEnds>(10)?, count(k, 11)?, count(k, 12)?);
     let (n, n_splits) = (ends.0[MAX_PRODUCTS - 1] as usize, k.config().grid[2] as usize);
@@ -302,7 +304,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_plan_covers_k_and_fills_the_card_without_more_splits_than_stages() {
+    fn a_plan_covers_k_and_fills_the_gpu_without_more_splits_than_stages() {
         for (m, n, k) in
             [(16, 64, 8), (512, 2048, 2048), (512, 8192, 2048), (32, 512, 14336), (512, 14336, 4096)]
         {

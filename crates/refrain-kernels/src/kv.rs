@@ -1,4 +1,4 @@
-//! Writing new keys or values into the paged cache.
+//! Appending keys or values to the paged cache.
 
 use bytemuck::{Pod, Zeroable};
 use half::{bf16, f16};
@@ -7,50 +7,50 @@ use refrain_driver::sim::{KernelResult, SimKernel};
 use refrain_driver::{Baked, Buf, Launch};
 use refrain_tensor::DType;
 
-use crate::error::{OpCase, KernelError};
+use crate::error::{KernelError, OpCase};
 use crate::load::Kernels;
 use crate::registry::{KernelEntry, P};
 use crate::source::KernelFamily;
 use crate::twin::{fault, read_rows};
-use crate::view::{RowLayout, BufView};
+use crate::view::{BufView, RowLayout};
 use crate::vouch::Vouch;
 
-/// `cache[tables[seqs[i]][positions[i] / kv_block], h, positions[i] % kv_block] = x[i, h]`; nothing for a negative
-/// position.
+/// `cache[tables[seqs[i]][positions[i] / kv_block], h, positions[i] % kv_block] = x[i, h]`; rows with a
+/// negative position are skipped.
 #[derive(Clone, Copy, Debug)]
 pub struct KvAppendArgs<'a> {
-    /// `[n_blocks, n_kv_heads, kv_block, head_dim]`, changed in place.
+    /// `[n_blocks, n_kv_heads, kv_block, head_dim]`, updated in place.
     pub cache: Buf,
     /// F16, BF16 or F32.
     pub cache_dtype: DType,
-    /// `[n, n_kv_heads, head_dim]` F32, heads of consecutive elements.
+    /// `[n, n_kv_heads, head_dim]` F32; each head is contiguous.
     pub x: BufView,
-    /// `[n]` I32, read at each run.
+    /// `[n]` I32, read at run time.
     pub positions: Buf,
-    /// `[n]` I32, read at each run.
+    /// `[n]` I32, read at run time.
     pub seqs: Buf,
-    /// `[n_seqs, max_blocks]` I32, read at each run.
+    /// `[n_seqs, max_blocks]` I32, read at run time.
     pub tables: Buf,
-    /// Rows.
+    /// Number of rows.
     pub n: usize,
-    /// Blocks of the cache.
+    /// KV blocks of the cache.
     pub n_blocks: usize,
-    /// Heads of the cache.
+    /// KV heads.
     pub n_kv_heads: usize,
-    /// Positions of a block.
+    /// Positions per KV block.
     pub kv_block: usize,
-    /// Elements of a head.
+    /// Elements per head.
     pub head_dim: usize,
-    /// Rows of the tables.
+    /// Rows of the block tables.
     pub n_seqs: usize,
-    /// Columns of the tables.
+    /// Columns of the block tables.
     pub max_blocks: usize,
-    /// Names the step.
+    /// Name of the step that the launch belongs to.
     pub step: &'a str,
 }
 
 impl OpCase<'_> {
-    /// A cache `[n_blocks, n_kv_heads, kv_block, head_dim]`, whole.
+    /// Checks a whole cache `[n_blocks, n_kv_heads, kv_block, head_dim]`.
     pub(crate) fn cache(
         &self,
         what: &'static str,
@@ -63,8 +63,8 @@ impl OpCase<'_> {
 }
 
 impl Kernels {
-    /// The launch of [`KvAppendArgs`]. A position, sequence or block out of range writes nothing on a card; the
-    /// simulated device faults.
+    /// Builds the launch for [`KvAppendArgs`]. A position, sequence or block out of range is not written on a
+    /// GPU; the simulated device faults.
     pub fn kv_append(&self, a: &KvAppendArgs<'_>) -> Result<Launch, KernelError> {
         let shape = [
             ("n", a.n),
@@ -80,7 +80,7 @@ impl Kernels {
         crate::require!(case, a.cache_dtype.is_float(), "the cache must be F16, BF16 or F32");
         let cells = [a.n_blocks, a.n_kv_heads, a.kv_block, a.head_dim];
         let (x, rows) = case.rows("x", &a.x, a.n.saturating_mul(a.n_kv_heads), a.head_dim)?;
-        crate::require!(case, a.n_kv_heads <= 65_535, "at most 65535 heads");
+        crate::require!(case, a.n_kv_heads <= 65_535, "the grid takes at most 65535 heads");
         Ok(self
             .launch(&name(a.cache_dtype), [a.n as u32, a.n_kv_heads as u32], block(a.head_dim))?
             .step(a.step)
@@ -117,7 +117,7 @@ pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     }
 }
 
-/// The sizes of a cache and its tables, as kernels take them.
+/// Sizes of a cache and its block tables, as a kernel parameter.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub(crate) struct PageSizes {
@@ -129,7 +129,7 @@ pub(crate) struct PageSizes {
     pub(crate) max_blocks: u32,
 }
 
-/// Where a position of a sequence lies in a paged cache.
+/// Block tables that map a sequence's positions to KV blocks.
 pub(crate) struct PageTables {
     pub(crate) tables: Vec<i32>,
     pub(crate) n_seqs: usize,
@@ -139,7 +139,7 @@ pub(crate) struct PageTables {
 }
 
 impl PageTables {
-    /// The block that holds a position, and the row in it.
+    /// Returns the block that holds a position, and the row within the block.
     pub(crate) fn find(&self, seq: i32, position: usize) -> KernelResult<(usize, usize)> {
         let (seq_idx, column) = (usize::try_from(seq).unwrap_or(usize::MAX), position / self.kv_block);
         if seq_idx >= self.n_seqs || column >= self.max_blocks {
@@ -151,7 +151,7 @@ impl PageTables {
         let block = self.tables[seq_idx * self.max_blocks + column];
         match usize::try_from(block) {
             Ok(b) if b < self.n_blocks => Ok((b, position % self.kv_block)),
-            _ => Err(fault(format!("KV block {block} of a cache of {}", self.n_blocks))),
+            _ => Err(fault(format!("KV block {block} is past a cache of {} blocks", self.n_blocks))),
         }
     }
 }
@@ -164,7 +164,7 @@ fn twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
     append(k, dtype, &[(cache, &x)], pointers, n, &sizes)
 }
 
-/// Puts rows into caches; `pointers` are those of positions, sequences and tables.
+/// Writes rows into caches; `pointers` are the parameters of positions, sequences and tables.
 pub(crate) fn append(
     k: &mut SimKernel<'_>,
     dtype: DType,

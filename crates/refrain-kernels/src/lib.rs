@@ -1,84 +1,84 @@
 //! CUDA kernels, their compilation and their typed launchers.
 //!
-//! Invariant: nothing here allocates device memory, launches or waits; a launcher only describes a launch. The first time
-//! it loads the kernel's code, unless something records.
-//! Invariant: a launcher refuses, with op, dtype and shape, what its kernel's header does not allow. What it returns
-//! touches only the bytes of the buffers it names, so enqueueing it is safe.
-//! Invariant: `unsafe` is where code is loaded (`load`), where libraries are called (`nvrtc`, `blaslt`) and where launches
-//! are vouched for (`vouch`).
-//! Invariant: every kernel has a twin, and the simulated device runs it.
+//! Invariant: this crate never allocates device memory, launches or waits. A launcher only describes a
+//! launch. Its first call loads the kernel's code, unless a recording is active.
+//! Invariant: a launcher refuses whatever its kernel's header does not allow; the error names op, dtype and
+//! shape. A launch that it returns accesses only the bytes of the buffers it names, so enqueueing it is safe.
+//! Invariant: `unsafe` is confined to loading code (`load`), calling libraries (`nvrtc`, `blaslt`) and
+//! vouching for launches (`vouch`).
+//! Invariant: every kernel has a twin, a reference function that the simulated device runs.
 //!
-//! # What is where
+//! # Entry points
 //!
 //! | to | use |
 //! |---|---|
 //! | open the kernels for a device | [`Kernels::load`] |
-//! | compile what a plan needs, on all cores | [`Kernels::prepared`] |
-//! | open a simulated device that knows the twins | [`simulated`], [`register_twins`] |
+//! | compile the kernels of a plan on all cores | [`Kernels::prepared`] |
+//! | open a simulated device with all twins | [`simulated`], [`register_twins`] |
 //! | describe an op's launches | the methods of [`Kernels`]: one `Args` structure each |
-//! | know how much scratch an op needs | [`attention_scratch_bytes`], [`sample_scratch_bytes`], [`sample_state_bytes`], [`span_grad_scratch_bytes`] |
+//! | size an op's scratch | [`attention_scratch_bytes`], [`sample_scratch_bytes`], [`sample_state_bytes`], [`span_grad_scratch_bytes`] |
 //! | compile ahead of time | [`prebuild`], [`prebuilt_archs`]; [`compile_all`], [`Kernels::with_archive`] |
 //!
 //! # Conventions
 //!
-//! Activations of a model that is only run are F32; a training step has kernels for F32, F16 and BF16. Inputs are
-//! [`BufView`]s, mirrors of a plan's operands, and may be strided as far as the launcher
-//! says; outputs are dense. One-dimensional weights are F32; matrices `[n, k]` are in their file's dtype, dense, and
-//! start at a multiple of 16 bytes. Positions, sequences, block tables and ids are I32 in device memory and are read by
-//! the kernel at each run; a negative position marks a row of padding, which writes nothing to a cache.
-//! Grid sizes follow from the shapes alone, so that one recording serves every state of the control block.
+//! Inference activations are F32; training steps have kernels for F32, F16 and BF16. Inputs are [`BufView`]s,
+//! which mirror a plan's operands; each launcher documents the strides it accepts. Outputs are dense.
+//! One-dimensional weights are F32. Matrices `[n, k]` are dense, in their file's dtype, and 16-byte aligned.
+//! Positions, sequences, block tables and ids are I32 in device memory, and the kernel reads them at run
+//! time. A negative position marks a padding row, which writes nothing to a cache. Grid sizes follow from the
+//! shapes alone, so one recording serves every state of the control block.
 
-#![deny(unsafe_code)] // but for the four modules named above
+#![deny(unsafe_code)] // allowed only in the four modules named above
 
-mod error; // what a launcher or the compiler refuses
-mod view; // operands, and how far they may be strided
-mod vouch; // launches that safe code may enqueue
+mod error; // errors
+mod view; // operands and the strides they may have
+mod vouch; // the safety argument for launches
 mod registry; // every kernel, with its parameters and its twin
-mod twin; // what twins share
-mod card; // what launchers know of the card
-mod tuning; // numbers that fit kernels to it
+mod twin; // helpers shared by the twins
+mod card; // GPU properties that launchers depend on
+mod tuning; // performance parameters per GPU
 mod load; // from sources to functions on a device
-mod source; // the .cu files, and the units they are compiled in
-mod supply; // where the code of units comes from
-mod prebuilt; // code in the binary
-mod cache; // code on disk
-mod compile; // units to code, on all cores
-mod nvrtc; // the compiler library
+mod source; // the .cu files and their compilation units
+mod supply; // sources of compiled code
+mod prebuilt; // code embedded in the binary
+mod cache; // code cached on disk
+mod compile; // parallel compilation
+mod nvrtc; // the NVRTC library
 
-mod packed; // quantised weights as the card reads them
-mod product; // one row times weights, with norm and gate
-mod few; // a few rows times packed weights
-mod batch; // the rows of many sequences times packed weights
+mod packed; // packed layouts of quantised weights
+mod product; // GEMV with norm and gate
+mod few; // several rows times packed weights
+mod batch; // batched decode: many rows times packed weights
 mod linear; // y = x . w^T
-mod gather; // rows of a table
+mod gather; // row gather
 mod norm; // RMS norms
-mod elementwise; // functions of elements; gates
+mod elementwise; // elementwise functions; gates
 mod copy; // copies and casts
 mod rope; // rotary embedding
-mod kv; // writing the KV cache
-mod rope_kv; // both at once
-mod attention; // reading it
-mod attend; // all of it for tokens decoded one at a time
+mod kv; // appending to the KV cache
+mod rope_kv; // both fused
+mod attention; // split attention over the KV cache
+mod attend; // fused decode attention
 mod rows; // reductions and softmax over rows
-mod sample; // choosing a token
-mod commit; // making it the next step's input
+mod sample; // sampling a token
+mod commit; // committing the sampled token
 mod gemm; // y = x . w^T of many rows, on tensor cores
-mod matmul; // products of values in any strides
-mod blaslt; // the same by cuBLASLt
-mod dequant; // quantised weights for them
-mod narrow; // rows for them
-mod flash; // attention of many rows
-mod recurrent; // layers with a state in slots
-mod span; // attention among rows
+mod matmul; // products of strided values
+mod blaslt; // products by cuBLASLt
+mod dequant; // dequantisation for GEMMs
+mod narrow; // 16-bit rows for GEMMs
+mod flash; // prefill attention
+mod recurrent; // recurrent layers with per-sequence state
+mod span; // attention within documents
 mod span_grad; // its gradient
-mod digest; // comparing memory where it lies
+mod digest; // digests of device memory
 
-mod typed; // elements of any type
-mod map; // functions of them, and their gradients
-mod train_rows; // norms, softmax, reductions, and their gradients
-mod moves; // rows and elements by ids; zeros around them; rotary embedding
-mod experts; // routing, and products with experts
-mod scatter; // rows that share an id, summed
+mod typed; // elements of any dtype
+mod map; // elementwise functions of any dtype, with gradients
+mod train_rows; // norms, softmax and reductions, with gradients
+mod moves; // gathers, padding and rotary embedding of any dtype
+mod experts; // mixture of experts
+mod scatter; // sums of rows by id
 mod loss; // cross-entropy
 mod adamw; // the optimiser
 

@@ -1,27 +1,27 @@
-//! Products with weights: `y[m, n] = x[m, k] . w[n, k]^T`.
+//! Linear layers: `y[m, n] = x[m, k] . w[n, k]^T`.
 
 use bytemuck::{Pod, Zeroable};
 use refrain_driver::sim::{KernelResult, SimKernel};
 use refrain_driver::{Baked, Buf, Launch, LaunchBuilder};
 use refrain_tensor::{DType, quant};
 
-use crate::error::{OpCase, KernelError};
+use crate::error::{KernelError, OpCase};
 use crate::load::Kernels;
 use crate::registry::{KernelEntry, P, W, lowercase};
 use crate::source::KernelFamily;
 use crate::twin::{count, fault, read_rows};
-use crate::view::{RowLayout, BufView};
+use crate::view::{BufView, RowLayout};
 use crate::vouch::Vouch;
 
-/// The dtypes of weights that are used as they are in the file; the other quantised ones are packed
+/// Dtypes of weights that are used in their file layout; other quantised dtypes are packed
 /// ([`crate::PACKED_DTYPES`]).
 pub const LINEAR_DTYPES: [DType; 7] =
     [DType::F32, DType::F16, DType::BF16, DType::Q2_K, DType::Q3_K, DType::IQ4_NL, DType::IQ4_XS];
 
-/// How many weights one launch multiplies with.
+/// Maximum number of weights per launch.
 pub const MAX_PRODUCTS: usize = 4;
 
-/// A kernel: how many rows of `x` and how many columns of the results a warp has.
+/// A kernel variant: rows of `x` and output columns per warp.
 #[derive(Clone, Copy)]
 struct Variant {
     name: &'static str,
@@ -30,15 +30,15 @@ struct Variant {
 }
 
 const NARROW: Variant = Variant { name: "m1", rows: 1, cols: 1 };
-/// Reads `x` half as often; for so many columns that the card is full all the same.
+/// Reads `x` half as often. Needs enough columns to fill the GPU at two per warp.
 const WIDE: Variant = Variant { name: "m1c2", rows: 1, cols: 2 };
 const TALL: Variant = Variant { name: "m8", rows: 8, cols: 1 };
 const VARIANTS: [Variant; 3] = [NARROW, WIDE, TALL];
-/// From this many columns on, two to a warp are at least two blocks for each multiprocessor of the largest cards.
+/// From this many columns on, two per warp still give at least two blocks per SM on the largest GPUs.
 const WIDE_COLS: usize = 3072;
 const BLOCK_WARPS: usize = 4;
 
-/// One of the products of a [`LinearArgs`].
+/// A weight of [`LinearArgs`] with its output.
 #[derive(Clone, Copy, Debug)]
 pub struct LinearPart {
     /// `[n, k]`, dense.
@@ -52,44 +52,49 @@ pub struct LinearPart {
 /// `y = x . w^T` for one or more `w`.
 #[derive(Clone, Copy, Debug)]
 pub struct LinearArgs<'a> {
-    /// `[.., m, k]` F32, rows of consecutive elements.
+    /// `[.., m, k]` F32 with contiguous rows.
     pub x: BufView,
-    /// The dtype of all weights, one of [`LINEAR_DTYPES`].
+    /// Dtype of all weights, one of [`LINEAR_DTYPES`].
     pub w_dtype: DType,
-    /// At most [`MAX_PRODUCTS`].
+    /// At most [`MAX_PRODUCTS`] weights.
     pub parts: &'a [LinearPart],
     /// Rows of `x`.
     pub m: usize,
     /// Columns of `x` and of every `w`.
     pub k: usize,
-    /// No launch writes any `w`: they are weights, and may be read before what the launch depends on has ended.
+    /// No launch writes any `w`, so the kernel may read them before its dependencies have finished.
     pub w_is_fixed: bool,
-    /// Names the step.
+    /// Name of the step that the launch belongs to.
     pub step: &'a str,
 }
 
-/// Where the columns of each product end, counted over all of them.
+/// Cumulative end column of each product.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 struct LinearEnds([u32; MAX_PRODUCTS]);
 
 impl Kernels {
-    /// The launch of [`LinearArgs`]. Each output's sum has the same order, whatever `m` is and whatever is beside it.
+    /// Builds the launch for [`LinearArgs`]. The summation order of an output depends neither on `m` nor on
+    /// the other products.
     pub fn linear(&self, a: &LinearArgs<'_>) -> Result<Launch, KernelError> {
         let n = a.parts.iter().fold(0_usize, |n, part| n.saturating_add(part.n));
         let shape = [("m", a.m), ("n", n), ("k", a.k)];
         let case = OpCase { op: "linear", dtype: a.w_dtype, shape: &shape };
         case.sizes()?;
-        crate::require!(case, LINEAR_DTYPES.contains(&a.w_dtype), "no kernel multiplies with this dtype");
+        crate::require!(case, LINEAR_DTYPES.contains(&a.w_dtype), "no kernel supports this weight dtype");
         let n_parts = a.parts.len();
         crate::require!(
             case,
             n_parts <= MAX_PRODUCTS,
-            "{n_parts} products, at most {MAX_PRODUCTS} go in one launch"
+            "{n_parts} matrices, at most {MAX_PRODUCTS} fit in one launch"
         );
-        crate::require!(case, a.parts.iter().all(|part| part.n > 0), "one of the products is empty");
+        crate::require!(case, a.parts.iter().all(|part| part.n > 0), "one of the matrices is empty");
         let block_len = a.w_dtype.block_len();
-        crate::require!(case, a.k.is_multiple_of(block_len), "k must be whole blocks of {block_len}");
+        crate::require!(
+            case,
+            a.k.is_multiple_of(block_len),
+            "k must be a multiple of the quantisation block, {block_len}"
+        );
         let (x, rows) = case.rows("x", &a.x, a.m, a.k)?;
         if a.w_dtype.is_quantized() {
             let aligned = |n: u64| n.is_multiple_of(16);
@@ -97,7 +102,7 @@ impl Kernels {
             crate::require!(
                 case,
                 aligned(x.offset()) && (a.m == 1 || strides.iter().all(|&s| aligned(4 * u64::from(s)))),
-                "rows of x start at byte {} in strides of {strides:?} elements, must be at multiples of 16 bytes",
+                "rows of x start at byte {} with strides of {strides:?} elements, must be 16-byte aligned",
                 x.offset()
             );
         }
@@ -110,7 +115,7 @@ impl Kernels {
             case.u32("n", n)?.div_ceil((BLOCK_WARPS * variant.cols) as u32),
             a.m.div_ceil(variant.rows) as u32,
         ];
-        crate::require!(case, grid[1] <= 65_535, "at most {} rows go in one launch", 65_535 * variant.rows);
+        crate::require!(case, grid[1] <= 65_535, "at most {} rows fit in one launch", 65_535 * variant.rows);
         let (kernel, block) = (name(a.w_dtype, variant), 32 * BLOCK_WARPS as u32);
         let mut launch = match a.w_is_fixed {
             true => self.launch(&kernel, grid, block)?,
@@ -149,16 +154,18 @@ pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     for dtype in LINEAR_DTYPES {
         for variant in VARIANTS {
             let params = [P, P, P, P, P, P, P, P, P, size_of::<RowLayout>(), size_of::<LinearEnds>(), W, W];
-            let entry = KernelEntry::new(KernelFamily::Linear, name(dtype, variant), &params, move |k| twin(k, dtype));
+            let entry = KernelEntry::new(KernelFamily::Linear, name(dtype, variant), &params, move |k| {
+                twin(k, dtype)
+            });
             all.push(entry.unit(&lowercase(dtype)));
         }
     }
 }
 
-/// Weights are decoded a row at a time: a vocabulary's worth of them in f32 would not fit a small machine.
+/// Decodes one weight row at a time: an f32 copy of a vocabulary matrix would not fit on a small machine.
 fn twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
     let (ends, m, cols) = (k.arg::<LinearEnds>(10)?, count(k, 11)?, count(k, 12)?);
-    let row_bytes = dtype.bytes_for(cols).ok_or_else(|| fault("rows of partial blocks"))?;
+    let row_bytes = dtype.bytes_for(cols).ok_or_else(|| fault("a row ends inside a quantisation block"))?;
     let mut begin = 0;
     let mut parts = Vec::with_capacity(MAX_PRODUCTS);
     for (i, end) in ends.0.into_iter().map(|end| end as usize).enumerate().filter(|(_, end)| *end > 0) {

@@ -1,4 +1,4 @@
-//! From sources to functions on a device.
+//! Loading kernels: from sources to functions on a device.
 
 use std::cell::{OnceCell, RefCell};
 use std::collections::{BTreeSet, HashMap};
@@ -19,17 +19,17 @@ use crate::source::KernelUnit;
 use crate::supply::Supply;
 use crate::tuning::Tuning;
 
-/// A compute capability.
+/// CUDA compute capability of a GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct GpuArch {
-    /// 9 of 9.0.
+    /// Major version: 9 of 9.0.
     pub major: u32,
-    /// 0 of 9.0.
+    /// Minor version: 0 of 9.0.
     pub minor: u32,
 }
 
 impl GpuArch {
-    /// Whether machine code for `self` runs on a card of `card`.
+    /// Whether machine code for `self` runs on a GPU of architecture `card`.
     #[must_use]
     pub(crate) fn runs_on(self, card: GpuArch) -> bool {
         self.major == card.major && self.minor <= card.minor
@@ -42,68 +42,69 @@ impl fmt::Display for GpuArch {
     }
 }
 
-/// Where kernels may come from.
+/// Sources of compiled kernels.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LoadOptions {
-    /// Folder of compiled code, made when it is not there; without one every load compiles.
+    /// Cache folder for compiled code, created if missing. Without one, every load compiles.
     pub cache: Option<PathBuf>,
-    /// The NVRTC library; without a path the usual places are searched.
+    /// Path of the NVRTC library; `None` searches the usual locations.
     pub nvrtc: Option<PathBuf>,
-    /// Compiles for this architecture instead of the card's. The simulated device compiles only when it is given: it
-    /// then runs the twins of what the machine code names.
+    /// Compiles for this architecture instead of the GPU's own. The simulated device compiles only if this is
+    /// set, and then runs the twins of the kernels that the machine code names.
     pub arch: Option<GpuArch>,
 }
 
-/// Where loaded kernels came from.
+/// Origin of the loaded kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KernelOrigin {
     /// Reference functions on the simulated device.
     Twins,
     /// Code compiled ahead of time.
     Prebuilt(GpuArch),
-    /// The compiler, or its results on disk.
+    /// The compiler, or its cached output.
     Compiled {
-        /// Units that were read from the cache so far.
+        /// Units read from the cache so far.
         n_cached: usize,
-        /// Units that were compiled so far.
+        /// Units compiled so far.
         n_compiled: usize,
     },
 }
 
 /// The kernels of a device. Its methods describe launches.
 ///
-/// A kernel is loaded, with the other kernels of its unit, when a launch of it is first described; that is refused while
-/// something records. [`Kernels::prepared`] finds all that a plan needs first, and compiles what is missing on all cores.
+/// Describing the first launch of a kernel loads it, together with the other kernels of its unit. Loading is
+/// refused during a recording. [`Kernels::prepared`] first collects all kernels that a plan needs, and
+/// compiles the missing ones on all cores.
 pub struct Kernels {
     entries: HashMap<String, KernelEntry>,
     card: Card,
     supply: RefCell<Supply>,
     loaded: RefCell<HashMap<String, Loaded>>,
-    /// Units that were asked for and are not loaded, while [`Kernels::prepared`] looks for them.
+    /// Units that are requested but not loaded, while [`Kernels::prepared`] collects them.
     missing: RefCell<Option<BTreeSet<KernelUnit>>>,
     stand_in: OnceCell<Function>,
     ctx: Context,
 }
 
-/// A kernel on the device.
+/// A kernel loaded on the device.
 #[derive(Clone)]
 pub(crate) struct Loaded {
     pub(crate) function: Function,
-    /// The code waits for what it depends on, so it may start before that has ended.
+    /// The kernel waits for its dependencies inside (PDL), so it may start before they have finished.
     overlaps: bool,
 }
 
-/// The first architecture whose kernels can start early; `overlap.cuh` is compiled to nothing before it.
+/// First architecture with programmatic dependent launch; `overlap.cuh` compiles to nothing on older ones.
 const OVERLAPS: GpuArch = GpuArch { major: 9, minor: 0 };
 
 impl Kernels {
-    /// Finds out where kernels come from: the twins on the simulated device, else what the binary holds for the card, else
-    /// the cache and the compiler. An error if there is nothing for the card.
+    /// Selects the source of kernels: the twins on a simulated device, else prebuilt code for the GPU, else
+    /// cache and compiler. Fails if none serves the GPU.
     pub fn load(ctx: &Context, options: &LoadOptions) -> Result<Kernels, KernelError> {
         Kernels::from_archive(ctx, options, prebuilt::embedded())
     }
 
-    /// As [`Kernels::load`], with the code that [`crate::prebuild`] packed in place of the binary's.
+    /// Like [`Kernels::load`], with an archive that [`crate::prebuild`] packed instead of the embedded one.
     ///
     /// ```compile_fail,E0133
     /// # use refrain_driver::Context;
@@ -114,8 +115,8 @@ impl Kernels {
     /// ```
     ///
     /// # Safety
-    /// The archive is what [`crate::prebuild`] of this very version made, unchanged. Names and parameters of its kernels
-    /// are checked, but not that they touch only what the launchers vouch for.
+    /// [`crate::prebuild`] of this exact version produced the archive, and it is unchanged. Names and
+    /// parameters of its kernels are checked, but not that they access only what the launchers vouch for.
     #[allow(unsafe_code)]
     pub unsafe fn with_archive(
         ctx: &Context,
@@ -141,9 +142,9 @@ impl Kernels {
         let archive = Archive::parse(archive).unwrap_or_else(|why| {
             match why {
                 Unusable::Stale => {
-                    tracing::warn!("the prebuilt kernels are of other sources, not using them")
+                    tracing::warn!("ignoring prebuilt kernels of another version")
                 }
-                Unusable::Damaged => tracing::warn!("the prebuilt kernels are damaged, not using them"),
+                Unusable::Damaged => tracing::warn!("ignoring damaged prebuilt kernels"),
             }
             Archive::default()
         });
@@ -179,11 +180,12 @@ impl Kernels {
         }
     }
 
-    /// What `describe` makes of launches, with every kernel that it asks for loaded; an error if one cannot be.
+    /// Runs `describe` with every kernel that it requests loaded; fails if one cannot be loaded.
     ///
-    /// It runs once, and all is well if it asks for nothing that is missing. Otherwise what it made is dropped, all that it
-    /// asked for is compiled on all cores and loaded, and it runs again. `hear` is told how far that is. Launches of the
-    /// first run name a kernel of another device in place of one that is missing: every stream refuses them.
+    /// `describe` runs once, and its result is returned if no kernel was missing. Otherwise the result is
+    /// dropped, all requested kernels are compiled on all cores and loaded, and `describe` runs again. `hear`
+    /// receives the progress. During the first run, missing kernels are replaced by a stand-in of another
+    /// device, whose launches every stream refuses.
     pub fn prepared<T, E>(
         &self,
         hear: &mut dyn FnMut(Compiling),
@@ -192,7 +194,7 @@ impl Kernels {
         let search = Search::begin(self);
         let described = describe();
         let missing = search.end();
-        // What is refused with some kernels missing is refused with all of them.
+        // An error with some kernels missing would also occur with all of them loaded.
         if missing.is_empty() || described.is_err() {
             return Ok(described);
         }
@@ -201,7 +203,7 @@ impl Kernels {
         Ok(describe())
     }
 
-    /// Loads every kernel there is.
+    /// Loads every kernel.
     pub fn load_all(&self, hear: &mut dyn FnMut(Compiling)) -> Result<(), KernelError> {
         let loaded = self.loaded();
         let missing = KernelUnit::all().iter().filter(|unit| !loaded.contains(unit));
@@ -214,13 +216,14 @@ impl Kernels {
         self.supply.borrow().origin()
     }
 
-    /// How many of [`KernelUnit::all`] need no compiler, because the binary or the cache has them.
+    /// Number of units in [`KernelUnit::all`] that need no compiler, because the binary or the cache has
+    /// them.
     #[must_use]
     pub fn n_ready(&self) -> usize {
         self.supply.borrow().n_ready()
     }
 
-    /// Units that are on the device, in order.
+    /// Units loaded on the device, in order.
     #[must_use]
     pub fn loaded(&self) -> Vec<KernelUnit> {
         let units =
@@ -228,8 +231,8 @@ impl Kernels {
         units.into_iter().collect()
     }
 
-    /// A launch that may start before what it depends on has ended, where the code can: kernels wait inside
-    /// (`overlap.cuh`).
+    /// Starts describing a launch. It may start before its dependencies have finished if the kernel waits for
+    /// them inside (`overlap.cuh`).
     pub(crate) fn launch(
         &self,
         name: &str,
@@ -241,12 +244,13 @@ impl Kernels {
         Ok(if overlaps { launch.pdl() } else { launch })
     }
 
-    /// The card.
+    /// Properties of the GPU.
     pub(crate) fn card(&self) -> &Card {
         &self.card
     }
 
-    /// A kernel, loaded now if it is not yet; a stand-in for it while missing ones are looked for.
+    /// Returns a kernel, loading it if necessary. While missing kernels are collected, returns a stand-in
+    /// instead.
     pub(crate) fn get(&self, name: &str) -> Result<Loaded, KernelError> {
         if let Some(loaded) = self.loaded.borrow().get(name) {
             return Ok(loaded.clone());
@@ -262,12 +266,12 @@ impl Kernels {
     }
 
     fn load_units(&self, units: &[KernelUnit], hear: &mut dyn FnMut(Compiling)) -> Result<(), KernelError> {
-        // Before anything is compiled: the driver would refuse the result.
+        // Checked before compiling, since the driver would refuse to load the result.
         self.ctx.refuse_while_recording("loading kernels")?;
         let mut supply = self.supply.borrow_mut();
         let refused = match self.load_code(&mut supply, units, hear) {
             Ok(()) => return Ok(()),
-            // A lost context stays lost, and what does not compile now does not compile later.
+            // Neither a lost context nor a compile error goes away on a second attempt.
             Err(
                 error @ (KernelError::Driver(DriverError::ContextLost { .. }) | KernelError::Compile { .. }),
             ) => {
@@ -294,16 +298,17 @@ impl Kernels {
 
     #[allow(unsafe_code)]
     fn load_unit(&self, unit: KernelUnit, code: &[u8], overlaps: bool) -> Result<(), KernelError> {
-        // SAFETY: the code was compiled from the sources of this crate: by its build (`prebuilt`), by NVRTC just now or for
-        // the cache, or so says the caller of `with_archive`. `check` below compares its parameters with the list that
-        // launchers are written against.
+        // SAFETY: the code was compiled from this crate's sources: by its build (`prebuilt`), by NVRTC, in
+        // this process or for the cache, or as the caller of `with_archive` guarantees. `check` below
+        // compares its parameters with those that the launchers pass.
         let module = unsafe { Module::load(&self.ctx, &unit.to_string(), code) }?;
         let mut functions = Vec::new();
-        for KernelEntry { info, shared, .. } in self.entries.values().filter(|entry| entry.info.unit == unit) {
+        for KernelEntry { info, shared, .. } in self.entries.values().filter(|entry| entry.info.unit == unit)
+        {
             let function = module.function(&info.name)?;
             check(info, &function)?;
             function.allow_shared(shared(&self.card))?;
-            // After the limit: raising it may reset the preference.
+            // After the limit, because raising it may reset the preference.
             function.prefer_shared()?;
             functions.push((info.name.clone(), Loaded { function, overlaps }));
         }
@@ -311,7 +316,7 @@ impl Kernels {
         Ok(())
     }
 
-    /// A kernel of a simulated device, which no stream of this one takes.
+    /// Returns a kernel of a simulated device, which no stream of this device accepts.
     #[allow(unsafe_code)]
     fn stand_in(&self) -> Result<Function, KernelError> {
         const NAME: &str = "stand_in";
@@ -321,14 +326,15 @@ impl Kernels {
         let sim = SimDriver::new(SimOptions::default());
         sim.register_twin(Twin::new(NAME, &[], |_| Ok(())));
         let ctx = Device::simulated(&sim)?.context()?;
-        // SAFETY: the simulated device runs registered functions, whose accesses it checks; this one makes none.
+        // SAFETY: the simulated device runs registered functions and checks their accesses; this one makes
+        // none.
         let module = unsafe { Module::load(&ctx, NAME, format!("sim\n{NAME}").as_bytes()) }?;
         let function = module.function(NAME)?;
         Ok(self.stand_in.get_or_init(|| function).clone())
     }
 }
 
-/// Notes what is missing until it ends, or is dropped by a panic.
+/// Collects missing units until it ends or a panic drops it.
 struct Search<'a>(&'a Kernels);
 
 impl<'a> Search<'a> {
@@ -354,7 +360,7 @@ impl fmt::Debug for Kernels {
     }
 }
 
-/// What an archive holds, in words.
+/// Describes the contents of an archive.
 fn held(archive: &Archive<'_>) -> String {
     let archs: Vec<String> = archive.archs().iter().map(ToString::to_string).collect();
     match archs.as_slice() {
@@ -363,7 +369,7 @@ fn held(archive: &Archive<'_>) -> String {
     }
 }
 
-/// The simulated device runs machine code only where it is asked to.
+/// The simulated device runs machine code only on request.
 fn runs_twins(ctx: &Context, options: &LoadOptions) -> bool {
     ctx.device().backend() == "sim" && options.arch.is_none()
 }
@@ -380,7 +386,7 @@ fn check(info: &KernelInfo, function: &Function) -> Result<(), KernelError> {
     Ok(())
 }
 
-/// Tells a simulated device about every kernel, before [`Kernels::load`] looks them up.
+/// Registers every twin with a simulated device. Call it before [`Kernels::load`].
 pub fn register_twins(sim: &SimDriver) {
     for entry in entries() {
         let body = Arc::clone(&entry.twin);
@@ -389,7 +395,7 @@ pub fn register_twins(sim: &SimDriver) {
     }
 }
 
-/// Opens a simulated device that knows the twins.
+/// Opens a simulated device with all twins registered.
 pub fn simulated(options: SimOptions) -> Result<Device, DriverError> {
     let sim = SimDriver::new(options);
     register_twins(&sim);

@@ -1,44 +1,45 @@
-//! Cross-entropy, with its gradient in the place of the logits.
+//! Cross-entropy and its gradient, which may overwrite the logits.
 
 use refrain_driver::sim::{KernelResult, SimKernel};
 use refrain_driver::{Baked, Buf, Launch};
 use refrain_graph::{Op, TrainOp};
 use refrain_tensor::DType;
 
-use crate::error::{OpCase, KernelError};
+use crate::error::{KernelError, OpCase};
 use crate::load::Kernels;
 use crate::registry::{KernelEntry, P, W, lowercase};
 use crate::source::KernelFamily;
 use crate::twin::count;
 use crate::typed::{FLOATS, Typed, is_aligned, named, rows_are_wide, run_typed};
-use crate::view::{RowLayout, BufView};
+use crate::view::{BufView, RowLayout};
 use crate::vouch::Vouch;
 
-/// The loss of each row, and the gradient of their sum.
+/// Loss of each row, and the gradient of the sum of all losses.
 #[derive(Clone, Copy, Debug)]
 pub struct CrossEntropyArgs<'a> {
-    /// `[n, vocab]` floats, rows of consecutive elements.
+    /// `[n, vocab]` floats with contiguous rows.
     pub logits: BufView,
-    /// `[n]` I32, in device memory, read at each run; negative: no loss.
+    /// `[n]` I32 in device memory, read at run time; a negative target means no loss.
     pub targets: Buf,
-    /// `[1]` F32, in device memory, read at each run: a factor on every loss.
+    /// `[1]` F32 in device memory, read at run time: scales every loss.
     pub scale: Buf,
     /// `[n]` F32.
     pub loss: Buf,
-    /// `[n, vocab]` of the type of the logits; may be these when they are dense.
+    /// `[n, vocab]` in the dtype of the logits; may alias the logits if they are contiguous.
     pub dx: Buf,
-    /// Names the step.
+    /// Name of the step that the launch belongs to.
     pub step: &'a str,
 }
 
-/// Threads of a block, so many as each keeps 64 logits of 16 bits, or 32 of 32.
+/// Threads per block: each holds 64 16-bit logits or 32 F32 logits.
 fn block(vocab: usize, dtype: DType) -> u32 {
     let kept = 128 / dtype.block_bytes();
     (vocab.div_ceil(kept).next_multiple_of(32) as u32).clamp(64, 512)
 }
 
 impl Kernels {
-    /// The launch of [`CrossEntropyArgs`]. A target past the row gives NaN on a card; the simulated device faults.
+    /// Builds the launch for [`CrossEntropyArgs`]. A target past the row gives NaN on a GPU; the simulated
+    /// device faults.
     pub fn cross_entropy(&self, a: &CrossEntropyArgs<'_>) -> Result<Launch, KernelError> {
         let vocab = a.logits.layout.shape().dim_back(0);
         let n = a.logits.layout.shape().n_elements() / vocab.max(1);

@@ -1,4 +1,4 @@
-//! Functions of elements of every type, with broadcasting, and their gradients.
+//! Elementwise functions of any dtype, with broadcasting, and their gradients.
 
 use bytemuck::{Pod, Zeroable};
 use refrain_driver::sim::{KernelResult, SimKernel};
@@ -6,7 +6,7 @@ use refrain_driver::{Baked, Buf, Launch};
 use refrain_graph::{Binary, Compare, Dropout, Gate, Op, TrainOp, Unary};
 use refrain_tensor::{DType, Layout, MAX_RANK, Shape};
 
-use crate::error::{OpCase, KernelError};
+use crate::error::{KernelError, OpCase};
 use crate::load::Kernels;
 use crate::registry::{KernelEntry, P, W};
 use crate::source::KernelFamily;
@@ -15,60 +15,63 @@ use crate::typed::{Typed, dtype_of, is_aligned, named, run_typed};
 use crate::view::{BufView, merge};
 use crate::vouch::Vouch;
 
-/// What happens to each element.
+/// The function applied to each element.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum MapOp {
-    /// `f(a)`
+    /// `f(a)`.
     Unary(Unary),
-    /// `f(a, b)`
+    /// `f(a, b)`.
     Binary(Binary),
-    /// `f(a) * b`
+    /// `f(a) * b`.
     Gate(Gate),
-    /// 1 where it holds for `a` and `b`, else 0, in I32.
+    /// I32: 1 where the comparison of `a` and `b` holds, else 0.
     Compare(Compare),
     /// `b` where `a` (I32) is not 0, else `c`.
     Select,
-    /// `a` in the type of the result.
+    /// `a` converted to the result's dtype.
     Cast,
-    /// `a * f'(b)`
+    /// `a * f'(b)`.
     UnaryGrad(Unary),
-    /// `a * c * f'(b)` and `a * f(b)`
+    /// `a * c * f'(b)` and `a * f(b)`.
     GateGrad(Gate),
-    /// `a` with some elements dropped.
+    /// `a` with dropout.
     Dropout {
-        /// Which of them.
+        /// Dropout rule.
         dropout: Dropout,
-        /// `[4]` U32, in device memory, read at each run.
+        /// `[4]` U32 in device memory, read at run time.
         rng: Buf,
     },
 }
 
-/// One of [`MapOp`] over elements of any float type, or I32 where that makes sense; computed in F32 and rounded once.
+/// One of [`MapOp`] over elements of any float dtype, or I32 where meaningful; computed in F32 and rounded
+/// once.
 #[derive(Clone, Copy, Debug)]
 pub struct MapArgs<'a> {
-    /// What happens.
+    /// Function.
     pub op: MapOp,
-    /// As many as the op takes, each in a layout that broadcasts to `shape`.
+    /// The op's inputs, each in a layout that broadcasts to `shape`.
     pub inputs: &'a [BufView],
-    /// Dense, of `shape`, as many as the op makes; may be inputs that are dense and of that shape.
+    /// The op's outputs, contiguous, of `shape`. An output may alias an input that is contiguous and has this
+    /// shape.
     pub outputs: &'a [Buf],
-    /// The type of the results.
+    /// Dtype of the outputs.
     pub dtype: DType,
-    /// The shape of the results.
+    /// Shape of the outputs.
     pub shape: Shape,
-    /// Names the step.
+    /// Name of the step that the launch belongs to.
     pub step: &'a str,
 }
 
-/// Threads of a block, each with eight elements.
+/// Threads per block, each with eight elements.
 const BLOCK: usize = 256;
 const LANES: usize = 8;
-/// Eights of a thread of the kernels for rows of one type.
+/// Groups of eight elements per thread in the kernels for rows of one dtype.
 const ROWS_AT_ONCE: usize = 2;
-/// The types that these are there for.
+/// Dtypes with such kernels.
 const ROWS_TYPES: [DType; 2] = [DType::F16, DType::BF16];
 
-/// Up to six dimensions of three operands, in row-major order; types of the result and of each operand, a byte each.
+/// Row-major dimensions and strides of up to three operands. `types` holds the dtypes of result and operands,
+/// one byte each.
 #[derive(Clone, Copy, Debug, Pod, Zeroable, PartialEq, Eq)]
 #[repr(C)]
 struct Map {
@@ -95,7 +98,7 @@ impl Map {
         dtype_of(self.types >> (8 * operand) & 0xff)
     }
 
-    /// Whether operands are rows of consecutive elements, all of one type of 16 bits as the result.
+    /// Whether all operands are contiguous rows of the result's dtype, a 16-bit one.
     fn is_rows(&self, n_operands: usize) -> bool {
         let inner = (self.rank as usize).wrapping_sub(1);
         let is_one_type =
@@ -122,12 +125,12 @@ impl MapOp {
         }
     }
 
-    /// Whether there is a kernel for rows of one type.
+    /// Whether a kernel for rows of one dtype exists.
     fn has_rows(&self) -> bool {
         matches!(self, MapOp::Binary(_) | MapOp::Gate(_) | MapOp::GateGrad(_))
     }
 
-    /// How many go in and come out.
+    /// Number of inputs and outputs.
     fn arity(&self) -> [usize; 2] {
         match self {
             MapOp::Unary(_) | MapOp::Cast | MapOp::Dropout { .. } => [1, 1],
@@ -137,7 +140,7 @@ impl MapOp {
         }
     }
 
-    /// The function, and two numbers that it takes.
+    /// Function code, and two numeric arguments.
     fn params(&self) -> (u32, [f32; 2]) {
         match *self {
             MapOp::Unary(f) | MapOp::UnaryGrad(f) => (place(&UNARY, f, Unary::name), unary_params(f)),
@@ -174,7 +177,7 @@ fn unary_params(f: Unary) -> [f32; 2] {
 }
 
 impl Kernels {
-    /// The launch of [`MapArgs`].
+    /// Builds the launch for [`MapArgs`].
     pub fn map(&self, a: &MapArgs<'_>) -> Result<Launch, KernelError> {
         let n = a.shape.n_elements();
         let shape = [("n", n)];
@@ -202,7 +205,7 @@ impl Kernels {
             | MapOp::GateGrad(_)
             | MapOp::Dropout { .. } => !a.inputs.iter().any(is_integer) && a.dtype.is_float(),
         };
-        crate::require!(case, types_fit, "no kernel takes integers there");
+        crate::require!(case, types_fit, "no kernel supports integers here");
         let mut map = case.map(a.shape, a.inputs)?;
         map.types = case.code("the result", a.dtype)?;
         for (i, input) in a.inputs.iter().enumerate() {
@@ -240,8 +243,8 @@ impl Kernels {
 }
 
 impl OpCase<'_> {
-    /// A walk over `shape` with up to three operands broadcast to it; `wide` where eight elements at a time lie together
-    /// or are one.
+    /// Builds the walk over `shape` with up to three operands broadcast to it. `wide` is set if eight
+    /// elements at a time are adjacent, or are one broadcast element.
     fn map(&self, shape: Shape, views: &[BufView]) -> Result<Map, KernelError> {
         let fit = |view: &BufView| view.layout.broadcast_to(shape).map_err(|e| self.refuse(e.to_string()));
         let layouts = views.iter().map(fit).collect::<Result<Vec<Layout>, _>>()?;
@@ -273,7 +276,7 @@ impl OpCase<'_> {
     }
 }
 
-/// In the order of the kernels' numbers.
+/// In the order of the kernels' function codes.
 const UNARY: [Unary; 10] = [
     Unary::Neg,
     Unary::Exp,
@@ -316,13 +319,15 @@ pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
         }
     }
     for (unit, name, meaning) in kernels {
-        all.push(KernelEntry::new(KernelFamily::Map, name, &PARAMS, move |k| twin(k, meaning(k)?)).unit(unit));
+        all.push(
+            KernelEntry::new(KernelFamily::Map, name, &PARAMS, move |k| twin(k, meaning(k)?)).unit(unit),
+        );
     }
 }
 
 fn chosen<T: Copy>(k: &SimKernel<'_>, all: &[T]) -> KernelResult<T> {
     let f = k.arg::<u32>(6)?;
-    all.get(f as usize).copied().ok_or_else(|| fault(format!("no function has the number {f}")))
+    all.get(f as usize).copied().ok_or_else(|| fault(format!("no function has code {f}")))
 }
 
 fn unary(k: &SimKernel<'_>) -> KernelResult<Unary> {

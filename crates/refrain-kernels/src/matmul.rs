@@ -1,4 +1,4 @@
-//! Products of values: `y = a . b` for matrices in any strides, with outer dimensions that broadcast.
+//! Matrix products of values: `y = a . b` for any strides, with broadcast outer dimensions.
 
 use bytemuck::{Pod, Zeroable};
 use half::{bf16, f16};
@@ -8,45 +8,45 @@ use refrain_driver::{Baked, Buf, Launch};
 use refrain_tensor::{DType, Layout, Shape};
 
 use crate::blaslt::{BlasLtFactor, BlasLtShape};
-use crate::error::{OpCase, KernelError};
+use crate::error::{KernelError, OpCase};
 use crate::load::Kernels;
 use crate::registry::{KernelEntry, P, lowercase};
 use crate::source::KernelFamily;
 use crate::view::{BufView, Walk};
 use crate::vouch::Vouch;
 
-/// The dtypes that both factors and the result may have.
+/// Dtypes of factors and result.
 pub const MATMUL_DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
-/// Rows and columns of a block of 16-bit elements, and its threads, as in `matmul.cu`.
+/// Rows and columns of a 16-bit tile, and threads per block, as in `matmul.cu`.
 const ROWS: usize = 64;
 const COLS: usize = 128;
 const BLOCK: u32 = 128;
 const SHARED: u32 = 3 * (64 + 128) * 144;
-/// Rows, columns and threads of a block of F32.
+/// Rows and columns of an F32 tile, and threads per block.
 const SIDE: usize = 64;
 const BLOCK_F32: u32 = 256;
-/// Elements of 16 bits that are copied at once.
+/// 16-bit elements per copy.
 const CHUNK: usize = 8;
 const VECTOR_A: u32 = 1;
 const VECTOR_B: u32 = 2;
 
-/// `y[.., m, n] = a[.., m, k] . b[.., k, n] + c`, sums in F32, rounded once.
+/// `y[.., m, n] = a[.., m, k] . b[.., k, n] + c`, with sums in F32, rounded once.
 #[derive(Clone, Copy, Debug)]
 pub struct MatMulArgs<'a> {
-    /// One of [`MATMUL_DTYPES`], any layout.
+    /// One of [`MATMUL_DTYPES`], in any layout.
     pub a: BufView,
-    /// Of the same dtype, any layout; its outer dimensions broadcast with those of `a`.
+    /// The same dtype, in any layout; its outer dimensions broadcast with those of `a`.
     pub b: BufView,
-    /// Dense, of the same dtype; may be `c`.
+    /// Contiguous, of the same dtype; may alias `c`.
     pub y: Buf,
-    /// As `y`: what is added to the product, if anything.
+    /// Addend, laid out like `y`, if any.
     pub c: Option<Buf>,
-    /// Names the step.
+    /// Name of the step that the launch belongs to.
     pub step: &'a str,
 }
 
-/// Sizes as the kernels take them.
+/// Kernel parameters.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 struct MatMulSizes {
@@ -60,7 +60,7 @@ struct MatMulSizes {
     flags: u32,
 }
 
-/// A matrix: elements from one row to the next, and from one column to the next.
+/// Strides of a matrix: elements between rows and between columns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Matrix {
     rows: usize,
@@ -77,9 +77,9 @@ impl Matrix {
         Some(Matrix { rows, cols, row: strides[rank - 2], col: strides[rank - 1] })
     }
 
-    /// Whether rows are of consecutive elements, or else columns; `None` for neither.
+    /// Whether rows are contiguous (`true`) or columns (`false`); `None` if neither.
     fn has_rows(&self) -> Option<bool> {
-        // Of a single row or column both is true; what the other stride says decides.
+        // A single row or column is contiguous both ways; the other stride decides.
         match (self.cols == 1 || self.col == 1, self.rows == 1 || self.row == 1) {
             (true, true) => Some(self.cols > 1 || self.rows == 1),
             (true, false) => Some(true),
@@ -88,14 +88,14 @@ impl Matrix {
         }
     }
 
-    /// From the start of a run of consecutive elements to the next; 0 where there is one run, or the same one again.
+    /// Elements between consecutive contiguous runs; 0 if there is one run or if it repeats.
     fn pitch(&self, has_rows: bool) -> usize {
         let (n, pitch) = if has_rows { (self.rows, self.row) } else { (self.cols, self.col) };
         if n == 1 { 0 } else { pitch }
     }
 }
 
-/// What a product's layouts come to.
+/// Layouts of a product, resolved to matrices and batch dimensions.
 #[derive(Clone, Copy, Debug)]
 struct BatchedProduct {
     a: Matrix,
@@ -104,7 +104,7 @@ struct BatchedProduct {
     batch: Shape,
 }
 
-/// A layout's outer dimensions, with matrices of one element.
+/// A layout's outer dimensions, with one element per matrix.
 fn outer(layout: &Layout) -> Option<Layout> {
     let rank = layout.shape().rank();
     layout.slice(rank.checked_sub(2)?, 0, 1).and_then(|l| l.slice(rank - 1, 0, 1)).ok()
@@ -120,7 +120,7 @@ impl BatchedProduct {
     }
 }
 
-/// Rows of several matrices that are multiplied with the same one are rows of one, where they lie evenly.
+/// Flattens the batch into rows if all matrices of `a` share one `b` and their rows are evenly spaced.
 fn flattened(a: &Layout, b: &Layout) -> Layout {
     let one_matrix = b.shape().dims().iter().rev().skip(2).all(|&n| n == 1);
     let cols = a.shape().dim_back(0);
@@ -131,13 +131,16 @@ fn flattened(a: &Layout, b: &Layout) -> Layout {
     }
 }
 
-/// The product as cuBLASLt takes it, for buffers at multiples of 64 bytes; why it cannot, otherwise.
+/// Returns the product in cuBLASLt terms, for buffers that are 64-byte aligned, or the reason why it has
+/// none.
 pub fn library_product(a: &Layout, b: &Layout, dtype: DType) -> Result<BlasLtShape, String> {
-    let Some(product) = BatchedProduct::new(a, b) else { return Err("the factors do not fit".to_owned()) };
+    let Some(product) = BatchedProduct::new(a, b) else {
+        return Err("the shapes of the factors do not match".to_owned());
+    };
     let (m, n, k) = (product.a.rows, product.b.cols, product.a.cols);
     let n_batch = product.batch.n_elements();
     let factor = |matrix: &Matrix, layout: &Layout| {
-        let strided = || format!("a factor lies in strides of {:?}", layout.strides());
+        let strided = || format!("a factor has strides {:?}", layout.strides());
         let has_rows = matrix.has_rows().ok_or_else(strided)?;
         let (run, n_runs) = if has_rows { (matrix.cols, matrix.rows) } else { (matrix.rows, matrix.cols) };
         let pitch = if n_runs == 1 { run } else { matrix.pitch(has_rows) };
@@ -145,7 +148,7 @@ pub fn library_product(a: &Layout, b: &Layout, dtype: DType) -> Result<BlasLtSha
             return Err(strided());
         }
         let seen = outer(layout).and_then(|l| l.broadcast_to(product.batch).ok()).ok_or_else(strided)?;
-        // One stride from each matrix to the next, in row-major order of the outer dimensions.
+        // Requires one stride between matrices, in row-major order of the outer dimensions.
         let dims = product.batch.dims();
         let inner = dims.iter().zip(seen.strides()).rev().find(|(n, _)| **n > 1).map_or(0, |(_, s)| *s);
         let (mut step, mut even) = (1, true);
@@ -164,13 +167,13 @@ pub fn library_product(a: &Layout, b: &Layout, dtype: DType) -> Result<BlasLtSha
 }
 
 impl Kernels {
-    /// The launch of [`MatMulArgs`].
+    /// Builds the launch for [`MatMulArgs`].
     pub fn matmul(&self, a: &MatMulArgs<'_>) -> Result<Launch, KernelError> {
         let bad = || KernelError::Unsupported {
             op: "matmul",
             dtype: a.a.dtype,
             shape: format!("{} by {}", a.a.layout.shape(), a.b.layout.shape()),
-            because: "the factors do not fit".to_owned(),
+            because: "the shapes of the factors do not match".to_owned(),
         };
         let product = BatchedProduct::new(&a.a.layout, &a.b.layout).ok_or_else(bad)?;
         let (m, n, k) = (product.a.rows, product.b.cols, product.a.cols);
@@ -179,7 +182,7 @@ impl Kernels {
         let case = OpCase { op: "matmul", dtype: a.a.dtype, shape: &shape };
         case.sizes()?;
         crate::require!(case, MATMUL_DTYPES.contains(&a.a.dtype), "factors are F32, F16 or BF16");
-        crate::require!(case, a.b.dtype == a.a.dtype, "the other factor is {}", a.b.dtype);
+        crate::require!(case, a.b.dtype == a.a.dtype, "b is {}, must have the dtype of a", a.b.dtype);
         let outers = outer(&product.a_layout).zip(outer(&a.b.layout)).ok_or_else(bad)?;
         let batch = case.walk(product.batch, &outers.0, Some(&outers.1))?;
         let (a_buf, b_buf) = (case.extent("a", &a.a)?, case.extent("b", &a.b)?);
@@ -191,8 +194,8 @@ impl Kernels {
         let [rows, cols] = if is_f32 { [SIDE, SIDE] } else { [ROWS, COLS] };
         let grid = [m.div_ceil(rows), n.div_ceil(cols), n_batch];
         let limit = |n: usize| n <= 65_535;
-        crate::require!(case, limit(grid[1]), "at most {} columns go in one launch", 65_535 * cols);
-        crate::require!(case, limit(n_batch), "at most 65535 matrices go in one launch");
+        crate::require!(case, limit(grid[1]), "at most {} columns fit in one launch", 65_535 * cols);
+        crate::require!(case, limit(n_batch), "at most 65535 matrices fit in one launch");
         let deep = [product.a.has_rows() != Some(false), product.b.has_rows() == Some(false)];
         let is_vector = |matrix: &Matrix, buf: Buf, strides: &[u32]| {
             let even = |n: usize| n.is_multiple_of(CHUNK);
@@ -201,7 +204,7 @@ impl Kernels {
                 && matrix.has_rows().is_some_and(|has_rows| even(matrix.pitch(has_rows)))
         };
         let flag = |on: bool, flag: u32| if on && !is_f32 { flag } else { 0 };
-        // A matrix with neither rows nor columns of consecutive elements is read element by element.
+        // A matrix with neither contiguous rows nor contiguous columns is read element by element.
         let sizes = MatMulSizes {
             m: m as u32,
             n: n as u32,
@@ -228,7 +231,7 @@ impl Kernels {
     }
 }
 
-/// How the factors lie: along `k` or across it.
+/// Kernel name; `a` and `b` say whether each factor is contiguous along `k`.
 fn name(dtype: DType, [a, b]: [bool; 2]) -> String {
     let word = |deep: bool| if deep { "deep" } else { "flat" };
     format!("matmul_{}_{}_{}", word(a), word(b), lowercase(dtype))
@@ -249,7 +252,7 @@ pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     }
 }
 
-/// Elements from an address on, as f64.
+/// Reads floats from an address as f64.
 pub(crate) fn read_floats(
     k: &SimKernel<'_>,
     at: DevicePtr,
@@ -263,7 +266,7 @@ pub(crate) fn read_floats(
     })
 }
 
-/// Writes numbers, each rounded once to F32 and then to the dtype.
+/// Writes numbers, rounding each once to F32 and then to the dtype.
 pub(crate) fn write_floats(
     k: &mut SimKernel<'_>,
     at: DevicePtr,
@@ -313,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn the_library_takes_every_layout_of_matrices_and_one_stride_of_batches() {
+    fn the_library_accepts_any_matrix_layout_and_a_single_batch_stride() {
         let shape = |a: &Layout, b: &Layout| library_product(a, b, DType::BF16);
         let nt = shape(&dense(&[5, 8]), &dense(&[7, 8]).transpose().unwrap()).unwrap();
         assert_eq!((nt.m, nt.n, nt.k, nt.n_batch), (5, 7, 8, 1));
@@ -322,11 +325,11 @@ mod tests {
         let tn = shape(&dense(&[8, 5]).transpose().unwrap(), &dense(&[8, 7])).unwrap();
         assert!(!tn.a.has_rows && tn.b.has_rows);
         assert_eq!((tn.a.pitch, tn.b.pitch), (5, 7));
-        // A part of wider rows.
+        // A slice of wider rows.
         let part = dense(&[5, 24]).slice(1, 8, 8).unwrap();
         let sliced = shape(&part, &dense(&[8, 7])).unwrap();
         assert_eq!((sliced.a.pitch, sliced.align), (24, 16));
-        // One matrix for all: the rows are those of one product.
+        // One matrix shared by all: the rows form a single product.
         let flat = shape(&dense(&[3, 5, 8]), &dense(&[8, 7])).unwrap();
         assert_eq!((flat.m, flat.n_batch), (15, 1));
         let batched = shape(&dense(&[3, 5, 8]), &dense(&[3, 8, 7])).unwrap();
@@ -334,11 +337,11 @@ mod tests {
         assert_eq!(batched.align, 2, "35 results of two bytes lie between the matrices");
         let one_left = shape(&dense(&[5, 8]), &dense(&[3, 8, 7])).unwrap();
         assert_eq!((one_left.n_batch, one_left.a.batch_stride), (3, 0));
-        // Heads in the middle: two strides.
+        // Heads as a middle dimension: two strides.
         let heads = dense(&[2, 5, 3, 8]).permute(&[0, 2, 1, 3]).unwrap();
         let right = dense(&[2, 3, 8, 7]);
         assert!(shape(&heads, &right).unwrap_err().contains("strides"), "{:?}", shape(&heads, &right));
-        // Every second element, and one row again and again.
+        // Every second element, and one repeated row.
         let every_second = dense(&[5, 8, 2]).slice(2, 0, 1).unwrap().reshape(Shape::new(&[5, 8]).unwrap());
         assert!(shape(&every_second.unwrap(), &dense(&[8, 7])).is_err());
         let repeated = dense(&[1, 8]).broadcast_to(Shape::new(&[5, 8]).unwrap()).unwrap();

@@ -1,4 +1,4 @@
-//! Rows and elements by their ids, zeros around them, and heads turned by their positions, for every type.
+//! Row and element gathers, padding, and rotary embedding, for every float dtype.
 
 use bytemuck::{Pod, Zeroable};
 use refrain_driver::sim::{KernelResult, SimKernel};
@@ -6,109 +6,110 @@ use refrain_driver::{Baked, Buf, Launch};
 use refrain_graph::{Op, Rope, RopeStyle, TrainOp};
 use refrain_tensor::DType;
 
-use crate::error::{OpCase, KernelError};
+use crate::error::{KernelError, OpCase};
 use crate::load::Kernels;
 use crate::registry::{KernelEntry, P, W, lowercase};
 use crate::source::KernelFamily;
 use crate::twin::{count, fault};
 use crate::typed::{FLOATS, Typed, dtype_of, is_aligned, named, rows_are_wide, run_typed};
-use crate::view::{RowLayout, BufView};
+use crate::view::{BufView, RowLayout};
 use crate::vouch::Vouch;
 
-/// `y[i] = table[ids[i]]` in another type; a negative id gives zeros.
+/// `y[i] = table[ids[i]]`, converted to another dtype; a negative id gives zeros.
 #[derive(Clone, Copy, Debug)]
 pub struct TypedGatherArgs<'a> {
     /// `[n_rows, d]`, dense.
     pub table: Buf,
-    /// Floats.
+    /// F32, F16 or BF16.
     pub table_dtype: DType,
-    /// `[n_ids]` I32, in device memory, read at each run.
+    /// `[n_ids]` I32, in device memory, read at run time.
     pub ids: Buf,
     /// `[n_ids, d]`
     pub y: Buf,
-    /// Floats.
+    /// F32, F16 or BF16.
     pub dtype: DType,
     /// Rows of the table.
     pub n_rows: usize,
     /// Columns of the table.
     pub d: usize,
-    /// How many rows are wanted.
+    /// Number of gathered rows.
     pub n_ids: usize,
-    /// Names the step.
+    /// Name of the step that the launch belongs to.
     pub step: &'a str,
 }
 
 /// `y[i] = x[i, ids[i]]`; a negative id gives 0.
 #[derive(Clone, Copy, Debug)]
 pub struct PickArgs<'a> {
-    /// `[n_rows, n_cols]` floats, rows of consecutive elements.
+    /// `[n_rows, n_cols]` floats; rows are contiguous.
     pub x: BufView,
-    /// `[n_rows]` I32, in device memory, read at each run.
+    /// `[n_rows]` I32, in device memory, read at run time.
     pub ids: Buf,
     /// `[n_rows]` of the same type.
     pub y: Buf,
-    /// Names the step.
+    /// Name of the step that the launch belongs to.
     pub step: &'a str,
 }
 
-/// `y[i, ids[i]] = x[i]`, zeros elsewhere.
+/// `y[i, ids[i]] = x[i]`, and zeros in all other columns.
 #[derive(Clone, Copy, Debug)]
 pub struct PlaceColumnsArgs<'a> {
-    /// `[n_rows]` I32, in device memory, read at each run.
+    /// `[n_rows]` I32, in device memory, read at run time.
     pub ids: Buf,
     /// `[n_rows]`, dense.
     pub x: Buf,
-    /// Floats.
+    /// F32, F16 or BF16.
     pub dtype: DType,
     /// `[n_rows, width]` of the same type.
     pub y: Buf,
-    /// Rows.
+    /// Number of rows.
     pub n_rows: usize,
     /// Columns of the result.
     pub width: usize,
-    /// Names the step.
+    /// Name of the step that the launch belongs to.
     pub step: &'a str,
 }
 
-/// `y` is `x` with zeros before and after it along one dimension.
+/// `y` is `x` padded with zeros along one dimension.
 #[derive(Clone, Copy, Debug)]
 pub struct PadArgs<'a> {
-    /// Floats. From the dimension on it is dense, and what lies before it has one stride.
+    /// F32, F16 or BF16. Contiguous from `axis` on; one common stride for all outer dimensions.
     pub x: BufView,
-    /// Which dimension.
+    /// Padded dimension.
     pub axis: usize,
-    /// Zeros before.
+    /// Number of zeros before `x`.
     pub before: usize,
-    /// Zeros after.
+    /// Number of zeros after `x`.
     pub after: usize,
     /// Dense, of the same type.
     pub y: Buf,
-    /// Names the step.
+    /// Name of the step that the launch belongs to.
     pub step: &'a str,
 }
 
-/// `y` is `x` turned by each row's position, or turned back; rows with a negative position come out as they went in.
+/// `y` is `x` rotated by each row's position, or rotated back. Rows with a negative position are copied
+/// unchanged.
 #[derive(Clone, Copy, Debug)]
 pub struct TypedRopeArgs<'a> {
-    /// Which pairs turn, how many, and by what factor.
+    /// Rotated pairs, their number and the magnitude factor.
     pub rope: Rope,
-    /// By minus the angle.
+    /// Rotates by the negative angle.
     pub is_back: bool,
-    /// `[n, n_heads, head_dim]` floats, heads of consecutive elements.
+    /// `[n, n_heads, head_dim]` floats; each head is contiguous.
     pub x: BufView,
-    /// `[n]` I32, in device memory, read at each run.
+    /// `[n]` I32, in device memory, read at run time.
     pub positions: Buf,
     /// `[n_dims / 2]` F32.
     pub inv_freq: Buf,
-    /// `[n, n_heads, head_dim]` of the same type; may be `x` when that is dense.
+    /// `[n, n_heads, head_dim]` of the same type; may alias `x` if that is contiguous.
     pub y: Buf,
-    /// Rows.
+    /// Number of rows.
     pub n: usize,
-    /// Heads of a row.
+    /// Heads per row.
     pub n_heads: usize,
-    /// Elements of a head.
+    /// Elements per head.
     pub head_dim: usize,
-    /// Names the step.
+    /// Name of the step that the launch belongs to.
     pub step: &'a str,
 }
 
@@ -116,11 +117,11 @@ pub struct TypedRopeArgs<'a> {
 const GATHERED: usize = 8;
 const BLOCK: u32 = 256;
 const ROPE_BLOCK: u32 = 128;
-/// Columns of a block where rows are cut up.
+/// Columns per block where rows are divided.
 const CHUNK: usize = 2048;
 /// Heads that a thread loads at once.
 const HEADS: usize = 4;
-/// Threads that keep a large card busy.
+/// Threads that keep a large GPU busy.
 const MANY_THREADS: usize = 1 << 15;
 
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -130,7 +131,7 @@ struct RopeHeads {
     n_heads: u32,
     head_dim: u32,
     n_dims: u32,
-    /// Whether rows are aligned, and whether the heads of a row are one stride apart from each other.
+    /// Whether rows are aligned and the heads of a row evenly strided.
     wide: u32,
     n_each: u32,
     magnitude: f32,
@@ -149,7 +150,8 @@ struct Padding {
 }
 
 impl Kernels {
-    /// The launch of [`TypedGatherArgs`]. An id past the table gives a row of NaN on a card; the simulated device faults.
+    /// Builds the launch for [`TypedGatherArgs`]. An id past the table gives a row of NaN on a GPU; the
+    /// simulated device faults.
     pub fn typed_gather(&self, a: &TypedGatherArgs<'_>) -> Result<Launch, KernelError> {
         let shape = [("n_ids", a.n_ids), ("n_rows", a.n_rows), ("d", a.d)];
         let case = OpCase { op: "gather_rows", dtype: a.dtype, shape: &shape };
@@ -157,7 +159,7 @@ impl Kernels {
         crate::require!(
             case,
             FLOATS.contains(&a.dtype) && FLOATS.contains(&a.table_dtype),
-            "no kernel reads {} for {}",
+            "no kernel converts {} to {}",
             a.table_dtype,
             a.dtype
         );
@@ -179,7 +181,8 @@ impl Kernels {
             .vouch(&case))
     }
 
-    /// The launch of [`PickArgs`]. An id past the row gives NaN on a card; the simulated device faults.
+    /// Builds the launch for [`PickArgs`]. An id past the row gives NaN on a GPU; the simulated device
+    /// faults.
     pub fn pick(&self, a: &PickArgs<'_>) -> Result<Launch, KernelError> {
         let n_cols = a.x.layout.shape().dim_back(0);
         let n_rows = a.x.layout.shape().n_elements() / n_cols.max(1);
@@ -200,12 +203,13 @@ impl Kernels {
             .vouch(&case))
     }
 
-    /// The launch of [`PlaceColumnsArgs`]. An id past the row is for no column on a card; the simulated device faults.
+    /// Builds the launch for [`PlaceColumnsArgs`]. An id past the row is ignored on a GPU; the simulated
+    /// device faults.
     pub fn place_columns(&self, a: &PlaceColumnsArgs<'_>) -> Result<Launch, KernelError> {
         let shape = [("n_rows", a.n_rows), ("width", a.width)];
         let case = OpCase { op: "place_columns", dtype: a.dtype, shape: &shape };
         case.sizes()?;
-        crate::require!(case, FLOATS.contains(&a.dtype), "x must be floats");
+        crate::require!(case, FLOATS.contains(&a.dtype), "x must be F32, F16 or BF16");
         let y = case.elements("y", a.y, a.dtype, &[a.n_rows, a.width])?;
         let n_blocks = a.n_rows.saturating_mul(a.width.div_ceil(CHUNK));
         Ok(self
@@ -220,7 +224,7 @@ impl Kernels {
             .vouch(&case))
     }
 
-    /// The launch of [`PadArgs`].
+    /// Builds the launch for [`PadArgs`].
     pub fn pad(&self, a: &PadArgs<'_>) -> Result<Launch, KernelError> {
         let dims = a.x.layout.shape();
         let dims = dims.dims();
@@ -232,7 +236,7 @@ impl Kernels {
         let shape = [("n_outer", n_outer), ("length", length), ("total", total)];
         let case = OpCase { op: "pad", dtype: a.x.dtype, shape: &shape };
         case.sizes()?;
-        crate::require!(case, FLOATS.contains(&a.x.dtype), "x must be floats");
+        crate::require!(case, FLOATS.contains(&a.x.dtype), "x must be F32, F16 or BF16");
         let [stride, inner_stride] = case.strides_around(&a.x.layout, axis)?;
         crate::require!(
             case,
@@ -263,7 +267,7 @@ impl Kernels {
             .vouch(&case))
     }
 
-    /// The launch of [`TypedRopeArgs`].
+    /// Builds the launch for [`TypedRopeArgs`].
     pub fn typed_rope(&self, a: &TypedRopeArgs<'_>) -> Result<Launch, KernelError> {
         let shape = [("n", a.n), ("n_heads", a.n_heads), ("head_dim", a.head_dim)];
         let case = OpCase { op: "rope", dtype: a.x.dtype, shape: &shape };
@@ -279,7 +283,8 @@ impl Kernels {
         let (x, rows) = case.float_rows("x", &a.x, [n_rows, a.head_dim])?;
         let y = case.elements("y", a.y, a.x.dtype, &[a.n, a.n_heads, a.head_dim])?;
         let wide = rows_are_wide(x, rows, a.head_dim) && is_aligned(y) && n_dims.is_multiple_of(8);
-        // One thread for some pairs of some heads, and for each element behind them that is only copied.
+        // One thread per group of rotated pairs and heads, and one per remaining element, which is only
+        // copied.
         let n_items = n_dims / 2 / if wide { 4 } else { 1 } + (a.head_dim - n_dims);
         let n_each = heads_each(n_rows.saturating_mul(n_items), a.n_heads);
         let n_threads = a.n.saturating_mul(a.n_heads.div_ceil(n_each)).saturating_mul(n_items);
@@ -307,7 +312,8 @@ impl Kernels {
     }
 }
 
-/// Heads that a thread turns by the angles it has: the more there are, the fewer angles are worked out twice.
+/// Heads that a thread rotates with the same angles. More heads per thread mean that fewer angles are
+/// computed twice.
 fn heads_each(n_items: usize, n_heads: usize) -> usize {
     let at_most = n_items / MANY_THREADS / HEADS * HEADS;
     at_most.clamp(HEADS, n_heads.next_multiple_of(HEADS))
@@ -334,8 +340,9 @@ pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     for dtype in FLOATS {
         for style in [RopeStyle::Neox, RopeStyle::Interleaved] {
             let params = [P, P, P, P, R, size_of::<RopeHeads>()];
-            let entry =
-                KernelEntry::new(KernelFamily::Moves, rope_name(style, dtype), &params, move |k| rope(k, style, dtype));
+            let entry = KernelEntry::new(KernelFamily::Moves, rope_name(style, dtype), &params, move |k| {
+                rope(k, style, dtype)
+            });
             add(entry, &lowercase(dtype));
         }
     }
@@ -349,7 +356,7 @@ fn gather(k: &mut SimKernel<'_>) -> KernelResult {
     for (id, row) in k.read::<i32>(k.ptr(2)?, n_ids)?.into_iter().zip(rows.chunks_exact_mut(row_bytes)) {
         let Ok(id) = usize::try_from(id) else { continue };
         if id >= n_rows {
-            return Err(fault(format!("row {id} of a table of {n_rows}")));
+            return Err(fault(format!("row {id} is past a table of {n_rows} rows")));
         }
         row.copy_from_slice(&k.view::<u8>(k.ptr(1)?.add((id * row_bytes) as u64), row_bytes)?);
     }
@@ -394,7 +401,7 @@ fn rope(k: &mut SimKernel<'_>, style: RopeStyle, dtype: DType) -> KernelResult {
     let dims = [heads.n, heads.n_heads, heads.head_dim].map(|n| n as usize);
     let rope = Rope { style, n_dims: heads.n_dims as usize, magnitude: heads.magnitude };
     if rope.n_dims > dims[2] {
-        return Err(fault("more dimensions turn than a head has"));
+        return Err(fault("n_dims exceeds head_dim"));
     }
     let x = Typed::rows(k, k.ptr(1)?, dtype, rows, &dims)?;
     let positions = Typed::read(k, k.ptr(2)?, DType::I32, &dims[..1])?;

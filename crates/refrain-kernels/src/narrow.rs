@@ -1,4 +1,4 @@
-//! Rows in 16 bits for tensor cores, made where they come from: casts, norms and gates.
+//! 16-bit rows for tensor cores, written directly by casts, norms and gates.
 
 use half::{bf16, f16};
 use refrain_driver::api::DevicePtr;
@@ -8,44 +8,49 @@ use refrain_graph::{Gate, Op};
 use refrain_tensor::DType;
 
 use crate::elementwise::GateArgs;
-use crate::error::{OpCase, KernelError};
+use crate::error::{KernelError, OpCase};
 use crate::gemm::GEMM_DTYPES;
 use crate::load::Kernels;
 use crate::norm::{AddRmsNormArgs, RmsNormArgs};
 use crate::registry::{KernelEntry, P, W};
 use crate::source::KernelFamily;
 use crate::twin::{Dense, count, read_rows, run_f32};
-use crate::view::{RowLayout, BufView};
+use crate::view::{BufView, RowLayout};
 use crate::vouch::Vouch;
 
 const BLOCK: u32 = 256;
-/// Columns of a plane.
+/// Columns per plane.
 pub(crate) const PLANE: usize = 128;
-/// Columns that a block of the kernels over two dimensions has.
+/// Columns per block of the two-dimensional kernels.
 const BLOCK_COLS: u32 = 4 * BLOCK;
 
-/// Where rows in 16 bits go.
+/// Destination of 16-bit rows.
 #[derive(Clone, Copy, Debug)]
 pub struct Narrow {
     /// `[n_rows, n_cols]`.
     pub y: Buf,
     /// F16 or BF16.
     pub dtype: DType,
-    /// 0: dense. Otherwise in planes of so many rows, as [`crate::BatchArgs`] takes them: a power of two, and `n_cols` is a
-    /// multiple of 128. More rows are in further planes.
+    /// 0 for contiguous rows. Otherwise the rows per plane, as in [`crate::BatchArgs`]: a power of two, with
+    /// `n_cols` a multiple of 128. Additional rows go to further planes.
     pub plane_rows: usize,
-    /// Whether the F32 result is written as well.
+    /// Whether the F32 result is written too.
     pub also_wide: bool,
 }
 
 impl Narrow {
     pub(crate) fn check(&self, case: &OpCase<'_>, n_rows: usize, n_cols: usize) -> Result<Buf, KernelError> {
-        crate::require!(case, GEMM_DTYPES.contains(&self.dtype), "rows become F16 or BF16");
+        crate::require!(case, GEMM_DTYPES.contains(&self.dtype), "the 16-bit output must be F16 or BF16");
         crate::require!(case, n_cols.is_multiple_of(4), "n_cols must be a multiple of 4");
-        crate::require!(case, n_rows <= 65_535, "at most 65535 rows go in one launch");
+        crate::require!(case, n_rows <= 65_535, "at most 65535 rows fit in one launch");
         let placed =
             self.plane_rows == 0 || (self.plane_rows.is_power_of_two() && n_cols.is_multiple_of(PLANE));
-        crate::require!(case, placed, "planes of {} rows have 128 columns each", self.plane_rows);
+        crate::require!(
+            case,
+            placed,
+            "planes of {} rows need columns in multiples of 128 and a power of two of rows",
+            self.plane_rows
+        );
         let n_rows = n_rows.next_multiple_of(self.plane_rows.max(1));
         case.buf("narrow y", self.y, n_rows.checked_mul(n_cols).and_then(|n| n.checked_mul(2)), 16)
     }
@@ -55,7 +60,7 @@ impl Narrow {
     }
 }
 
-/// Rows whose every start is a multiple of 16 bytes.
+/// Checks that every row is 16-byte aligned.
 pub(crate) fn aligned(
     case: &OpCase<'_>,
     what: &'static str,
@@ -68,7 +73,7 @@ pub(crate) fn aligned(
     crate::require!(
         case,
         buf.offset().is_multiple_of(16) && (n_rows == 1 || strides.iter().all(|s| s.is_multiple_of(4))),
-        "rows of {what} start at byte {} in strides of {strides:?} elements, must be at multiples of 16 bytes",
+        "rows of {what} start at byte {} with strides of {strides:?} elements, must be 16-byte aligned",
         buf.offset()
     );
     Ok((buf, rows))
@@ -89,7 +94,7 @@ fn wide(
 }
 
 impl Kernels {
-    /// `y = x` in 16 bits, rounded to nearest even.
+    /// Builds the launch for `y = x` in 16 bits, rounded to nearest even.
     pub fn narrow_rows(
         &self,
         x: &BufView,
@@ -115,7 +120,7 @@ impl Kernels {
             .vouch(&case))
     }
 
-    /// [`Kernels::rms_norm`] in 16 bits.
+    /// [`Kernels::rms_norm`] with a 16-bit result.
     pub fn narrow_rms_norm(&self, a: &RmsNormArgs<'_>, to: &Narrow) -> Result<Launch, KernelError> {
         let shape = [("n_rows", a.n_rows), ("n_cols", a.n_cols)];
         let case = OpCase { op: "narrow_rms_norm", dtype: a.x.dtype, shape: &shape };
@@ -133,7 +138,7 @@ impl Kernels {
             .vouch(&case))
     }
 
-    /// [`Kernels::add_rms_norm`] with the norm in 16 bits.
+    /// [`Kernels::add_rms_norm`] with a 16-bit norm.
     pub fn narrow_add_rms_norm(&self, a: &AddRmsNormArgs<'_>, to: &Narrow) -> Result<Launch, KernelError> {
         let shape = [("n_rows", a.n_rows), ("n_cols", a.n_cols)];
         let case = OpCase { op: "narrow_add_rms_norm", dtype: a.a.dtype, shape: &shape };
@@ -159,7 +164,7 @@ impl Kernels {
             .vouch(&case))
     }
 
-    /// [`Kernels::gate`] in 16 bits.
+    /// [`Kernels::gate`] with a 16-bit result.
     pub fn narrow_gate(&self, a: &GateArgs<'_>, to: &Narrow) -> Result<Launch, KernelError> {
         let shape = [("n_rows", a.n_rows), ("n_cols", a.n_cols)];
         let case = OpCase { op: "narrow_gate", dtype: a.gate.dtype, shape: &shape };
@@ -195,7 +200,9 @@ pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     const R: usize = size_of::<RowLayout>();
     for dtype in GEMM_DTYPES {
         let mut add = |what: &str, params: &[usize], twin: fn(&mut SimKernel<'_>, DType) -> KernelResult| {
-            all.push(KernelEntry::new(KernelFamily::Narrow, name(what, dtype), params, move |k| twin(k, dtype)));
+            all.push(KernelEntry::new(KernelFamily::Narrow, name(what, dtype), params, move |k| {
+                twin(k, dtype)
+            }));
         };
         add("rows", &[P, P, R, W, W], rows);
         add("rms_norm", &[P, P, P, P, R, W, W, W], rms_norm);
@@ -205,7 +212,7 @@ pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     }
 }
 
-/// Where an element of rows of `n_cols` columns lies: see `planes.cuh`.
+/// Index of an element among rows of `n_cols` columns; see `planes.cuh`.
 pub(crate) fn narrow_at(row: usize, column: usize, n_cols: usize, plane_rows: usize) -> usize {
     if plane_rows == 0 {
         return row * n_cols + column;
@@ -216,7 +223,7 @@ pub(crate) fn narrow_at(row: usize, column: usize, n_cols: usize, plane_rows: us
     (chunk * plane_rows + row % plane_rows) * 8 + 2 * lane + element % 2
 }
 
-/// Rows of 16 bits that a kernel writes.
+/// 16-bit rows that a kernel writes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Narrowed {
     pub(crate) dtype: DType,
@@ -225,7 +232,7 @@ pub(crate) struct Narrowed {
 }
 
 impl Narrowed {
-    /// Writes values through argument `y`, and as they are through argument `wide` unless that is null.
+    /// Writes values through argument `y`, and unrounded through argument `wide` unless that is null.
     pub(crate) fn write(
         self,
         k: &mut SimKernel<'_>,
@@ -240,7 +247,7 @@ impl Narrowed {
         if plane_rows == 0 {
             k.write(y, &values.iter().map(|&v| bits(v)).collect::<Vec<_>>())?;
         } else {
-            // Rows that are not there keep what they hold.
+            // Padding rows of a plane keep their contents.
             for (row, values) in values.chunks_exact(n_cols).enumerate() {
                 for (plane, chunk) in (0..n_cols / PLANE).flat_map(|plane| (0..16).map(move |c| (plane, c))) {
                     let first = plane * PLANE + 2 * chunk;

@@ -1,62 +1,62 @@
-//! RMS norms of rows.
+//! RMS norms.
 
 use refrain_driver::sim::{KernelResult, SimKernel};
 use refrain_driver::{Baked, Buf, Launch};
 use refrain_graph::Op;
 use refrain_tensor::DType;
 
-use crate::error::{OpCase, KernelError};
+use crate::error::{KernelError, OpCase};
 use crate::load::Kernels;
 use crate::registry::{KernelEntry, P, W};
 use crate::source::KernelFamily;
 use crate::twin::{Dense, count, read_rows, run_f32};
-use crate::view::{RowLayout, BufView};
+use crate::view::{BufView, RowLayout};
 use crate::vouch::Vouch;
 
 /// `y = x * rsqrt(mean(x^2) + eps) * w`, row by row.
 #[derive(Clone, Copy, Debug)]
 pub struct RmsNormArgs<'a> {
-    /// `[.., n_cols]` F32, rows of consecutive elements.
+    /// `[.., n_cols]` F32 with contiguous rows.
     pub x: BufView,
     /// `[n_cols]` F32.
     pub w: Buf,
-    /// `[n_rows, n_cols]` F32; may be `x`.
+    /// `[n_rows, n_cols]` F32; may alias `x`.
     pub y: Buf,
-    /// Rows.
+    /// Number of rows.
     pub n_rows: usize,
-    /// Columns.
+    /// Number of columns.
     pub n_cols: usize,
     /// Added to the mean square.
     pub eps: f32,
-    /// Names the step.
+    /// Name of the step that the launch belongs to.
     pub step: &'a str,
 }
 
 /// `sum = a + b`, `y = sum * rsqrt(mean(sum^2) + eps) * w`, row by row.
 #[derive(Clone, Copy, Debug)]
 pub struct AddRmsNormArgs<'a> {
-    /// `[.., n_cols]` F32, rows of consecutive elements.
+    /// `[.., n_cols]` F32 with contiguous rows.
     pub a: BufView,
-    /// As `a`.
+    /// Like `a`.
     pub b: BufView,
     /// `[n_cols]` F32.
     pub w: Buf,
-    /// `[n_rows, n_cols]` F32; may be `a`.
+    /// `[n_rows, n_cols]` F32; may alias `a`.
     pub sum: Buf,
-    /// `[n_rows, n_cols]` F32; may be `b`.
+    /// `[n_rows, n_cols]` F32; may alias `b`.
     pub y: Buf,
-    /// Rows.
+    /// Number of rows.
     pub n_rows: usize,
-    /// Columns.
+    /// Number of columns.
     pub n_cols: usize,
     /// Added to the mean square.
     pub eps: f32,
-    /// Names the step.
+    /// Name of the step that the launch belongs to.
     pub step: &'a str,
 }
 
 impl Kernels {
-    /// The launch of [`RmsNormArgs`].
+    /// Builds the launch for [`RmsNormArgs`].
     pub fn rms_norm(&self, a: &RmsNormArgs<'_>) -> Result<Launch, KernelError> {
         let shape = [("n_rows", a.n_rows), ("n_cols", a.n_cols)];
         let case = OpCase { op: "rms_norm", dtype: a.x.dtype, shape: &shape };
@@ -74,7 +74,7 @@ impl Kernels {
             .vouch(&case))
     }
 
-    /// The launch of [`AddRmsNormArgs`].
+    /// Builds the launch for [`AddRmsNormArgs`].
     pub fn add_rms_norm(&self, a: &AddRmsNormArgs<'_>) -> Result<Launch, KernelError> {
         let shape = [("n_rows", a.n_rows), ("n_cols", a.n_cols)];
         let case = OpCase { op: "add_rms_norm", dtype: a.a.dtype, shape: &shape };
@@ -97,7 +97,7 @@ impl Kernels {
     }
 }
 
-/// Threads for a row: whole warps, no more than the row can use.
+/// Threads per row: whole warps, no more than the row can use.
 fn block(n_cols: usize) -> u32 {
     (n_cols.div_ceil(4).next_multiple_of(32)).clamp(32, 512) as u32
 }
@@ -105,7 +105,12 @@ fn block(n_cols: usize) -> u32 {
 pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     const R: usize = size_of::<RowLayout>();
     all.push(KernelEntry::new(KernelFamily::Norm, "rms_norm_f32", &[P, P, P, R, W, W], rms_norm));
-    all.push(KernelEntry::new(KernelFamily::Norm, "rms_norm_add_f32", &[P, P, P, P, P, R, R, W, W], add_rms_norm));
+    all.push(KernelEntry::new(
+        KernelFamily::Norm,
+        "rms_norm_add_f32",
+        &[P, P, P, P, P, R, R, W, W],
+        add_rms_norm,
+    ));
 }
 
 fn rms_norm(k: &mut SimKernel<'_>) -> KernelResult {

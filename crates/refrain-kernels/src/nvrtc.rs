@@ -1,4 +1,4 @@
-//! The compiler library, opened when it is needed: building this crate needs no CUDA toolkit.
+//! The NVRTC compiler library, loaded when needed: building this crate needs no CUDA toolkit.
 #![allow(unsafe_code)]
 
 use std::ffi::{CStr, CString, c_char, c_int};
@@ -10,14 +10,14 @@ use crate::cache::KernelCache;
 use crate::compile::{Compiler, compile, n_threads};
 use crate::error::KernelError;
 use crate::load::GpuArch;
-use crate::source::{KernelFamily, HEADERS, KernelUnit};
+use crate::source::{HEADERS, KernelFamily, KernelUnit};
 use crate::tuning::Tuning;
 
 type NvrtcProgram = *mut std::ffi::c_void;
 
 const HOPPER: GpuArch = GpuArch { major: 9, minor: 0 };
 
-/// What every unit is compiled with, besides the architecture.
+/// Compiler options of every unit, besides the architecture.
 pub(crate) const OPTIONS: [&CStr; 2] = [c"--std=c++17", c"-default-device"];
 
 macro_rules! functions {
@@ -58,15 +58,15 @@ functions! {
     ptx: b"nvrtcGetPTX\0" fn(NvrtcProgram, *mut c_char);
 }
 
-/// What code is made for.
+/// Architecture and kind of compiled code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CompileTarget {
     pub(crate) arch: GpuArch,
-    /// Text that the driver compiles further, for a card newer than the compiler.
+    /// PTX, which the driver compiles further, for a GPU newer than the compiler.
     pub(crate) ptx: bool,
 }
 
-/// The compiler library. Cheap to clone.
+/// The NVRTC library. Cheap to clone.
 #[derive(Clone)]
 pub struct Nvrtc {
     functions: NvrtcFunctions,
@@ -74,12 +74,12 @@ pub struct Nvrtc {
     archs: Vec<GpuArch>,
     file: String,
     _library: Arc<libloading::Library>,
-    /// NVRTC opens this one itself, by name: it is found because it is already open.
+    /// NVRTC opens this library itself, by name, and finds it because it is already open.
     _builtins: Arc<[libloading::Library]>,
 }
 
 impl Nvrtc {
-    /// Opens the library at a path, or at the usual places.
+    /// Opens the library at a path, or in the usual locations.
     pub fn open(path: Option<&Path>) -> Result<Nvrtc, KernelError> {
         let candidates = match path {
             Some(path) => vec![path.to_owned()],
@@ -100,13 +100,13 @@ impl Nvrtc {
         let file = loaded_from(path).display().to_string();
         let functions = NvrtcFunctions::look_up(&library, &file)?;
         let (mut major, mut minor, mut n) = (0, 0, 0);
-        // SAFETY: both functions write to the integers whose addresses they get.
+        // SAFETY: both functions write to the integers whose addresses they receive.
         unsafe {
             ok("nvrtcVersion", (functions.version)(&mut major, &mut minor))?;
             ok("nvrtcGetNumSupportedArchs", (functions.n_archs)(&mut n))?;
         }
         let mut archs = vec![0; usize::try_from(n).unwrap_or(0)];
-        // SAFETY: it writes as many integers as the call above said, which is the length of the vector.
+        // SAFETY: it writes as many integers as the call above reported, which is the length of the vector.
         unsafe { ok("nvrtcGetSupportedArchs", (functions.archs)(archs.as_mut_ptr()))? };
         let arch = |a: c_int| GpuArch { major: a as u32 / 10, minor: a as u32 % 10 };
         let archs = archs.into_iter().map(arch).collect();
@@ -120,13 +120,13 @@ impl Nvrtc {
         })
     }
 
-    /// The library's version, `(13, 0)`.
+    /// The library's version as (major, minor), for example `(13, 0)`.
     #[must_use]
     pub fn version(&self) -> (i32, i32) {
         self.version
     }
 
-    /// The file that was opened.
+    /// The loaded file.
     #[must_use]
     pub fn file(&self) -> &str {
         &self.file
@@ -138,12 +138,12 @@ impl Nvrtc {
         self.archs.contains(&arch)
     }
 
-    /// The machine code of a unit.
+    /// Compiles a unit to machine code.
     pub fn compile(&self, unit: KernelUnit, arch: GpuArch) -> Result<Vec<u8>, KernelError> {
         compile_unit(self, unit, CompileTarget { arch, ptx: false }, Tuning::of(arch))
     }
 
-    /// What to compile for a card: machine code, or text when the library is older than the card.
+    /// Returns what to compile for a GPU: machine code, or PTX if the library is older than the GPU.
     pub(crate) fn target(&self, card: GpuArch) -> Result<CompileTarget, KernelError> {
         if self.archs.contains(&card) {
             return Ok(CompileTarget { arch: card, ptx: false });
@@ -161,20 +161,21 @@ impl Nvrtc {
         call: &'static str,
     ) -> Result<Vec<u8>, KernelError> {
         let mut n = 0;
-        // SAFETY: `program` is a live program of this library (callers pass one they have created and not destroyed).
+        // SAFETY: `program` is a live program of this library: callers pass one that they created and have
+        // not destroyed.
         unsafe { ok(call, size(program, &mut n))? };
         let mut bytes = vec![0_u8; n];
-        // SAFETY: as above; the second function writes as many bytes as the first said.
+        // SAFETY: as above; the second function writes as many bytes as the first reported.
         unsafe { ok(call, get(program, bytes.as_mut_ptr().cast()))? };
         Ok(bytes)
     }
 }
 
-/// The library of built-in code in the same folder: a Python package's folder is not one the loader searches.
+/// Opens the builtins library in the same folder: the loader does not search a Python package's folder.
 fn builtins_beside(path: &Path) -> Vec<libloading::Library> {
     let folder = path.parent().filter(|f| !f.as_os_str().is_empty());
     let found = folder.map(|f| entries_starting_with(f, "libnvrtc-builtins.so.")).unwrap_or_default();
-    // SAFETY: the library is NVRTC's own, from the same folder; its initialisers set nothing else up.
+    // SAFETY: the library is NVRTC's own, from the same folder; its initialisers set up nothing else.
     found.iter().filter_map(|file| unsafe { libloading::Library::new(file) }.ok()).collect()
 }
 
@@ -188,18 +189,18 @@ fn ok(call: &'static str, code: u32) -> Result<(), KernelError> {
     if code == 0 { Ok(()) } else { Err(KernelError::Nvrtc { call, code }) }
 }
 
-/// Destroys a program on every way out.
+/// Destroys a program on every exit path.
 struct Owned<'a>(&'a Nvrtc, NvrtcProgram);
 
 impl Drop for Owned<'_> {
     fn drop(&mut self) {
-        // SAFETY: the program was created by this library and this is the one place that destroys it. The code it
-        // returns would only say that it is no program.
+        // SAFETY: this library created the program, and only this function destroys it. The returned code
+        // could only report an invalid program.
         unsafe { (self.0.functions.destroy)(&mut self.1) };
     }
 }
 
-/// The library with what it compiles for.
+/// The library together with its target.
 pub(crate) struct NvrtcFor {
     nvrtc: Nvrtc,
     target: CompileTarget,
@@ -207,7 +208,7 @@ pub(crate) struct NvrtcFor {
 }
 
 impl NvrtcFor {
-    /// For a card.
+    /// Opens the library for a GPU.
     pub(crate) fn open(
         path: Option<&Path>,
         card: GpuArch,
@@ -254,7 +255,7 @@ fn compile_unit(
     tuning: &Tuning,
 ) -> Result<Vec<u8>, KernelError> {
     let c = |text: &str| {
-        CString::new(text).map_err(|_| KernelError::Nvrtc { call: "a source with a zero", code: 0 })
+        CString::new(text).map_err(|_| KernelError::Nvrtc { call: "a source with a NUL byte", code: 0 })
     };
     let (source, name) = (c(&unit.source())?, c(&format!("{}.cu", unit.family().name()))?);
     let tuning = tuning.header();
@@ -264,13 +265,14 @@ fn compile_unit(
     let name_ptrs: Vec<*const c_char> = names.iter().map(|n| n.as_ptr()).collect();
     let text_ptrs: Vec<*const c_char> = texts.iter().map(|t| t.as_ptr()).collect();
     let kind = if target.ptx { "compute" } else { "sm" };
-    // Instructions that only this one card has; text is for later ones too.
-    let only = if unit.family() == KernelFamily::Batch && !target.ptx && target.arch == HOPPER { "a" } else { "" };
+    // Architecture-specific instructions (`sm_90a`) for this GPU only; PTX must also run on later ones.
+    let only =
+        if unit.family() == KernelFamily::Batch && !target.ptx && target.arch == HOPPER { "a" } else { "" };
     let arch = c(&format!("--gpu-architecture={kind}_{}{}{only}", target.arch.major, target.arch.minor))?;
     let options: Vec<*const c_char> = OPTIONS.iter().map(|o| o.as_ptr()).chain([arch.as_ptr()]).collect();
     let mut program = null_mut();
-    // SAFETY: all strings end in a zero and live until the program is destroyed at the end of this function; the
-    // lists have as many entries as the call is told.
+    // SAFETY: all strings are NUL-terminated and live until the program is destroyed at the end of this
+    // function; the lists have as many entries as the call is passed.
     let created = unsafe {
         (nvrtc.functions.create)(
             &mut program,
@@ -300,7 +302,7 @@ fn compile_unit(
     }
 }
 
-/// Compiled code of every unit, for a release to hold.
+/// Compiled code of every unit, to embed in a release.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Image {
     /// In the order of [`KernelUnit::all`].
@@ -308,26 +310,26 @@ pub struct Image {
 }
 
 impl Image {
-    /// Of the code of every unit, in the order of [`KernelUnit::all`].
+    /// Creates an image from the code of every unit, in the order of [`KernelUnit::all`].
     pub(crate) fn new(code: Vec<Vec<u8>>) -> Image {
         Image { code }
     }
 
-    /// The code of a unit.
+    /// Code of a unit.
     #[must_use]
     pub fn code(&self, unit: KernelUnit) -> Option<&[u8]> {
         let idx = KernelUnit::all().iter().position(|u| *u == unit)?;
         self.code.get(idx).map(Vec::as_slice)
     }
 
-    /// One piece of bytes: for each unit the length of its code, and its code.
+    /// Serialises the image: for each unit the length of its code, then the code.
     pub(crate) fn to_bytes(&self) -> Vec<u8> {
         let parts =
             self.code.iter().flat_map(|code| [(code.len() as u32).to_le_bytes().to_vec(), code.clone()]);
         parts.flatten().collect()
     }
 
-    /// The inverse of [`Image::to_bytes`]; `None` for bytes it did not make.
+    /// Inverse of [`Image::to_bytes`]; `None` for malformed bytes.
     pub(crate) fn from_bytes(mut bytes: &[u8]) -> Option<Image> {
         let mut all = Vec::with_capacity(KernelUnit::all().len());
         while let Some((head, rest)) = bytes.split_first_chunk() {
@@ -346,14 +348,14 @@ impl std::fmt::Debug for Image {
     }
 }
 
-/// Compiles every unit for an architecture: machine code, or PTX text.
+/// Compiles every unit for an architecture, to machine code or to PTX.
 pub fn compile_all(nvrtc: &Nvrtc, arch: GpuArch, ptx: bool) -> Result<Image, KernelError> {
     let (target, tuning) = (CompileTarget { arch, ptx }, Tuning::of(arch));
     let compiler = NvrtcFor { nvrtc: nvrtc.clone(), target, tuning };
     Ok(Image::new(compile(&compiler, KernelUnit::all(), n_threads(), &mut |_| {})?))
 }
 
-/// Where a library that was opened by its name alone was found, as far as the system tells.
+/// File of a library that was opened by name alone, as far as the system reports it.
 fn loaded_from(path: &Path) -> PathBuf {
     if path.parent().is_some_and(|p| !p.as_os_str().is_empty()) {
         return path.to_owned();
@@ -361,12 +363,12 @@ fn loaded_from(path: &Path) -> PathBuf {
     let (maps, name) =
         (std::fs::read_to_string("/proc/self/maps").unwrap_or_default(), path.to_string_lossy());
     let found = maps.lines().filter_map(|line| line.find('/').map(|at| &line[at..]));
-    // The file behind a link may have a longer name: libnvrtc.so.13 is libnvrtc.so.13.0.88.
+    // The linked file may have a longer name: libnvrtc.so.13 is libnvrtc.so.13.0.88.
     let is_it = |file: &&str| file.rsplit('/').next().is_some_and(|last| last.starts_with(&*name));
     found.into_iter().find(is_it).map_or_else(|| path.to_owned(), PathBuf::from)
 }
 
-/// The loader's own search, then where toolkits and Python packages put the library.
+/// Candidate paths: the loader's own search, then the locations that toolkits and Python packages use.
 fn usual_places() -> Vec<PathBuf> {
     let names = ["libnvrtc.so.13", "libnvrtc.so.12"];
     let mut places: Vec<PathBuf> = names.iter().map(PathBuf::from).collect();
@@ -377,7 +379,7 @@ fn usual_places() -> Vec<PathBuf> {
     places
 }
 
-/// Where Python packages of these names put their libraries.
+/// Folders in which the Python packages of these names put their libraries.
 pub(crate) fn python_folders(packages: &[&str]) -> Vec<PathBuf> {
     let home = std::env::home_dir().map(|h| h.join(".local/lib"));
     let libs = [Some("/usr/local/lib".into()), Some("/usr/lib".into()), home];
@@ -408,14 +410,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_missing_library_is_an_error_that_says_what_to_install() {
+    fn a_missing_library_is_an_error_with_an_install_hint() {
         let error = Nvrtc::open(Some(Path::new("/nowhere/libnvrtc.so"))).unwrap_err();
         assert!(error.to_string().contains("/nowhere/libnvrtc.so"), "{error}");
         assert!(error.hint().unwrap().contains("pip install nvidia-cuda-nvrtc"));
     }
 
     #[test]
-    fn an_image_survives_being_bytes_and_damage_is_noticed() {
+    fn an_image_survives_serialisation_and_damage_is_detected() {
         let image = Image::new((0..KernelUnit::all().len()).map(|n| vec![7; n]).collect());
         let bytes = image.to_bytes();
         assert_eq!(Image::from_bytes(&bytes), Some(image));

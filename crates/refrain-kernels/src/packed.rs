@@ -1,48 +1,49 @@
-//! Quantised weights as products on the card read them: tiles of eight rows, units that one copy fetches.
+//! Packed layout of quantised weights: tiles of eight rows, in units that one copy loads.
 //!
-//! `cu/packed.cuh` describes the layout and decodes it; a kernel (`pack.cu`) makes it on the device from a file's bytes.
-//! Here is the same in plain Rust: the twin of that kernel, and what the twins of its readers read.
+//! `cu/packed.cuh` describes and decodes the layout; a kernel (`pack.cu`) produces it on the device from a
+//! file's bytes. This module is the same in plain Rust: the twin of that kernel, and the decoder for the
+//! twins of its readers.
 
 use half::f16;
 use refrain_driver::sim::{KernelResult, SimKernel};
 use refrain_driver::{Baked, Buf, Launch};
 use refrain_tensor::DType;
 
-use crate::error::{OpCase, KernelError};
+use crate::error::{KernelError, OpCase};
 use crate::load::Kernels;
 use crate::registry::{KernelEntry, P, W, lowercase};
 use crate::source::KernelFamily;
 use crate::twin::{count, fault};
 use crate::vouch::Vouch;
 
-/// The dtypes that have a packed layout.
+/// Dtypes with a packed layout.
 pub const PACKED_DTYPES: [DType; 8] =
     [DType::Q4_0, DType::Q4_1, DType::Q5_0, DType::Q5_1, DType::Q8_0, DType::Q4_K, DType::Q5_K, DType::Q6_K];
 
-/// Rows of a tile.
+/// Rows per tile.
 pub(crate) const TILE_ROWS: usize = 8;
 /// Elements of a sub-block.
 const SUB: usize = 32;
-/// Sub-blocks side by side in a plane.
+/// Adjacent sub-blocks in a plane.
 const SUBS: usize = 4;
 
-/// How the units of a dtype are laid out: bytes of each lane in each plane.
+/// Layout of a dtype's units: the bytes of each lane in each plane.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Unit {
-    /// Columns.
+    /// Columns per unit.
     pub(crate) cols: usize,
-    /// Bytes.
+    /// Bytes per unit.
     pub(crate) bytes: usize,
-    /// Where the fifth bits or upper bits begin.
+    /// Offset of the fifth or upper bits.
     high: usize,
-    /// Where scales begin.
+    /// Offset of the scales.
     scales: usize,
-    /// Where the scales of whole rows begin.
+    /// Offset of the per-row scales.
     rows: usize,
 }
 
 impl Unit {
-    /// The unit of a dtype; `None` for one that is not packed.
+    /// Returns the unit of a dtype; `None` if it is not packed.
     pub(crate) const fn of(dtype: DType) -> Option<Unit> {
         let (cols, bytes, high, scales, rows) = match dtype {
             DType::Q4_0 => (128, 576, 512, 512, 576),
@@ -69,27 +70,28 @@ impl Unit {
     }
 }
 
-/// Bytes of a packed `[n, k]`; `None` for a dtype that is not packed, for partial blocks, and on overflow.
+/// Bytes of a packed `[n, k]` matrix. `None` if the dtype is not packed, if `k` is not a multiple of the
+/// quantisation block, and on overflow.
 #[must_use]
 pub fn packed_bytes(dtype: DType, n: usize, k: usize) -> Option<usize> {
     let unit = Unit::of(dtype).filter(|_| k.is_multiple_of(dtype.block_len()))?;
     n.div_ceil(TILE_ROWS).checked_mul(k.div_ceil(unit.cols))?.checked_mul(unit.bytes)
 }
 
-/// What a lane has of 32 elements.
+/// One lane's part: a sub-block of 32 elements.
 #[derive(Clone, Copy, Debug, Default)]
 struct Sub {
-    /// Low four bits, two to a byte (eight bits in all 32 bytes for Q8_0).
+    /// Low four bits, two elements per byte (for Q8_0 eight bits, in all 32 bytes).
     low: [u8; 32],
-    /// Fifth bits, or upper bits of Q6_K.
+    /// Fifth bits, or the upper bits of Q6_K.
     high: [u8; 8],
     /// d and m, scale and minimum, or two scales.
     scales: [u8; 4],
-    /// d and dmin of the whole block.
+    /// d and dmin of the quantisation block.
     row: [u8; 4],
 }
 
-/// Elements `i` and `16 + i` as one byte.
+/// Packs elements `i` and `16 + i` into one byte.
 fn pair_nibbles(q: impl Fn(usize) -> u8) -> [u8; 32] {
     let mut low = [0; 32];
     (0..16).for_each(|i| low[i] = q(i) & 15 | (q(16 + i) & 15) << 4);
@@ -97,7 +99,7 @@ fn pair_nibbles(q: impl Fn(usize) -> u8) -> [u8; 32] {
 }
 
 impl Sub {
-    /// Sub-block `index` of a row in its file's layout.
+    /// Reads sub-block `index` of a row in its file layout.
     fn from_file(dtype: DType, row: &[u8], index: usize) -> Sub {
         let size = dtype.block_bytes();
         let per_block = dtype.block_len() / SUB;
@@ -135,7 +137,7 @@ impl Sub {
                 }
             }
             _ => {
-                // Q6_K: halves of 128, in each four sub-blocks that share bytes.
+                // Q6_K: halves of 128 elements; in each half, four sub-blocks share bytes.
                 let (half, j) = (s / 4, s % 4);
                 let (ql, qh) = (&block[64 * half..][..64], &block[128 + 32 * half..][..32]);
                 sub.low = pair_nibbles(|i| ql[32 * (j % 2) + i] >> (4 * (j / 2)));
@@ -150,7 +152,7 @@ impl Sub {
         sub
     }
 
-    /// Puts it into its places of a unit; `c` counts the planes of a 256-element block.
+    /// Stores the sub-block in a unit; `c` is the plane index within a 256-element block.
     fn put(&self, dtype: DType, at: &Unit, unit: &mut [u8], c: usize, lane: usize) {
         let mut set = |start: usize, bytes: &[u8]| unit[start..start + bytes.len()].copy_from_slice(bytes);
         match dtype {
@@ -184,7 +186,7 @@ impl Sub {
         }
     }
 
-    /// The same, taken out again.
+    /// Inverse of `put`.
     fn get(dtype: DType, at: &Unit, unit: &[u8], c: usize, lane: usize) -> Sub {
         let mut sub = Sub::default();
         let get = |to: &mut [u8], start: usize| to.copy_from_slice(&unit[start..start + to.len()]);
@@ -220,7 +222,7 @@ impl Sub {
         sub
     }
 
-    /// The values, formed as the codecs of refrain-tensor form them.
+    /// Decodes the values with the same arithmetic as the codecs of refrain-tensor.
     fn values(&self, dtype: DType) -> [f32; SUB] {
         let half = |bytes: [u8; 2]| f16::from_le_bytes(bytes).to_f32();
         let [a, b] = [half([self.scales[0], self.scales[1]]), half([self.scales[2], self.scales[3]])];
@@ -245,7 +247,8 @@ impl Sub {
     }
 }
 
-/// A matrix `[n, k]` in its packed layout, from its file's. `None` where [`packed_bytes`] says so, or `file` is too short.
+/// Packs a matrix `[n, k]` from its file layout. `None` if [`packed_bytes`] returns `None` or `file` is too
+/// short.
 #[must_use]
 pub fn pack(dtype: DType, file: &[u8], n: usize, k: usize) -> Option<Vec<u8>> {
     let (unit, bytes) = (Unit::of(dtype)?, packed_bytes(dtype, n, k)?);
@@ -265,7 +268,7 @@ pub fn pack(dtype: DType, file: &[u8], n: usize, k: usize) -> Option<Vec<u8>> {
     Some(out)
 }
 
-/// Row `row` of a packed matrix, decoded; the rest of `out` behind whole sub-blocks is left alone.
+/// Decodes row `row` of a packed matrix. Elements of `out` past the last whole sub-block stay unchanged.
 pub(crate) fn unpack_row(dtype: DType, packed: &[u8], row: usize, k: usize, out: &mut [f32]) -> Option<()> {
     let unit = Unit::of(dtype)?;
     let n_units = k.div_ceil(unit.cols);
@@ -279,32 +282,36 @@ pub(crate) fn unpack_row(dtype: DType, packed: &[u8], row: usize, k: usize, out:
     Some(())
 }
 
-/// Rows of a file into their packed layout.
+/// Packs rows from their file layout.
 #[derive(Clone, Copy, Debug)]
 pub struct PackArgs<'a> {
-    /// `[n, k]` as in the file.
+    /// `[n, k]` in the file layout.
     pub file: Buf,
     /// One of [`PACKED_DTYPES`].
     pub dtype: DType,
-    /// [`packed_bytes`] of `n` rows, at a multiple of 16 bytes.
+    /// [`packed_bytes`] of `n` rows, 16-byte aligned.
     pub packed: Buf,
-    /// Rows; all but the last piece of a matrix are whole tiles of eight.
+    /// Number of rows. All chunks of a matrix but the last must be whole tiles of eight.
     pub n: usize,
-    /// Columns.
+    /// Number of columns.
     pub k: usize,
-    /// Names the step.
+    /// Name of the step that the launch belongs to.
     pub step: &'a str,
 }
 
 impl Kernels {
-    /// The launch of [`PackArgs`].
+    /// Builds the launch for [`PackArgs`].
     pub fn pack(&self, a: &PackArgs<'_>) -> Result<Launch, KernelError> {
         let shape = [("n", a.n), ("k", a.k)];
         let case = OpCase { op: "pack", dtype: a.dtype, shape: &shape };
         case.sizes()?;
         let block_len = a.dtype.block_len();
         crate::require!(case, PACKED_DTYPES.contains(&a.dtype), "this dtype has no packed layout");
-        crate::require!(case, a.k.is_multiple_of(block_len), "k must be whole blocks of {block_len}");
+        crate::require!(
+            case,
+            a.k.is_multiple_of(block_len),
+            "k must be a multiple of the quantisation block, {block_len}"
+        );
         let file = a.n.checked_mul(a.k).and_then(|n| a.dtype.bytes_for(n));
         let grid = case.u32("n", a.n)?.div_ceil(TILE_ROWS as u32);
         Ok(self
@@ -317,8 +324,8 @@ impl Kernels {
             .vouch(&case))
     }
 
-    /// Asks for the kernels of [`Kernels::pack`] for those dtypes that are packed; for [`Kernels::prepared`], before there
-    /// is memory to describe launches with.
+    /// Requests the kernels of [`Kernels::pack`] for the packed dtypes among these. Lets
+    /// [`Kernels::prepared`] compile them before any memory exists to describe launches with.
     pub fn ask_for_pack(&self, dtypes: impl IntoIterator<Item = DType>) -> Result<(), KernelError> {
         let packed = dtypes.into_iter().filter(|dtype| PACKED_DTYPES.contains(dtype));
         packed.into_iter().try_for_each(|dtype| self.get(&name(dtype)).map(drop))
@@ -338,10 +345,10 @@ pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
 
 fn twin(kernel: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
     let (n, k) = (count(kernel, 2)?, count(kernel, 3)?);
-    let bytes = dtype.bytes_for(n * k).ok_or_else(|| fault("rows of partial blocks"))?;
+    let bytes = dtype.bytes_for(n * k).ok_or_else(|| fault("a row ends inside a quantisation block"))?;
     let packed = {
         let file = kernel.view::<u8>(kernel.ptr(1)?, bytes)?;
-        pack(dtype, &file, n, k).ok_or_else(|| fault("no packed layout"))?
+        pack(dtype, &file, n, k).ok_or_else(|| fault("the dtype has no packed layout"))?
     };
     kernel.write(kernel.ptr(0)?, &packed)
 }
@@ -353,7 +360,7 @@ mod tests {
     use refrain_testkit::{Rng, encode};
 
     #[test]
-    fn packed_rows_decode_to_the_bits_of_the_file() {
+    fn packed_rows_decode_to_the_same_bits_as_the_file() {
         let mut rng = Rng::new(5);
         for dtype in PACKED_DTYPES {
             for [n, blocks] in [[1, 1], [8, 1], [9, 3], [23, 5]] {
@@ -374,7 +381,7 @@ mod tests {
     }
 
     #[test]
-    fn a_short_file_and_partial_blocks_are_refused() {
+    fn a_short_file_and_partial_quantisation_blocks_are_refused() {
         assert!(pack(DType::Q8_0, &[0; 33], 1, 32).is_none());
         assert!(packed_bytes(DType::Q4_K, 8, 128).is_none());
         assert!(packed_bytes(DType::F32, 8, 128).is_none());

@@ -1,7 +1,7 @@
-//! Kernels compiled ahead of time, held in the binary.
+//! Kernels compiled ahead of time and embedded in the binary.
 //!
-//! An archive begins with a digest of the sources it was compiled from. Code of other sources is never used: launchers
-//! and kernels agree on parameters and meanings only within one version.
+//! An archive begins with a digest of the sources it was compiled from. Code from other sources is never
+//! used: launchers and kernels agree on the meaning of parameters only within one version.
 
 use std::io::{Read, Write};
 
@@ -13,29 +13,29 @@ use sha2::{Digest, Sha256};
 use crate::error::KernelError;
 use crate::load::GpuArch;
 use crate::nvrtc::{Image, Nvrtc, OPTIONS, compile_all};
-use crate::source::{KernelFamily, HEADERS};
+use crate::source::{HEADERS, KernelFamily};
 use crate::tuning::Tuning;
 
 const MAGIC: &[u8; 8] = b"refrainP";
 const DIGEST_BYTES: usize = 32;
-/// Words of an entry's head: major, minor, bytes of the image, bytes of the entry.
+/// Header words of an entry: major, minor, unpacked image size, entry size.
 const HEAD_WORDS: usize = 4;
-/// More than any image has; a damaged length asks for no more.
+/// Larger than any image; limits the allocation for a damaged length.
 const MAX_IMAGE_BYTES: usize = 256 << 20;
 
-/// What this binary holds; empty unless `cargo xtask dist` built it.
+/// The embedded archive; empty unless `cargo xtask dist` built the binary.
 static EMBEDDED: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/prebuilt.bin"));
 
-/// Why an archive cannot be used.
+/// Reason why an archive cannot be used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Unusable {
-    /// It was compiled from other sources.
+    /// Compiled from other sources.
     Stale,
-    /// It is not what was written.
+    /// Corrupt.
     Damaged,
 }
 
-/// Code for several architectures, as [`prebuild`] packs it.
+/// Code for several architectures, as packed by [`prebuild`].
 #[derive(Debug, Default)]
 pub(crate) struct Archive<'a> {
     entries: Vec<ArchiveEntry<'a>>,
@@ -50,7 +50,7 @@ struct ArchiveEntry<'a> {
 }
 
 impl<'a> Archive<'a> {
-    /// Reads an archive; no bytes are an archive of nothing.
+    /// Parses an archive; empty input is an empty archive.
     pub(crate) fn parse(bytes: &'a [u8]) -> Result<Archive<'a>, Unusable> {
         if bytes.is_empty() {
             return Ok(Archive::default());
@@ -73,12 +73,12 @@ impl<'a> Archive<'a> {
         Ok(Archive { entries })
     }
 
-    /// What it holds code for.
+    /// Architectures with code in the archive.
     pub(crate) fn archs(&self) -> Vec<GpuArch> {
         self.entries.iter().map(|e| e.arch).collect()
     }
 
-    /// The image that suits a card best, unpacked; `None` where none fits.
+    /// Unpacks the image that suits a GPU best; `None` if none fits.
     pub(crate) fn image_for(&self, card: GpuArch) -> Option<Result<(GpuArch, Vec<u8>), Unusable>> {
         let fitting = self.entries.iter().filter(|e| e.arch.runs_on(card)).max_by_key(|e| e.arch)?;
         Some(fitting.unpack().map(|bytes| (fitting.arch, bytes)))
@@ -99,19 +99,19 @@ impl ArchiveEntry<'_> {
     }
 }
 
-/// Compiles every kernel for some architectures, packed for a binary to hold.
+/// Compiles every kernel for several architectures, packed for embedding.
 pub fn prebuild(nvrtc: &Nvrtc, archs: &[GpuArch]) -> Result<Vec<u8>, KernelError> {
     let images = archs.iter().map(|&arch| Ok((arch, compile_all(nvrtc, arch, false)?)));
     Ok(pack(&images.collect::<Result<Vec<_>, KernelError>>()?))
 }
 
-/// Images in an archive.
+/// Packs images into an archive.
 pub(crate) fn pack(images: &[(GpuArch, Image)]) -> Vec<u8> {
     let mut out = [MAGIC.as_slice(), &source_digest()].concat();
     for (arch, image) in images {
         let bytes = image.to_bytes();
         let mut encoder = DeflateEncoder::new(Vec::new(), Compression::best());
-        // Writing to a vector does not fail; were it to, the archive would be found damaged.
+        // Writing to a vector cannot fail; if it did, the archive would be detected as damaged.
         let packed = encoder.write_all(&bytes).and_then(|()| encoder.finish()).unwrap_or_default();
         for word in [arch.major, arch.minor, bytes.len() as u32, packed.len() as u32] {
             out.extend(word.to_le_bytes());
@@ -122,22 +122,22 @@ pub(crate) fn pack(images: &[(GpuArch, Image)]) -> Vec<u8> {
     out
 }
 
-/// The archive in this binary.
+/// The archive embedded in this binary.
 pub(crate) fn embedded() -> &'static [u8] {
     EMBEDDED
 }
 
-/// Architectures that this binary holds compiled kernels for.
+/// Architectures with prebuilt kernels in this binary.
 #[must_use]
 pub fn prebuilt_archs() -> Vec<GpuArch> {
     Archive::parse(EMBEDDED).map(|archive| archive.archs()).unwrap_or_default()
 }
 
-/// A digest of everything that kernels are compiled from, but for the compiler.
+/// Digest of everything that kernels are compiled from, except the compiler.
 fn source_digest() -> [u8; DIGEST_BYTES] {
     let mut digest = Sha256::new();
     let mut add = |part: &[u8]| {
-        // The length first, so that no two lists of parts run together to the same bytes.
+        // Length first, so that different lists of parts never concatenate to the same bytes.
         digest.update((part.len() as u64).to_le_bytes());
         digest.update(part);
     };
@@ -163,7 +163,7 @@ mod tests {
     const SM_86: GpuArch = GpuArch { major: 8, minor: 6 };
     const SM_90: GpuArch = GpuArch { major: 9, minor: 0 };
 
-    /// What the simulated device takes for machine code: the names of the kernels.
+    /// Stands for machine code on the simulated device: the names of the kernels.
     fn image() -> Image {
         Image::new(twins(KernelUnit::all()))
     }
@@ -172,7 +172,7 @@ mod tests {
         pack(&[(SM_80, image()), (SM_90, image())])
     }
 
-    /// Loads on a machine without NVRTC.
+    /// Loads an archive as on a machine without NVRTC.
     fn load(archive: &[u8], card: GpuArch) -> Result<KernelOrigin, KernelError> {
         let device = simulated(SimOptions::default()).unwrap();
         let nvrtc = Some("/nowhere/libnvrtc.so".into());
@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn prebuilt_kernels_need_no_compiler_on_a_card_that_they_fit() {
+    fn prebuilt_kernels_need_no_compiler_on_a_matching_gpu() {
         let archive = archive();
         assert_eq!(load(&archive, SM_90).unwrap(), KernelOrigin::Prebuilt(SM_90));
         assert_eq!(load(&archive, SM_86).unwrap(), KernelOrigin::Prebuilt(SM_80));
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn a_card_that_none_fits_is_an_error_that_says_what_there_is_and_what_to_install() {
+    fn an_unsupported_gpu_is_an_error_that_lists_the_archive_and_an_install_hint() {
         let error = load(&archive(), GpuArch { major: 12, minor: 0 }).unwrap_err();
         let text = error.to_string();
         assert!(text.contains("sm_120") && text.contains("sm_80, sm_90"), "{text}");
@@ -200,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn code_of_other_sources_is_never_used() {
+    fn code_from_other_sources_is_never_used() {
         let mut stale = archive();
         stale[MAGIC.len()] ^= 1;
         assert_eq!(Archive::parse(&stale).unwrap_err(), Unusable::Stale);
@@ -208,10 +208,10 @@ mod tests {
     }
 
     #[test]
-    fn a_damaged_archive_is_noticed_wherever_it_is_cut_or_changed() {
+    fn a_damaged_archive_is_detected_wherever_it_is_cut_or_changed() {
         let whole = archive();
         for cut in 1..whole.len() {
-            // A cut between two entries leaves a smaller archive, which is whole.
+            // A cut between two entries leaves a smaller but intact archive.
             let image = Archive::parse(&whole[..cut]).map(|archive| archive.image_for(SM_90));
             assert!(!matches!(image, Ok(Some(Ok((SM_90, _))))), "{cut}");
         }
@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn what_this_binary_holds_can_be_read() {
-        assert!(Archive::parse(EMBEDDED).is_ok(), "REFRAIN_PREBUILT_KERNELS named code of other sources");
+    fn the_embedded_archive_can_be_read() {
+        assert!(Archive::parse(EMBEDDED).is_ok(), "REFRAIN_PREBUILT_KERNELS names code from other sources");
     }
 }

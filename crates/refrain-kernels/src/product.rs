@@ -1,4 +1,4 @@
-//! One row of activations times weights, with the norm before it and the gate behind it in the same launch.
+//! Decode GEMV: one activation row times weights, fused with the preceding norm and the following gate.
 
 use bytemuck::{Pod, Zeroable};
 use refrain_driver::api::DeviceInfo;
@@ -8,7 +8,7 @@ use refrain_graph::Gate;
 use refrain_tensor::{DType, quant};
 
 use crate::card::Card;
-use crate::error::{OpCase, KernelError};
+use crate::error::{KernelError, OpCase};
 use crate::load::{GpuArch, Kernels};
 use crate::packed::{PACKED_DTYPES, TILE_ROWS, Unit, packed_bytes, unpack_row};
 use crate::registry::{KernelEntry, P, lowercase};
@@ -17,20 +17,20 @@ use crate::tuning::{ChunkTuning, ProductTuning, Tuning};
 use crate::twin::fault;
 use crate::vouch::Vouch;
 
-/// How many weights one launch multiplies with.
+/// Maximum number of weights per launch.
 pub const MAX_PARTS: usize = 3;
 
-/// Shared memory that the compiled code itself declares, rounded up.
+/// Static shared memory of the compiled code in bytes, rounded up.
 const STATIC_BYTES: usize = 4096;
 
-/// What a warp fetches at once, and how many warps a block has.
+/// One ring slot's worth of weights for a warp, and the warps per block.
 #[derive(Clone, Copy, Debug)]
 struct RingChunk {
     rows: usize,
     cols: usize,
     bytes: usize,
     warps: usize,
-    /// Bytes of all warps' rings.
+    /// Bytes of all warps' rings together.
     ring: usize,
 }
 
@@ -48,25 +48,25 @@ impl RingChunk {
     }
 }
 
-/// Pairs of dtypes that one launch takes beside launches of one dtype.
+/// Pairs of dtypes that may share a launch.
 const PAIRS: [[DType; 2]; 2] = [[DType::Q4_K, DType::Q6_K], [DType::Q5_K, DType::Q6_K]];
 
-/// Whether [`Kernels::product`] multiplies with this dtype: packed if quantised, else as in the file.
+/// Whether [`Kernels::product`] supports this dtype, packed if quantised, else in the file layout.
 #[must_use]
 pub fn has_product(dtype: DType) -> bool {
     matches!(dtype, DType::BF16 | DType::F16) || Unit::of(dtype).is_some()
 }
 
-/// One of the products of a [`ProductArgs`].
+/// A weight of [`ProductArgs`] with its output.
 #[derive(Clone, Copy, Debug)]
 pub struct ProductWeight {
-    /// `[n, k]`: packed if quantised, else dense.
+    /// `[n, k]`: packed if quantised, else contiguous.
     pub w: Buf,
-    /// Its dtype; see [`has_product`].
+    /// Dtype of the weight; see [`has_product`].
     pub dtype: DType,
-    /// `[n]` F32 that is added, if any.
+    /// `[n]` F32 bias, if any.
     pub bias: Option<Buf>,
-    /// `[n]` F32. With a gate only the first is written.
+    /// `[n]` F32. With a gate, only the first output is written.
     pub y: Buf,
     /// Rows of `w`.
     pub n: usize,
@@ -74,31 +74,32 @@ pub struct ProductWeight {
 
 /// `y = x . w^T (+ bias)` for one or more `w` and one row x, or `y = act(x . w0^T) * (x . w1^T)`.
 ///
-/// x is `a`, or `a + b`, or the norm of that. Quantised weights multiply x rounded to 8 bits in blocks of 32.
+/// x is `a`, `a + b`, or the norm of either. For quantised weights, x is rounded to 8 bits in blocks of 32.
 #[derive(Clone, Copy, Debug)]
 pub struct ProductArgs<'a> {
     /// `[k]` F32.
     pub a: Buf,
     /// `[k]` F32, added to `a`.
     pub b: Option<Buf>,
-    /// `[k]` F32 weights, which no launch writes: `b` is replaced by its RMS norm first.
+    /// `[k]` F32 norm weights that no launch writes: `b` is first replaced by its RMS norm.
     pub inner: Option<Buf>,
-    /// `[k]` F32 weights of the norm that makes x; no launch writes them, since they are read before the kernel waits.
+    /// `[k]` F32 weights of the norm that produces x. No launch may write them: the kernel reads them before
+    /// its dependency wait.
     pub norm: Option<Buf>,
-    /// Added to mean squares.
+    /// Added to the mean square of both norms.
     pub eps: f32,
-    /// `[k]` F32: gets `a + b`.
+    /// `[k]` F32: receives `a + b`.
     pub sum: Option<Buf>,
-    /// At most [`MAX_PARTS`]; exactly two with a gate. One dtype, or one of a few pairs.
+    /// At most [`MAX_PARTS`]; exactly two with a gate. All of one dtype, or of one of a few pairs.
     pub parts: &'a [ProductWeight],
-    /// What joins two products.
+    /// Gate that joins the two products.
     pub gate: Option<Gate>,
     /// Columns of every `w`.
     pub k: usize,
-    /// What [`Kernels::product_rest`] says of the launch before this one, if that is a long product and this one starts while
+    /// [`Kernels::product_rest`] of the previous launch, if that is a long product and this one starts while
     /// it runs.
     pub behind: Option<usize>,
-    /// Names the step.
+    /// Name of the step that the launch belongs to.
     pub step: &'a str,
 }
 
@@ -107,46 +108,46 @@ pub struct ProductArgs<'a> {
 struct ProductParams {
     k: u32,
     n: [u32; MAX_PARTS],
-    /// Tiles of a block; the first `extra` blocks have one more.
+    /// Tiles per block; the first `extra` blocks have one more.
     tiles: u32,
     extra: u32,
-    /// [`inverse`] of the chunks of a tile.
+    /// [`inverse`] of the number of chunks per tile.
     tile_inverse: u32,
     stages: u8,
     second: u8,
     gate: u8,
-    /// Cycles, in fours, from one chunk of the first filling of rings to the next.
+    /// Pacing of the initial prefetch: cycles between chunks, in units of four.
     pace: u8,
     inverse_k: f32,
     eps: f32,
-    /// Chunks of the first filling that do not wait for `late`.
+    /// Chunks of the initial prefetch that do not wait for `late`.
     early: u32,
-    /// Cycles from the start of a block.
+    /// Start of the remaining initial prefetch, in cycles from the start of a block.
     late: u32,
 }
 
-/// How a launch is cut into chunks.
+/// Division of a launch into chunks.
 #[derive(Clone, Copy, Debug)]
 struct Cut {
     first: DType,
     second: DType,
     warps: usize,
-    /// Bytes of a chunk's place in a ring.
+    /// Bytes of a ring slot, which holds one chunk.
     slot: usize,
     n_tiles: usize,
     grid: usize,
     tile_inverse: u32,
-    /// Chunks that a warp has, at most.
+    /// Maximum number of chunks per warp.
     share: usize,
-    /// Chunks in a warp's ring.
+    /// Ring slots per warp.
     stages: u8,
-    /// Shared memory of a block.
+    /// Shared memory per block.
     shared: u32,
-    /// Whether another block finds a place beside one of these.
+    /// Whether a block of the next launch fits on the same SM.
     beside: bool,
 }
 
-/// The dtypes of a launch: the first, and another if there are two.
+/// Returns the dtypes of a launch: the first, and the other one if there are two.
 fn dtypes(case: &OpCase<'_>, parts: &[ProductWeight]) -> Result<(DType, DType), KernelError> {
     let first = parts[0].dtype;
     let second = parts.iter().map(|p| p.dtype).find(|d| *d != first);
@@ -154,11 +155,11 @@ fn dtypes(case: &OpCase<'_>, parts: &[ProductWeight]) -> Result<(DType, DType), 
     let known = PAIRS.into_iter().find(|pair| parts.iter().all(|p| pair.contains(&p.dtype)));
     match known {
         Some([a, b]) => Ok((a, b)),
-        None => Err(case.refuse(format!("no kernel multiplies with {first} and {second} at once"))),
+        None => Err(case.refuse(format!("no kernel combines {first} and {second} in one launch"))),
     }
 }
 
-/// Whether weights of these dtypes can go in one launch.
+/// Whether weights of these dtypes can share a launch.
 #[must_use]
 pub fn products_join(dtypes: &[DType]) -> bool {
     let all_in = |set: &[DType]| dtypes.iter().all(|d| set.contains(d));
@@ -166,8 +167,8 @@ pub fn products_join(dtypes: &[DType]) -> bool {
         || PAIRS.iter().any(|p| all_in(p))
 }
 
-/// Why the rows of [`Kernels::product`] are too long for the shared memory of a card; `None` when they are not. The dtypes
-/// go in one launch: see [`products_join`].
+/// Returns why the rows of [`Kernels::product`] are too long for the shared memory of a GPU; `None` if they
+/// fit. The dtypes must share a launch: see [`products_join`].
 #[must_use]
 pub fn product_too_long(dtypes: &[DType], k: usize, card: &DeviceInfo) -> Option<String> {
     let (major, minor) = card.compute;
@@ -176,32 +177,33 @@ pub fn product_too_long(dtypes: &[DType], k: usize, card: &DeviceInfo) -> Option
     let slot = chunks.iter().map(|chunk| chunk.bytes).max()?;
     let limit = product_limit(card.shared_block_bytes as usize);
     let need = block_bytes(chunks[0], slot, k, 1);
-    (need > limit).then(|| format!("a block needs {need} bytes of shared memory, {limit} are there"))
+    (need > limit).then(|| format!("a block needs {need} bytes of shared memory, the GPU has {limit}"))
 }
 
 const fn product_limit(shared_block_bytes: usize) -> usize {
     shared_block_bytes.saturating_sub(STATIC_BYTES)
 }
 
-/// Shared memory of a block with so many chunks in each warp's ring.
+/// Shared memory of a block with this many ring slots per warp.
 fn block_bytes(chunk: RingChunk, slot: usize, k: usize, stages: usize) -> usize {
     let is_plain = chunk.rows != TILE_ROWS;
-    // Quantised: a byte to an element and two floats to 32, up to whole units.
+    // Quantised: one byte per element and two floats per 32, rounded up to whole units.
     let x = if is_plain { 4 * k } else { k.next_multiple_of(256) / 4 * 5 };
     let barriers = (8 * chunk.warps * stages).next_multiple_of(128);
     chunk.warps * stages * slot + barriers + x.next_multiple_of(16)
 }
 
-/// 2^32 / `n` rounded up, so that the upper half of its product with m is m / n rounded down, and zero for 1; or nothing if m
-/// may be too large for that.
+/// Returns 2^32 / `n` rounded up, or 0 for 1. The upper half of its product with m is m / n rounded down.
+/// `None` if m may be too large for that.
 fn inverse(n: usize, m: usize) -> Option<u32> {
     let fits = (n as u64).checked_mul(m as u64).is_some_and(|product| product < 1 << 32);
     fits.then(|| u32::try_from((1_u64 << 32).div_ceil(n as u64)).unwrap_or(0))
 }
 
 impl Kernels {
-    /// Bytes that a multiprocessor fetches in the launch of [`ProductArgs`] behind its start: x, and the weights that its
-    /// rings have no place for at first. `None` if it leaves the next launch no place beside it.
+    /// Returns the bytes that an SM loads after the start of the launch of [`ProductArgs`]: x, and the
+    /// weights that do not fit the initial rings. `None` if the next launch's blocks do not fit next to it on
+    /// an SM.
     pub fn product_rest(&self, a: &ProductArgs<'_>) -> Result<Option<usize>, KernelError> {
         let shape = shape(a);
         let cut = self.cut(&case(a, &shape), a)?;
@@ -216,20 +218,20 @@ impl Kernels {
         crate::require!(
             case,
             n_parts <= MAX_PARTS,
-            "{n_parts} products, at most {MAX_PARTS} go in one launch"
+            "{n_parts} matrices, at most {MAX_PARTS} fit in one launch"
         );
-        crate::require!(case, a.parts.iter().all(|p| p.n > 0), "one of the products is empty");
+        crate::require!(case, a.parts.iter().all(|p| p.n > 0), "one of the matrices is empty");
         let (first, second) = dtypes(case, a.parts)?;
         let tuning = &self.card().tuning.product;
         let (Some(chunk), Some(other)) = (RingChunk::of(first, tuning), RingChunk::of(second, tuning)) else {
-            return Err(case.refuse("no kernel multiplies a row with this dtype".to_owned()));
+            return Err(case.refuse("no kernel supports this weight dtype".to_owned()));
         };
         let gated = a.gate.is_some();
         let same = a.parts.iter().all(|p| p.n == a.parts[0].n && p.dtype == first);
         crate::require!(
             case,
             !gated || (n_parts == 2 && same),
-            "a gate joins two products of one shape and dtype"
+            "a gate needs two matrices of one shape and dtype"
         );
         let whole = if first.is_quantized() { first.block_len().max(second.block_len()) } else { 8 };
         crate::require!(case, a.k.is_multiple_of(whole), "k must be a multiple of {whole}");
@@ -239,32 +241,32 @@ impl Kernels {
         let grid = n_tiles.min(self.card().n_sms);
         let of_tile = a.k.div_ceil(chunk.cols) * if gated { 2 } else { 1 };
         let of_block = n_tiles.div_ceil(grid).saturating_mul(of_tile);
-        // The kernel multiplies a block's chunks with a warp's number, and with the inverse.
+        // The kernel multiplies a block's chunk count by a warp index and by the inverse.
         let Some(tile_inverse) = inverse(of_tile.max(chunk.warps), of_block).and(inverse(of_tile, of_block))
         else {
-            return Err(case.refuse(format!("a block would have {of_block} pieces of weights")));
+            return Err(case.refuse(format!("a block would have {of_block} chunks of weights")));
         };
         let weights = a.parts.iter().try_fold(0_usize, |sum, p| {
             weight_bytes(p.dtype, p.n, a.k).and_then(|bytes| sum.checked_add(bytes))
         });
         let share = of_block.div_ceil(chunk.warps);
         let weights = weights.unwrap_or(usize::MAX);
-        // Small ones take no more of a ring than they fill.
+        // Small products use no more ring slots than they fill.
         let most = if weights < tuning.small_bytes { share } else { usize::MAX };
         let (stages, shared, beside) = self.product_shared(case, a.k, [chunk, other], most)?;
         let (warps, slot) = (chunk.warps, chunk.bytes.max(other.bytes));
         Ok(Cut { first, second, warps, slot, n_tiles, grid, tile_inverse, share, stages, shared, beside })
     }
 
-    /// The launch of [`ProductArgs`].
+    /// Builds the launch for [`ProductArgs`].
     pub fn product(&self, a: &ProductArgs<'_>) -> Result<Launch, KernelError> {
         let shape = shape(a);
         let case = case(a, &shape);
         let cut = self.cut(&case, a)?;
         let Cut { first, second, grid, n_tiles, .. } = cut;
         let gated = a.gate.is_some();
-        crate::require!(case, a.inner.is_none() || a.b.is_some(), "there is nothing to be normed inside");
-        crate::require!(case, a.sum.is_none() || a.b.is_some(), "there is no sum to keep");
+        crate::require!(case, a.inner.is_none() || a.b.is_some(), "the inner norm needs b");
+        crate::require!(case, a.sum.is_none() || a.b.is_some(), "the sum output needs b");
         let tuning = &self.card().tuning.product;
         let pace = pace(tuning, cut.slot, gated);
         let behind = a.behind.filter(|&rest| cut.beside && rest <= tuning.late_bytes_max);
@@ -329,7 +331,8 @@ impl Kernels {
         Ok(launch.vouch(&case))
     }
 
-    /// Chunks in a warp's ring, at most `most`, the shared memory of a block, and whether another block has a place beside it.
+    /// Returns the ring slots per warp (at most `most`), the shared memory per block, and whether a block of
+    /// the next launch fits on the same SM.
     fn product_shared(
         &self,
         case: &OpCase<'_>,
@@ -343,28 +346,29 @@ impl Kernels {
         let half = (self.card().shared_sm / 2).saturating_sub(STATIC_BYTES);
         let wanted = (chunk.ring / (chunk.warps * slot)).min(most).clamp(1, 64);
         let fits = |room: usize, stages: usize| bytes(stages) <= room.min(limit);
-        // A long x may leave less than two chunks for each warp in a half: then there is no sharing.
+        // A long x may leave less than two chunks per warp in half an SM's shared memory. Then the block
+        // takes the whole SM.
         let beside = (wanted.min(2)..=wanted).rev().find(|&stages| fits(half, stages));
         let Some(stages) = beside.or_else(|| (1..=wanted.min(2)).rev().find(|&stages| fits(limit, stages)))
         else {
             let need = bytes(1);
             return Err(
-                case.refuse(format!("a block needs {need} bytes of shared memory, {limit} are there"))
+                case.refuse(format!("a block needs {need} bytes of shared memory, the GPU has {limit}"))
             );
         };
         Ok((stages as u8, bytes(stages) as u32, beside.is_some()))
     }
 }
 
-/// The most shared memory that a launch may ask for.
+/// Maximum shared memory per block.
 fn limit(card: &Card) -> usize {
     product_limit(card.shared_limit)
 }
 
-/// What of a product is known when its kernel is compiled.
+/// Properties of a product that are compiled into its kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ProductVariant {
-    /// One weight without a bias, and x is `a` as it is.
+    /// One weight without bias, and x is `a` itself.
     Bare,
     /// Two weights, joined by a gate.
     Gated,
@@ -385,7 +389,7 @@ impl ProductArgs<'_> {
     }
 }
 
-/// What names a product in errors.
+/// Sizes that identify a product in errors.
 fn shape(a: &ProductArgs<'_>) -> [(&'static str, usize); 3] {
     let n = a.parts.iter().fold(0_usize, |n, part| n.saturating_add(part.n));
     [("m", 1), ("n", n), ("k", a.k)]
@@ -395,13 +399,14 @@ fn case<'a>(a: &ProductArgs<'_>, shape: &'a [(&'static str, usize)]) -> OpCase<'
     OpCase { op: "product", dtype: a.parts.first().map_or(DType::F32, |p| p.dtype), shape }
 }
 
-/// [`ProductParams::pace`] for chunks of so many bytes.
+/// Computes [`ProductParams::pace`] for a chunk size in bytes.
 fn pace(tuning: &ProductTuning, bytes: usize, gated: bool) -> u8 {
     let fours = bytes * if gated { tuning.gated_pace } else { tuning.pace } / (64 * 4);
     if fours < 255 { fours as u8 } else { 255 }
 }
 
-/// [`ProductParams::early`] and [`ProductParams::late`] for so many chunks, behind a launch that reads for so many cycles or behind none.
+/// Computes [`ProductParams::early`] and [`ProductParams::late`] for a number of chunks. `behind` is the time
+/// in cycles for which the previous launch still reads, if known.
 fn filling(tuning: &ProductTuning, chunks: u32, pace: u8, behind: Option<usize>) -> (u32, u32) {
     let Some(cycles) = behind else { return (chunks, 0) };
     let half = chunks.div_ceil(2);
@@ -423,10 +428,12 @@ const fn gate_code(gate: Gate) -> u8 {
     }
 }
 
-/// Every kernel: what it does, and what it multiplies with: one dtype, or two.
+/// Every kernel: its variant, and its one or two dtypes.
 fn launches() -> impl Iterator<Item = (ProductVariant, [DType; 2])> {
     let one = [DType::BF16, DType::F16].into_iter().chain(PACKED_DTYPES);
-    let kinds = |d: DType| [ProductVariant::Bare, ProductVariant::Gated, ProductVariant::Several].map(|kind| (kind, [d, d]));
+    let kinds = |d: DType| {
+        [ProductVariant::Bare, ProductVariant::Gated, ProductVariant::Several].map(|kind| (kind, [d, d]))
+    };
     one.flat_map(kinds).chain(PAIRS.map(|pair| (ProductVariant::Several, pair)))
 }
 
@@ -439,7 +446,7 @@ fn name(kind: ProductVariant, first: DType, second: DType) -> String {
     format!("product_{kind}_{}", suffix(first, second))
 }
 
-/// What kernel and unit are called, by the dtypes that they multiply with.
+/// Suffix of the kernel and unit names, from the dtypes.
 fn suffix(first: DType, second: DType) -> String {
     match first == second {
         true => lowercase(first),
@@ -452,12 +459,13 @@ pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     for (kind, [first, second]) in launches() {
         let kernel = name(kind, first, second);
         let unit = suffix(first, second);
-        let entry = KernelEntry::new(KernelFamily::Product, kernel, &params, move |k| twin(k, kind, first, second));
+        let entry =
+            KernelEntry::new(KernelFamily::Product, kernel, &params, move |k| twin(k, kind, first, second));
         all.push(entry.unit(&unit).shared(|card| limit(card) as u32));
     }
 }
 
-/// Rounds a row to blocks of 32 signed bytes as the kernel does, and back.
+/// Rounds a row to blocks of 32 signed bytes like the kernel, and converts it back.
 fn round_to_bytes(x: &mut [f32]) {
     for block in x.chunks_mut(32) {
         let most = block.iter().map(|v| v.to_bits() & 0x7fff_ffff).max().unwrap_or(0);
@@ -478,14 +486,14 @@ fn rms(values: &[f32], eps: f32) -> f32 {
     (1.0 / (squares / values.len() as f64 + f64::from(eps)).sqrt()) as f32
 }
 
-/// The row that is multiplied, but for the factor that a norm puts behind the product; and `a + b`.
+/// Returns x before the norm's scale, that scale (the kernel applies it after the product), and `a + b`.
 fn make_x(k: &SimKernel<'_>, p: &ProductParams, quantised: bool) -> KernelResult<(Vec<f32>, f32, Vec<f32>)> {
     let n = p.k as usize;
     let row = |i: usize| -> KernelResult<Option<Vec<f32>>> {
         let at = k.ptr(i)?;
         if at.0 == 0 { Ok(None) } else { k.read(at, n).map(Some) }
     };
-    let mut sum = row(4)?.ok_or_else(|| fault("there is no a"))?;
+    let mut sum = row(4)?.ok_or_else(|| fault("a is missing"))?;
     if let Some(mut b) = row(5)? {
         if let Some(inner) = row(6)? {
             let scale = rms(&b, p.eps);
@@ -507,17 +515,17 @@ fn make_x(k: &SimKernel<'_>, p: &ProductParams, quantised: bool) -> KernelResult
 fn twin(k: &mut SimKernel<'_>, kind: ProductVariant, first: DType, second: DType) -> KernelResult {
     let p: ProductParams = k.arg(3)?;
     let has = |args: &[usize]| args.iter().any(|&i| k.ptr(i).is_ok_and(|at| at.0 != 0));
-    // The kernels do not look at what their kind has not.
+    // The compiled variants ignore operands that they do not have.
     let is_of_kind = match kind {
         ProductVariant::Bare => p.gate == 0 && p.n[1] == 0 && !has(&[5, 6, 7, 8, 12, 13, 14]),
         ProductVariant::Gated => p.gate != 0,
         ProductVariant::Several => p.gate == 0,
     };
     if !is_of_kind {
-        return Err(fault(format!("this is no {kind:?} product")));
+        return Err(fault(format!("this is not a {kind:?} product")));
     }
     let cols = p.k as usize;
-    let partial = || fault("rows of partial blocks");
+    let partial = || fault("a row ends inside a quantisation block");
     let mut parts = Vec::with_capacity(MAX_PARTS);
     for (i, n) in p.n.into_iter().map(|n| n as usize).enumerate().filter(|(_, n)| *n > 0) {
         let dtype = if p.second >> i & 1 == 1 { second } else { first };
@@ -581,7 +589,7 @@ mod tests {
     use refrain_driver::sim::{SimDriver, SimOptions};
 
     #[test]
-    fn multiplying_with_the_inverse_divides() {
+    fn multiplying_by_the_inverse_divides() {
         for n in [2, 3, 5, 7, 16, 28, 112, 1000] {
             let most = 1 << 20;
             let inverse = u64::from(inverse(n, most).unwrap());
@@ -594,7 +602,7 @@ mod tests {
     }
 
     #[test]
-    fn half_of_a_filling_waits_behind_a_long_launch_and_never_before_the_first_half() {
+    fn after_a_long_launch_half_of_the_prefetch_is_delayed_and_never_precedes_the_first_half() {
         let tuning = Tuning::of(GpuArch { major: 9, minor: 0 }).product;
         let filling = |chunks, pace, behind| filling(&tuning, chunks, pace, behind);
         assert_eq!(filling(64, 18, None), (64, 0));
@@ -605,7 +613,7 @@ mod tests {
     }
 
     #[test]
-    fn a_row_that_shared_memory_has_no_room_for_is_too_long() {
+    fn a_row_that_does_not_fit_shared_memory_is_too_long() {
         let sim = SimDriver::new(SimOptions::default());
         let device = refrain_driver::Device::simulated(&sim).unwrap();
         let mut card = device.info().clone();
@@ -613,7 +621,7 @@ mod tests {
         assert_eq!(product_too_long(&[DType::BF16, DType::BF16], 4096, &card), None);
         assert_eq!(product_too_long(&[DType::Q4_K, DType::Q6_K], 65_536, &card), None);
         let because = product_too_long(&[DType::BF16], 60_000, &card).unwrap();
-        assert_eq!(because, "a block needs 272896 bytes of shared memory, 228352 are there");
+        assert_eq!(because, "a block needs 272896 bytes of shared memory, the GPU has 228352");
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Recurrent layers: a short convolution, and the gated delta rule.
+//! Recurrent layers: the short convolution and the gated delta rule.
 
 use bytemuck::{Pod, Zeroable};
 use refrain_driver::sim::{KernelResult, SimKernel};
@@ -7,18 +7,18 @@ use refrain_graph::{GatedDelta, KeyHeads, Op, Recurrent, ShortConv, TensorType};
 use refrain_reference::{In, Out};
 use refrain_tensor::{DType, Shape};
 
-use crate::error::{OpCase, KernelError};
+use crate::error::{KernelError, OpCase};
 use crate::load::Kernels;
 use crate::registry::{KernelEntry, P, W};
 use crate::source::KernelFamily;
 use crate::twin::{Dense, count, fault, read_rows};
-use crate::view::{RowLayout, BufView};
+use crate::view::{BufView, RowLayout};
 use crate::vouch::Vouch;
 
-/// The slots of a recurrent state and the rows that find theirs in it. All integers are read at each run.
+/// Slots of a recurrent state, and the mapping of rows to slots. All integers are read at run time.
 #[derive(Clone, Copy, Debug)]
 pub struct SlotArgs {
-    /// `[n_slots, ..]` F32, changed in place.
+    /// `[n_slots, ..]` F32, updated in place.
     pub state: Buf,
     /// `[n_tokens]` I32.
     pub positions: Buf,
@@ -26,49 +26,49 @@ pub struct SlotArgs {
     pub seqs: Buf,
     /// `[n_seqs, 2]` I32.
     pub slots: Buf,
-    /// Rows.
+    /// Number of rows.
     pub n_tokens: usize,
-    /// Sequences.
+    /// Number of sequences.
     pub n_seqs: usize,
-    /// Slots of the state.
+    /// Number of state slots.
     pub n_slots: usize,
 }
 
-/// [`Recurrent::ShortConv`].
+/// Arguments of [`Recurrent::ShortConv`].
 #[derive(Clone, Copy, Debug)]
 pub struct ShortConvArgs<'a> {
-    /// Its state, `[n_slots, width - 1, d]`.
+    /// State `[n_slots, width - 1, d]`.
     pub slots: SlotArgs,
-    /// `[n_tokens, d]` F32, rows of consecutive elements.
+    /// `[n_tokens, d]` F32 with contiguous rows.
     pub x: BufView,
     /// `[width, d]` F32.
     pub w: Buf,
     /// `[n_tokens, d]` F32.
     pub y: Buf,
-    /// Channels.
+    /// Number of channels.
     pub d: usize,
-    /// Elements of a filter, from 2 to [`MAX_CONV_WIDTH`].
+    /// Filter width, from 2 to [`MAX_CONV_WIDTH`].
     pub width: usize,
-    /// What is computed.
+    /// Op.
     pub conv: ShortConv,
-    /// Names the step.
+    /// Name of the step that the launch belongs to.
     pub step: &'a str,
 }
 
-/// [`Recurrent::GatedDelta`].
+/// Arguments of [`Recurrent::GatedDelta`].
 #[derive(Clone, Copy, Debug)]
 pub struct GatedDeltaArgs<'a> {
-    /// Its state, `[n_slots, n_heads, v_dim, k_dim]`.
+    /// State `[n_slots, n_heads, v_dim, k_dim]`.
     pub slots: SlotArgs,
-    /// `[n_tokens, n_key_heads, k_dim]` F32, heads of consecutive elements.
+    /// `[n_tokens, n_key_heads, k_dim]` F32; each head is contiguous.
     pub q: BufView,
-    /// As `q`.
+    /// Like `q`.
     pub k: BufView,
-    /// `[n_tokens, n_heads, v_dim]` F32, heads of consecutive elements.
+    /// `[n_tokens, n_heads, v_dim]` F32; each head is contiguous.
     pub v: BufView,
-    /// `[n_tokens, n_heads]` F32, rows of consecutive elements.
+    /// `[n_tokens, n_heads]` F32 with contiguous rows.
     pub a: BufView,
-    /// As `a`.
+    /// Like `a`.
     pub b: BufView,
     /// `[n_heads]` F32.
     pub decay: Buf,
@@ -76,23 +76,23 @@ pub struct GatedDeltaArgs<'a> {
     pub dt_bias: Buf,
     /// `[n_tokens, n_heads, v_dim]` F32.
     pub y: Buf,
-    /// Heads of queries and keys; divides `n_heads`.
+    /// Query and key heads; divides `n_heads`.
     pub n_key_heads: usize,
-    /// Heads of values.
+    /// Value heads.
     pub n_heads: usize,
-    /// Elements of a key, at most [`MAX_DELTA_KEY`].
+    /// Elements per key, at most [`MAX_DELTA_KEY`].
     pub k_dim: usize,
-    /// Elements of a value.
+    /// Elements per value.
     pub v_dim: usize,
-    /// What is computed.
+    /// Op.
     pub delta: GatedDelta,
-    /// Names the step.
+    /// Name of the step that the launch belongs to.
     pub step: &'a str,
 }
 
-/// The widest filter that there is a kernel for.
+/// Maximum filter width.
 pub const MAX_CONV_WIDTH: usize = 8;
-/// Elements of the longest key that there is a kernel for.
+/// Maximum number of elements per key.
 pub const MAX_DELTA_KEY: usize = 256;
 
 const CONV_ROWS: usize = 32;
@@ -119,7 +119,7 @@ struct DeltaSizes {
     eps: f32,
 }
 
-/// Of queries, keys, values and the two gates.
+/// Strides of queries, keys, values and the two gates.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 struct DeltaStrides([RowLayout; 5]);
@@ -130,10 +130,10 @@ impl SlotArgs {
         SlotSizes { n_tokens, n_seqs, n_slots }
     }
 
-    /// The state whole, positions, sequences and slots, as they were checked.
+    /// Returns the checked state, positions, sequences and slots.
     fn check(&self, case: &OpCase<'_>, slot: &[usize]) -> Result<[Buf; 4], KernelError> {
         let state = [&[self.n_slots], slot].concat();
-        crate::require!(case, self.n_seqs <= 65_535, "at most 65535 sequences");
+        crate::require!(case, self.n_seqs <= 65_535, "the grid takes at most 65535 sequences");
         Ok([
             case.words("state", self.state, &state)?,
             case.words("positions", self.positions, &[self.n_tokens])?,
@@ -144,7 +144,8 @@ impl SlotArgs {
 }
 
 impl Kernels {
-    /// The launch of [`ShortConvArgs`]. On a card, a slot out of range reads as zeros and is not written.
+    /// Builds the launch for [`ShortConvArgs`]. On a GPU, a slot out of range reads as zeros and is not
+    /// written.
     pub fn short_conv(&self, a: &ShortConvArgs<'_>) -> Result<Launch, KernelError> {
         let (n, n_seqs) = (a.slots.n_tokens, a.slots.n_seqs);
         let shape =
@@ -154,12 +155,12 @@ impl Kernels {
         crate::require!(
             case,
             (2..=MAX_CONV_WIDTH).contains(&a.width),
-            "filters are from 2 to {MAX_CONV_WIDTH} wide"
+            "the filter width must be from 2 to {MAX_CONV_WIDTH}"
         );
         let (x, rows) = case.rows("x", &a.x, n, a.d)?;
         let [state, positions, seqs, slots] = a.slots.check(&case, &[a.width - 1, a.d])?;
         let n_parts = n.div_ceil(CONV_ROWS);
-        crate::require!(case, n_parts <= 65_535, "at most {} rows", 65_535 * CONV_ROWS);
+        crate::require!(case, n_parts <= 65_535, "the grid takes at most {} rows", 65_535 * CONV_ROWS);
         let grid = [a.d.div_ceil(CONV_BLOCK) as u32, n_seqs as u32, n_parts as u32];
         Ok(self
             .launch("recurrent_short_conv_f32", grid, CONV_BLOCK as u32)?
@@ -179,7 +180,8 @@ impl Kernels {
             .vouch(&case))
     }
 
-    /// The launch of [`GatedDeltaArgs`]. On a card, a slot out of range reads as zeros and is not written.
+    /// Builds the launch for [`GatedDeltaArgs`]. On a GPU, a slot out of range reads as zeros and is not
+    /// written.
     pub fn gated_delta(&self, a: &GatedDeltaArgs<'_>) -> Result<Launch, KernelError> {
         let (n, n_seqs) = (a.slots.n_tokens, a.slots.n_seqs);
         let shape = [
@@ -193,9 +195,13 @@ impl Kernels {
         ];
         let case = OpCase { op: "gated_delta", dtype: a.q.dtype, shape: &shape };
         case.sizes()?;
-        crate::require!(case, a.n_heads.is_multiple_of(a.n_key_heads), "heads must share key heads evenly");
+        crate::require!(
+            case,
+            a.n_heads.is_multiple_of(a.n_key_heads),
+            "n_heads must be a multiple of n_key_heads"
+        );
         crate::require!(case, a.k_dim <= MAX_DELTA_KEY, "keys have at most {MAX_DELTA_KEY} elements");
-        crate::require!(case, a.n_heads <= 65_535, "at most 65535 heads");
+        crate::require!(case, a.n_heads <= 65_535, "the grid takes at most 65535 heads");
         let (n_keys, n_values) = (n.saturating_mul(a.n_key_heads), n.saturating_mul(a.n_heads));
         let (q, q_rows) = case.rows("q", &a.q, n_keys, a.k_dim)?;
         let (k, k_rows) = case.rows("k", &a.k, n_keys, a.k_dim)?;
@@ -234,7 +240,7 @@ impl Kernels {
     }
 }
 
-/// Elements of a key that a lane holds.
+/// Elements of a key per lane.
 fn registers(k_dim: usize) -> usize {
     k_dim.div_ceil(32).next_power_of_two()
 }
@@ -258,7 +264,7 @@ fn ints(k: &SimKernel<'_>, param: usize, dims: &[usize]) -> KernelResult<Dense> 
     Dense::read(k, k.ptr(param)?, DType::I32, dims)
 }
 
-/// Runs the reference over a state that lies behind parameter 1, and writes results and state.
+/// Runs the reference implementation over the state at parameter 1, and writes results and state.
 fn run(
     k: &mut SimKernel<'_>,
     op: Recurrent,

@@ -1,4 +1,4 @@
-//! Every kernel: its name, its parameters and its twin. The compiled code is checked against this list.
+//! Registry of every kernel: name, parameters and twin. Compiled code is checked against this list.
 
 use std::sync::Arc;
 
@@ -10,28 +10,28 @@ use crate::source::{KernelFamily, KernelUnit};
 
 pub(crate) type TwinBody = Arc<dyn Fn(&mut SimKernel<'_>) -> KernelResult + Send + Sync>;
 
-/// The size of a pointer parameter.
+/// Size of a pointer parameter.
 pub(crate) const P: usize = 8;
-/// The size of a word parameter.
+/// Size of a word parameter.
 pub(crate) const W: usize = 4;
 
-/// A dtype as kernels and units are named by it.
+/// Dtype name as it appears in kernel and unit names.
 pub(crate) fn lowercase(dtype: DType) -> String {
     dtype.name().to_ascii_lowercase()
 }
 
-/// A kernel as launchers know it.
+/// A kernel as its launchers see it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KernelInfo {
     /// `family_variant_dtype`: the symbol in the compiled code.
     pub name: String,
-    /// What it is compiled with.
+    /// Compilation unit.
     pub unit: KernelUnit,
-    /// Bytes of each parameter.
+    /// Size of each parameter in bytes.
     pub params: Vec<usize>,
 }
 
-/// Dynamic shared memory that launches of a kernel may ask for on a card, in bytes.
+/// Maximum dynamic shared memory of a kernel's launches on a GPU, in bytes.
 pub(crate) type SharedBytes = Arc<dyn Fn(&Card) -> u32 + Send + Sync>;
 
 #[derive(Clone)]
@@ -44,7 +44,7 @@ pub(crate) struct KernelEntry {
 }
 
 impl KernelEntry {
-    /// A kernel of a file that is one unit, without dynamic shared memory.
+    /// A kernel of a single-unit file, without dynamic shared memory.
     pub(crate) fn new(
         family: KernelFamily,
         name: impl Into<String>,
@@ -59,25 +59,25 @@ impl KernelEntry {
         }
     }
 
-    /// For a kernel that lets the next one start only behind its own wait (`overlap.cuh`).
+    /// Marks a kernel that releases the next one only after its own dependency wait (`overlap.cuh`).
     pub(crate) fn starting_next_late(mut self) -> KernelEntry {
         self.starts_next_late = true;
         self
     }
 
-    /// Of a unit of its file, by the name that stands there.
+    /// Sets the unit by its name in the file.
     pub(crate) fn unit(mut self, name: &str) -> KernelEntry {
         self.info.unit = KernelUnit::named(self.info.unit.family(), name);
         self
     }
 
-    /// With dynamic shared memory.
+    /// Sets the dynamic shared memory.
     pub(crate) fn shared(self, bytes: impl Fn(&Card) -> u32 + Send + Sync + 'static) -> KernelEntry {
         KernelEntry { shared: Arc::new(bytes), ..self }
     }
 }
 
-/// All kernels there are.
+/// Lists all kernels.
 #[must_use]
 pub fn kernels() -> Vec<KernelInfo> {
     entries().into_iter().map(|e| e.info).collect()
@@ -126,7 +126,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_kernel_has_a_name_of_its_own_that_starts_with_a_known_family() {
+    fn every_kernel_has_a_unique_name_that_starts_with_a_known_family() {
         let mut names: Vec<String> = kernels().into_iter().map(|k| k.name).collect();
         let n = names.len();
         names.sort();

@@ -5,41 +5,41 @@ use refrain_driver::{Baked, Buf, Launch};
 use refrain_graph::{Op, Rope, RopeStyle};
 use refrain_tensor::DType;
 
-use crate::error::{OpCase, KernelError};
+use crate::error::{KernelError, OpCase};
 use crate::load::Kernels;
 use crate::registry::{KernelEntry, P, W};
 use crate::source::KernelFamily;
 use crate::twin::{Dense, count, fault, read_rows, run_f32};
-use crate::view::{RowLayout, BufView};
+use crate::view::{BufView, RowLayout};
 use crate::vouch::Vouch;
 
-/// `y` is `x` turned by each row's position; rows with a negative position come out as they went in.
+/// `y` is `x` rotated by each row's position; rows with a negative position are copied unchanged.
 #[derive(Clone, Copy, Debug)]
 pub struct RopeArgs<'a> {
-    /// Which pairs turn, how many, and by what factor.
+    /// Rotated pairs, their number and the magnitude factor.
     pub rope: Rope,
-    /// `[n, n_heads, head_dim]` F32, heads of consecutive elements.
+    /// `[n, n_heads, head_dim]` F32; each head is contiguous.
     pub x: BufView,
-    /// `[n]` I32, in device memory, read at each run.
+    /// `[n]` I32, in device memory, read at run time.
     pub positions: Buf,
     /// `[n_dims / 2]` F32.
     pub inv_freq: Buf,
-    /// `[n, n_heads, head_dim]` F32; may be `x` when that is dense.
+    /// `[n, n_heads, head_dim]` F32; may alias `x` if that is contiguous.
     pub y: Buf,
-    /// Rows.
+    /// Number of rows.
     pub n: usize,
-    /// Heads of a row.
+    /// Heads per row.
     pub n_heads: usize,
-    /// Elements of a head.
+    /// Elements per head.
     pub head_dim: usize,
-    /// Names the step.
+    /// Name of the step that the launch belongs to.
     pub step: &'a str,
 }
 
 const BLOCK: u32 = 128;
 
 impl Kernels {
-    /// The launch of [`RopeArgs`].
+    /// Builds the launch for [`RopeArgs`].
     pub fn rope(&self, a: &RopeArgs<'_>) -> Result<Launch, KernelError> {
         let shape = [("n", a.n), ("n_heads", a.n_heads), ("head_dim", a.head_dim)];
         let case = OpCase { op: "rope", dtype: a.x.dtype, shape: &shape };
@@ -53,7 +53,7 @@ impl Kernels {
         );
         let n_rows = a.n.saturating_mul(a.n_heads);
         let (x, rows) = case.rows("x", &a.x, n_rows, a.head_dim)?;
-        // One thread for each pair that turns and each element behind them that is only copied.
+        // One thread per rotated pair, and one per remaining element, which is only copied.
         let per_head = n_dims / 2 + (a.head_dim - n_dims);
         let n_threads = case.u32("the number of pairs", n_rows.saturating_mul(per_head))?;
         Ok(self
@@ -91,7 +91,7 @@ fn twin(k: &mut SimKernel<'_>, style: RopeStyle) -> KernelResult {
     let [n, n_heads, head_dim, n_dims] = [count(k, 5)?, count(k, 6)?, count(k, 7)?, count(k, 8)?];
     let dims = [n, n_heads, head_dim];
     if n_dims > head_dim {
-        return Err(fault("more dimensions turn than a head has"));
+        return Err(fault("n_dims exceeds head_dim"));
     }
     let x = Dense::f32(&read_rows(k, k.ptr(1)?, k.arg(4)?, n * n_heads, head_dim)?, &dims)?;
     let positions = Dense::read(k, k.ptr(2)?, DType::I32, &[n])?;

@@ -1,4 +1,4 @@
-//! What lies between the products of queries, keys and values and their attention, in one launch.
+//! RoPE and KV append in one launch: everything between the QKV projection and attention.
 
 use bytemuck::{Pod, Zeroable};
 use refrain_driver::sim::{KernelResult, SimKernel};
@@ -6,65 +6,65 @@ use refrain_driver::{Baked, Buf, Launch};
 use refrain_graph::{Op, Rope, RopeStyle};
 use refrain_tensor::DType;
 
-use crate::error::{OpCase, KernelError};
+use crate::error::{KernelError, OpCase};
 use crate::kv::{PageSizes, append};
 use crate::load::Kernels;
 use crate::registry::{KernelEntry, P};
 use crate::source::KernelFamily;
 use crate::twin::{Dense, fault, read_rows, run_f32};
-use crate::view::{RowLayout, BufView};
+use crate::view::{BufView, RowLayout};
 use crate::vouch::Vouch;
 
-/// [`crate::RopeArgs`] of queries and of keys, and [`crate::KvAppendArgs`] of the turned keys and of values, at once.
+/// Fuses [`crate::RopeArgs`] of queries and keys with [`crate::KvAppendArgs`] of rotated keys and values.
 #[derive(Clone, Copy, Debug)]
 pub struct RopeKvArgs<'a> {
-    /// Which pairs turn, how many, and by what factor.
+    /// Rotated pairs, their number and the magnitude factor.
     pub rope: Rope,
-    /// `[n, n_heads, head_dim]` F32, heads of consecutive elements.
+    /// `[n, n_heads, head_dim]` F32; each head is contiguous.
     pub q: BufView,
-    /// `[n, n_kv_heads, head_dim]` F32, heads of consecutive elements.
+    /// `[n, n_kv_heads, head_dim]` F32; each head is contiguous.
     pub k: BufView,
-    /// As `k`.
+    /// Like `k`.
     pub v: BufView,
-    /// `[n, n_heads, head_dim]` F32; may be `q` when that is dense, and overlaps nothing else.
+    /// `[n, n_heads, head_dim]` F32; may alias `q` if that is contiguous, and overlaps nothing else.
     pub q_out: Buf,
-    /// `[n, n_kv_heads, head_dim]` F32; may be `k` when that is dense, and overlaps nothing else.
+    /// `[n, n_kv_heads, head_dim]` F32; may alias `k` if that is contiguous, and overlaps nothing else.
     pub k_out: Buf,
-    /// `[n_blocks, n_kv_heads, kv_block, head_dim]`, changed in place.
+    /// `[n_blocks, n_kv_heads, kv_block, head_dim]`, updated in place.
     pub k_cache: Buf,
-    /// As `k_cache`.
+    /// Like `k_cache`.
     pub v_cache: Buf,
     /// F16, BF16 or F32.
     pub cache_dtype: DType,
-    /// `[n]` I32, read at each run.
+    /// `[n]` I32, read at run time.
     pub positions: Buf,
-    /// `[n]` I32, read at each run.
+    /// `[n]` I32, read at run time.
     pub seqs: Buf,
-    /// `[n_seqs, max_blocks]` I32, read at each run.
+    /// `[n_seqs, max_blocks]` I32, read at run time.
     pub tables: Buf,
     /// `[n_dims / 2]` F32.
     pub inv_freq: Buf,
-    /// Rows.
+    /// Number of rows.
     pub n: usize,
-    /// Heads of a row of queries.
+    /// Query heads per row.
     pub n_heads: usize,
-    /// Blocks of a cache.
+    /// KV blocks of a cache.
     pub n_blocks: usize,
-    /// Heads of a cache.
+    /// KV heads.
     pub n_kv_heads: usize,
-    /// Positions of a block.
+    /// Positions per KV block.
     pub kv_block: usize,
-    /// Elements of a head.
+    /// Elements per head.
     pub head_dim: usize,
-    /// Rows of the tables.
+    /// Rows of the block tables.
     pub n_seqs: usize,
-    /// Columns of the tables.
+    /// Columns of the block tables.
     pub max_blocks: usize,
-    /// Names the step.
+    /// Name of the step that the launch belongs to.
     pub step: &'a str,
 }
 
-/// As the kernel takes them.
+/// Kernel parameters.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 struct RopeKvSizes {
@@ -78,7 +78,8 @@ struct RopeKvSizes {
 const BLOCK: u32 = 128;
 
 impl Kernels {
-    /// The launch of [`RopeKvArgs`]: the same bits as the four launches it stands for.
+    /// Builds the launch for [`RopeKvArgs`]; the results equal those of the four separate launches bit for
+    /// bit.
     pub fn rope_kv(&self, a: &RopeKvArgs<'_>) -> Result<Launch, KernelError> {
         let shape = [
             ("n", a.n),
@@ -105,7 +106,7 @@ impl Kernels {
         let (k, k_rows) = case.rows("k", &a.k, n_kv, a.head_dim)?;
         let (v, v_rows) = case.rows("v", &a.v, n_kv, a.head_dim)?;
         let cells = [a.n_blocks, a.n_kv_heads, a.kv_block, a.head_dim];
-        // One thread for each pair that turns, each element behind them, and each element of a value.
+        // One thread per rotated pair, per remaining element, and per element of a value.
         let per_head = a.head_dim - n_dims / 2;
         let turned = n_q.saturating_add(n_kv).saturating_mul(per_head);
         let n_threads =
@@ -159,7 +160,9 @@ pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     for style in [RopeStyle::Neox, RopeStyle::Interleaved] {
         for dtype in [DType::F16, DType::BF16, DType::F32] {
             let params = [P, P, P, P, P, P, P, P, P, P, P, R, R, R, size_of::<RopeKvSizes>()];
-            all.push(KernelEntry::new(KernelFamily::Rope, name(style, dtype), &params, move |k| twin(k, style, dtype)));
+            all.push(KernelEntry::new(KernelFamily::Rope, name(style, dtype), &params, move |k| {
+                twin(k, style, dtype)
+            }));
         }
     }
 }
@@ -169,7 +172,7 @@ fn twin(k: &mut SimKernel<'_>, style: RopeStyle, dtype: DType) -> KernelResult {
     let [n, n_heads, n_dims] = [sizes.n, sizes.n_heads, sizes.n_dims].map(|n| n as usize);
     let [n_kv_heads, head_dim] = [sizes.pages.n_kv_heads, sizes.pages.head_dim].map(|n| n as usize);
     if n_dims > head_dim {
-        return Err(fault("more dimensions turn than a head has"));
+        return Err(fault("n_dims exceeds head_dim"));
     }
     let rope = Op::Rope(Rope { style, n_dims, magnitude: sizes.magnitude });
     let positions = Dense::read(k, k.ptr(7)?, DType::I32, &[n])?;

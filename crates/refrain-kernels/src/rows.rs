@@ -4,50 +4,50 @@ use refrain_driver::sim::{KernelResult, SimKernel};
 use refrain_driver::{Baked, Buf, Launch};
 use refrain_graph::{Op, Reduce};
 
-use crate::error::{OpCase, KernelError};
+use crate::error::{KernelError, OpCase};
 use crate::load::Kernels;
 use crate::registry::{KernelEntry, P, W};
 use crate::source::KernelFamily;
 use crate::twin::{Dense, count, read_rows, run_f32};
-use crate::view::{RowLayout, BufView};
+use crate::view::{BufView, RowLayout};
 use crate::vouch::Vouch;
 
 /// `y[r]` is the sum, mean or maximum of row `r`.
 #[derive(Clone, Copy, Debug)]
 pub struct ReduceArgs<'a> {
-    /// Which of them.
+    /// Sum, mean or maximum.
     pub kind: Reduce,
-    /// `[.., n_cols]` F32, rows of consecutive elements.
+    /// `[.., n_cols]` F32 with contiguous rows.
     pub x: BufView,
     /// `[n_rows]` F32.
     pub y: Buf,
-    /// Rows.
+    /// Number of rows.
     pub n_rows: usize,
-    /// Columns.
+    /// Number of columns.
     pub n_cols: usize,
-    /// Names the step.
+    /// Name of the step that the launch belongs to.
     pub step: &'a str,
 }
 
 /// `y` is the softmax of each row of `x`.
 #[derive(Clone, Copy, Debug)]
 pub struct SoftmaxArgs<'a> {
-    /// `[.., n_cols]` F32, rows of consecutive elements.
+    /// `[.., n_cols]` F32 with contiguous rows.
     pub x: BufView,
-    /// `[n_rows, n_cols]` F32; may be `x` when that is dense.
+    /// `[n_rows, n_cols]` F32; may alias `x` if that is contiguous.
     pub y: Buf,
-    /// Rows.
+    /// Number of rows.
     pub n_rows: usize,
-    /// Columns.
+    /// Number of columns.
     pub n_cols: usize,
-    /// Names the step.
+    /// Name of the step that the launch belongs to.
     pub step: &'a str,
 }
 
 const BLOCK: u32 = 256;
 
 impl Kernels {
-    /// The launch of [`ReduceArgs`].
+    /// Builds the launch for [`ReduceArgs`].
     pub fn reduce(&self, a: &ReduceArgs<'_>) -> Result<Launch, KernelError> {
         let shape = [("n_rows", a.n_rows), ("n_cols", a.n_cols)];
         let case = OpCase { op: "reduce", dtype: a.x.dtype, shape: &shape };
@@ -63,7 +63,7 @@ impl Kernels {
             .vouch(&case))
     }
 
-    /// The launch of [`SoftmaxArgs`].
+    /// Builds the launch for [`SoftmaxArgs`].
     pub fn softmax(&self, a: &SoftmaxArgs<'_>) -> Result<Launch, KernelError> {
         let shape = [("n_rows", a.n_rows), ("n_cols", a.n_cols)];
         let case = OpCase { op: "softmax", dtype: a.x.dtype, shape: &shape };

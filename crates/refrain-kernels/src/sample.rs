@@ -1,10 +1,11 @@
-//! Choosing the next token on the device, with the semantics of `refrain_reference::sample_row`.
+//! Sampling the next token on the device, with the semantics of `refrain_reference::sample_row`.
 //!
-//! Two launches. The first deals the vocabulary to chunks: each block adjusts its chunk's logits and sums its weights.
-//! With a small top-k the second lists the best keys (logit, id) of all chunks and applies the filters to that list.
-//! Without one the first also adds the weights up by bins of logits; in these the second finds where the filters can cut
-//! and where the choice can lie, lists the keys that are there, and finds both on the list. So at most a short list is
-//! sorted, and ties fall to the smaller id. Two more launches list the most probable tokens, where they are asked for.
+//! Sampling takes two launches. The first divides the vocabulary into chunks: each block adjusts its chunk's
+//! logits and sums its weights. With a small top-k, the second launch lists the best keys (logit, id) of all
+//! chunks and applies the filters to that list. Otherwise the first launch also sums the weights by bins of
+//! logits. The second launch uses the bins to find where the filters can cut and where the choice can lie,
+//! lists the keys in those bins, and resolves both on the list. So at most a short list is sorted, and ties
+//! resolve to the smaller id. Two more launches list the most probable tokens if requested.
 
 use refrain_driver::sim::{KernelResult, SimKernel};
 use refrain_driver::{Baked, Buf, Launch, LaunchBuilder};
@@ -12,98 +13,98 @@ use refrain_graph::{SAMPLE_PARAMS, SampleParam};
 use refrain_reference::{Sampling, apply_bias_and_penalties, apply_mask, most_probable, sample_row};
 
 use crate::card::Card;
-use crate::error::{OpCase, KernelError};
+use crate::error::{KernelError, OpCase};
 use crate::load::Kernels;
 use crate::registry::{KernelEntry, P, W};
 use crate::source::KernelFamily;
 use crate::twin::{count, read_rows};
-use crate::view::{RowLayout, BufView};
+use crate::view::{BufView, RowLayout};
 use crate::vouch::Vouch;
 
-/// Tokens of one block of the first launch.
+/// Tokens per block of the first launch.
 const CHUNK: usize = 1024;
-/// Threads of that block: two tokens each.
+/// Threads per block of the first launch: two tokens each.
 const CHUNK_THREADS: u32 = 512;
-/// Chunks that a row can have.
+/// Maximum number of chunks per row.
 const MAX_CHUNKS: usize = 1024;
-/// Chunks of a block of the second launch, and its threads.
+/// Chunks per block of the second launch, and its threads.
 const SELECT_CHUNKS: usize = 4;
 const SELECT_THREADS: u32 = 512;
-/// Threads of the launch that lists the most probable tokens.
+/// Threads per block of the launches that list the most probable tokens.
 const TOP_THREADS: u32 = 512;
-/// Key and two weights for each token, and a place on the list for them.
+/// Key and two weights per token, and its entry in the list.
 const TOKEN_BYTES: u64 = 32;
-/// Maximum, its id, and the sum of each chunk.
+/// Maximum, its id, and the sum per chunk.
 const CHUNK_BYTES: u64 = 16;
-/// `Tail` in `sample_bins.cuh`: parts of long bins, counts and ends of the list.
+/// `Tail` in `sample_bins.cuh`: parts of long bins, counts and list ends.
 const TAIL_BYTES: u64 = 3 * 6 * 512 * 8 + 32;
-/// `State` in `sample_bins.cuh`: two weights and a count for each of 1024 bins, and a count of chunks.
+/// `State` in `sample_bins.cuh`: two weights and a count for each of 1024 bins, and a chunk count.
 const STATE_BYTES: u64 = 3 * 1024 * 8 + 16;
-/// The largest top-k that leaves the state alone.
+/// Largest top-k that does not use the state.
 const SMALL_K: usize = 64;
-/// Shared memory of the second launch's blocks, in which long lists are looked at as a whole, and where a block cannot have so
-/// much: compute capability 8.6, 8.9 and 12.0 have 99 KiB.
+/// Shared memory of the second launch's blocks, which holds long lists, and the amount on GPUs with less:
+/// compute capability 8.6, 8.9 and 12.0 have 99 KiB.
 const SELECT_SHARED_BYTES: u32 = 136 << 10;
 const SELECT_LEAST_SHARED_BYTES: u32 = 96 << 10;
 
-/// `token[i]` and `logprob[i]` are chosen from `logits[i]`.
+/// Samples `token[i]` and `logprob[i]` from `logits[i]`.
 #[derive(Clone, Copy, Debug)]
 pub struct SampleArgs<'a> {
-    /// `[n, vocab]` F32, rows of consecutive elements.
+    /// `[n, vocab]` F32 with contiguous rows.
     pub logits: BufView,
-    /// `[n, SAMPLE_PARAMS]` F32, read at each run.
+    /// `[n, SAMPLE_PARAMS]` F32, read at run time.
     pub params: Buf,
-    /// `[n, 4]` U32 (seed low, seed high, position, unused), read at each run.
+    /// `[n, 4]` U32 (seed low, seed high, position, unused), read at run time.
     pub rng: Buf,
-    /// `[n, n_history]` I32, negative places are empty; read at each run.
+    /// `[n, n_history]` I32, read at run time; negative slots are empty.
     pub history: Buf,
-    /// `[n, n_bias]` I32, negative places are empty; read at each run.
+    /// `[n, n_bias]` I32, read at run time; negative slots are empty.
     pub bias_ids: Buf,
-    /// `[n, n_bias]` F32, read at each run.
+    /// `[n, n_bias]` F32, read at run time.
     pub bias: Buf,
-    /// `[n, vocab.div_ceil(32)]` U32, if there is one, read at each run: tokens whose bit is 0 are not chosen.
+    /// `[n, vocab.div_ceil(32)]` U32, read at run time: tokens whose bit is 0 are never sampled.
     pub mask: Option<Buf>,
     /// `[n]` I32.
     pub token: Buf,
     /// `[n]` F32.
     pub logprob: Buf,
-    /// [`sample_scratch_bytes`], 16-byte aligned.
+    /// Scratch of [`sample_scratch_bytes`] bytes, 16-byte aligned.
     pub scratch: Buf,
-    /// [`sample_state_bytes`], 16-byte aligned; zero before the first launch, and zero again after every choice. What was
-    /// left in it by a choice that was broken off costs time, but changes nothing.
+    /// [`sample_state_bytes`] bytes, 16-byte aligned, zero before the first launch; every completed sampling
+    /// leaves them zero. Leftovers of an aborted sampling cost time but do not change results.
     pub state: Buf,
-    /// Rows.
+    /// Number of rows.
     pub n: usize,
-    /// Tokens, at most 2^20.
+    /// Vocabulary size, at most 2^20.
     pub vocab: usize,
-    /// Columns of `history`; 0 is none.
+    /// Columns of `history`; 0 means none.
     pub n_history: usize,
-    /// Columns of `bias`; 0 is none.
+    /// Columns of `bias`; 0 means none.
     pub n_bias: usize,
-    /// The most probable tokens, if they are asked for.
+    /// Most probable tokens, if requested.
     pub top: Option<SampleTop>,
-    /// Names the step.
+    /// Name of the step that the launch belongs to.
     pub step: &'a str,
 }
 
-/// Where the most probable tokens go, best first.
+/// Destination of the most probable tokens, best first.
 #[derive(Clone, Copy, Debug)]
 pub struct SampleTop {
     /// `[n, n_top]` I32.
     pub ids: Buf,
     /// `[n, n_top]` F32.
     pub logprobs: Buf,
-    /// How many of each row, at most the vocabulary.
+    /// Tokens per row, at most the vocabulary size.
     pub n_top: usize,
 }
 
-/// Scratch that [`Kernels::sample`] needs.
+/// Scratch size of [`Kernels::sample`].
 #[must_use]
 pub fn sample_scratch_bytes(n: usize, vocab: usize) -> u64 {
     (n as u64).saturating_mul(row_bytes(vocab))
 }
 
-/// State that [`Kernels::sample`] needs, zero before the first launch and used by nothing else.
+/// Size of the state of [`Kernels::sample`], which must be zero before the first launch and reserved for it.
 #[must_use]
 pub fn sample_state_bytes(n: usize) -> u64 {
     (n as u64).saturating_mul(STATE_BYTES)
@@ -120,8 +121,13 @@ impl Kernels {
         let case = OpCase { op: "sample", dtype: a.logits.dtype, shape: &shape };
         case.sizes()?;
         let n_chunks = a.vocab.div_ceil(CHUNK);
-        crate::require!(case, n_chunks <= MAX_CHUNKS, "at most {} tokens", CHUNK * MAX_CHUNKS);
-        crate::require!(case, a.n <= 65_535, "at most 65535 rows");
+        crate::require!(
+            case,
+            n_chunks <= MAX_CHUNKS,
+            "the vocabulary has at most {} tokens",
+            CHUNK * MAX_CHUNKS
+        );
+        crate::require!(case, a.n <= 65_535, "the grid takes at most 65535 rows");
         let (logits, rows) = case.rows("logits", &a.logits, a.n, a.vocab)?;
         let params = case.words("params", a.params, &[a.n, SAMPLE_PARAMS])?;
         let scratch =
@@ -133,7 +139,7 @@ impl Kernels {
         let bias = case.words("bias", a.bias, &[a.n, a.n_bias])?;
         let n_words = a.vocab.div_ceil(32);
         let mask = a.mask.map(|mask| case.words("mask", mask, &[a.n, n_words])).transpose()?;
-        // A choice without a mask has kernels that know of none.
+        // Without a mask, kernels without mask support run.
         let chunks = |plain: &'static str, masked: &'static str| -> Result<Launch, KernelError> {
             let launch = self
                 .launch(
@@ -175,7 +181,7 @@ impl Kernels {
             .vouch(&case),
         );
         if let Some(SampleTop { ids, logprobs, n_top }) = a.top {
-            crate::require!(case, (1..=a.vocab).contains(&n_top), "1 to {} most probable tokens", a.vocab);
+            crate::require!(case, (1..=a.vocab).contains(&n_top), "n_top must be from 1 to {}", a.vocab);
             launches.push(chunks("sample_list_f32", "sample_masked_list_f32")?);
             launches.push(
                 self.launch("sample_top_f32", a.n as u32, TOP_THREADS)?
@@ -203,7 +209,8 @@ fn select_shared(card: &Card) -> u32 {
 pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     let params = [P, P, P, P, P, P, P, size_of::<RowLayout>(), W, W, W];
     all.push(KernelEntry::new(KernelFamily::Sample, "sample_chunks_f32", &params, chunks).unit("chunks"));
-    let entry = KernelEntry::new(KernelFamily::Sample, "sample_select_f32", &[P, P, P, P, P, P, W, W], select);
+    let entry =
+        KernelEntry::new(KernelFamily::Sample, "sample_select_f32", &[P, P, P, P, P, P, W, W], select);
     all.push(entry.unit("select").shared(select_shared).starting_next_late());
     all.push(KernelEntry::new(KernelFamily::Sample, "sample_list_f32", &params, chunks).unit("top"));
     all.push(KernelEntry::new(KernelFamily::Sample, "sample_top_f32", &[P, P, P, W, W], top).unit("top"));
@@ -227,12 +234,12 @@ fn top(k: &mut SimKernel<'_>) -> KernelResult {
     Ok(())
 }
 
-/// Leaves the adjusted logits in scratch.
+/// Writes the adjusted logits to scratch.
 fn chunks(k: &mut SimKernel<'_>) -> KernelResult {
     adjust(k, |_, _| Ok(Vec::new()))
 }
 
-/// The same under a mask.
+/// The same with a mask.
 fn masked_chunks(k: &mut SimKernel<'_>) -> KernelResult {
     adjust(k, |k, n_words| k.read(k.ptr(11)?, n_words))
 }
@@ -242,7 +249,7 @@ fn adjust(
     mask: impl FnOnce(&mut SimKernel<'_>, usize) -> KernelResult<Vec<u32>>,
 ) -> KernelResult {
     let (n, vocab, width, n_bias) = (k.config().grid[1] as usize, count(k, 8)?, count(k, 9)?, count(k, 10)?);
-    // No kernel of a step writes the parameters.
+    // No kernel of a step writes the parameters, so they may be read before the wait.
     let params: Vec<f32> = k.before_wait(|k| k.read(k.ptr(3)?, n * SAMPLE_PARAMS))?;
     let mut logits = read_rows(k, k.ptr(2)?, k.arg(7)?, n, vocab)?;
     let history: Vec<i32> = k.read(k.ptr(4)?, n * width)?;
@@ -270,13 +277,13 @@ fn adjust(
 
 fn select(k: &mut SimKernel<'_>) -> KernelResult {
     let (n, vocab) = (k.config().grid[1] as usize, count(k, 6)?);
-    // As in `chunks`.
+    // Read early as in `chunks`.
     let params: Vec<f32> = k.before_wait(|k| k.read(k.ptr(4)?, n * SAMPLE_PARAMS))?;
     let rng: Vec<[u32; 4]> = k.read(k.ptr(5)?, n)?;
     for row in 0..n {
         let mut logits: Vec<f32> = k.read(k.ptr(2)?.add(row as u64 * row_bytes(vocab)), vocab)?;
         let mut params = params[row * SAMPLE_PARAMS..][..SAMPLE_PARAMS].to_vec();
-        // Bias and penalties are in the logits already.
+        // The logits already include bias and penalties.
         params[SampleParam::RepeatPenalty as usize] = 1.0;
         params[SampleParam::FrequencyPenalty as usize] = 0.0;
         params[SampleParam::PresencePenalty as usize] = 0.0;

@@ -1,33 +1,33 @@
-//! Rows that share an id, summed: the gradient of an embedding.
+//! Sums of rows that share an id: the gradient of an embedding.
 
 use refrain_driver::sim::{KernelResult, SimKernel};
 use refrain_driver::{Baked, Buf, Launch};
 use refrain_graph::Op;
 use refrain_tensor::DType;
 
-use crate::error::{OpCase, KernelError};
+use crate::error::{KernelError, OpCase};
 use crate::load::Kernels;
 use crate::registry::{KernelEntry, P, W, lowercase};
 use crate::source::KernelFamily;
 use crate::twin::count;
 use crate::typed::{FLOATS, Typed, is_aligned, named, rows_are_wide, run_typed};
-use crate::view::{RowLayout, BufView};
+use crate::view::{BufView, RowLayout};
 use crate::vouch::Vouch;
 
-/// `y[r]` is the sum of the rows of `x` whose id is `r`, in their order; zero for ids that nobody has.
+/// `y[r]` is the sum of the rows of `x` with id `r`, in order; zero if no row has this id.
 #[derive(Clone, Copy, Debug)]
 pub struct ScatterAddRowsArgs<'a> {
-    /// `[n]` I32, in device memory, read at each run; a negative id counts for no row.
+    /// `[n]` I32 in device memory, read at run time; rows with a negative id are skipped.
     pub ids: Buf,
-    /// `[n, d]` floats, rows of consecutive elements.
+    /// `[n, d]` floats with contiguous rows.
     pub x: BufView,
     /// `[n_rows, d]` of the same type.
     pub y: Buf,
-    /// [`scatter_scratch_bytes`]
+    /// Scratch of [`scatter_scratch_bytes`] bytes.
     pub scratch: Buf,
     /// Rows of the result.
     pub n_rows: usize,
-    /// Names the step.
+    /// Name of the step that the launch belongs to.
     pub step: &'a str,
 }
 
@@ -35,15 +35,15 @@ const BLOCK: u32 = 256;
 /// Rows that a block ranks.
 const RANKED: usize = 32;
 
-/// Scratch of [`Kernels::scatter_add_rows`].
+/// Scratch size of [`Kernels::scatter_add_rows`].
 #[must_use]
 pub fn scatter_scratch_bytes(n: usize) -> u64 {
     8 * n as u64
 }
 
 impl Kernels {
-    /// The two launches of [`ScatterAddRowsArgs`]. An id past the result counts for no row on a card; the simulated device
-    /// faults.
+    /// Pushes the two launches for [`ScatterAddRowsArgs`]. An id past the result is ignored on a GPU; the
+    /// simulated device faults.
     pub fn scatter_add_rows(
         &self,
         a: &ScatterAddRowsArgs<'_>,
@@ -91,7 +91,9 @@ pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     all.push(KernelEntry::new(KernelFamily::Scatter, "scatter_rank", &[P, P, P, W], rank).unit("rank"));
     for dtype in FLOATS {
         let params = [P, P, P, P, size_of::<RowLayout>(), W, W, W];
-        let entry = KernelEntry::new(KernelFamily::Scatter, named("scatter_sum", dtype), &params, move |k| sum(k, dtype));
+        let entry = KernelEntry::new(KernelFamily::Scatter, named("scatter_sum", dtype), &params, move |k| {
+            sum(k, dtype)
+        });
         all.push(entry.unit(&lowercase(dtype)));
     }
 }

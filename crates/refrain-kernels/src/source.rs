@@ -1,4 +1,4 @@
-//! The CUDA sources, held in the binary, and the units that they are compiled in.
+//! The embedded CUDA sources and their compilation units.
 
 use std::fmt;
 use std::sync::OnceLock;
@@ -109,7 +109,7 @@ impl KernelFamily {
         KernelFamily::Recurrent,
     ];
 
-    /// The file's name without `.cu`.
+    /// File name without `.cu`.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -148,7 +148,7 @@ impl KernelFamily {
         }
     }
 
-    /// The file's text.
+    /// Contents of the file.
     #[must_use]
     pub const fn source(self) -> &'static str {
         match self {
@@ -190,18 +190,18 @@ impl KernelFamily {
 
 /// Kernels of one file that are compiled together.
 ///
-/// A line `// unit NAME` of a file begins a unit, which ends at the next such line; what stands above the first is part of
-/// each. A file without such lines is one unit. So a file as a whole is plain CUDA, and a unit is a file with lines left
-/// out.
+/// A line `// unit NAME` begins a unit, which ends at the next such line. Everything above the first such
+/// line belongs to every unit. A file without such lines is one unit. So a file as a whole is plain CUDA, and
+/// a unit is the file with some lines left out.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct KernelUnit {
     family: KernelFamily,
-    /// Empty for a whole file.
+    /// Unit name; empty for a whole file.
     name: &'static str,
 }
 
 impl KernelUnit {
-    /// Every unit, by file.
+    /// All units, ordered by file.
     #[must_use]
     pub fn all() -> &'static [KernelUnit] {
         static ALL: OnceLock<Vec<KernelUnit>> = OnceLock::new();
@@ -214,24 +214,24 @@ impl KernelUnit {
         names.into_iter().map(|name| KernelUnit { family, name }).collect()
     }
 
-    /// A file that is one unit.
+    /// The unit of a single-unit file.
     pub(crate) const fn whole(family: KernelFamily) -> KernelUnit {
         KernelUnit { family, name: "" }
     }
 
-    /// The unit of that name, which stands in the file.
+    /// The unit of this name, which must occur in the file.
     pub(crate) fn named(family: KernelFamily, name: &str) -> KernelUnit {
         let found = KernelUnit::all().iter().find(|unit| unit.family == family && unit.name == name);
         *found.unwrap_or_else(|| panic!("{}.cu has no unit {name:?}", family.name()))
     }
 
-    /// The file.
+    /// The file that the unit belongs to.
     #[must_use]
     pub fn family(self) -> KernelFamily {
         self.family
     }
 
-    /// The file's text with the other units left out. Lines keep their numbers.
+    /// The file's text with other units blanked out. Line numbers are preserved.
     pub(crate) fn source(self) -> String {
         let mut is_mine = true;
         let mut text = String::with_capacity(self.family.source().len());
@@ -244,7 +244,7 @@ impl KernelUnit {
     }
 }
 
-/// The unit that a line begins.
+/// Name of the unit that a line begins.
 fn named_by(line: &str) -> Option<&str> {
     line.strip_prefix("// unit ")
 }
@@ -264,7 +264,7 @@ impl fmt::Debug for KernelUnit {
     }
 }
 
-/// What the families include, by name: no header of a toolkit is needed.
+/// Headers that the files include, by name; no toolkit header is needed.
 pub(crate) const HEADERS: [(&str, &str); 28] = [
     ("attend_lanes.cuh", include_str!("../cu/attend_lanes.cuh")),
     ("attend_seen.cuh", include_str!("../cu/attend_seen.cuh")),
@@ -301,7 +301,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_units_of_a_file_have_each_of_its_lines_once_below_what_they_share() {
+    fn the_units_of_a_file_contain_each_line_once_after_the_shared_lines() {
         for family in KernelFamily::ALL {
             let whole: Vec<&str> = family.source().lines().collect();
             let shared = whole.iter().position(|line| named_by(line).is_some()).unwrap_or(whole.len());
@@ -316,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_stands_for_one_unit() {
+    fn a_name_identifies_one_unit() {
         let mut units = KernelUnit::all().to_vec();
         units.sort();
         units.dedup();

@@ -1,4 +1,4 @@
-//! Attention among the rows of a step, each inside its document.
+//! Attention among the rows of a step, each restricted to its document.
 
 use bytemuck::{Pod, Zeroable};
 use refrain_driver::api::DevicePtr;
@@ -9,7 +9,7 @@ use refrain_reference::{In, Out};
 use refrain_tensor::{DType, Layout, Shape};
 
 use crate::card::Card;
-use crate::error::{OpCase, KernelError};
+use crate::error::{KernelError, OpCase};
 use crate::gemm::GEMM_DTYPES;
 use crate::load::Kernels;
 use crate::matmul::{MATMUL_DTYPES, read_floats, write_floats};
@@ -19,41 +19,41 @@ use crate::twin::fault;
 use crate::view::BufView;
 use crate::vouch::Vouch;
 
-/// Threads of a block, as in `span.cuh`.
+/// Threads per block, as in `span.cuh`.
 pub(crate) const BLOCK: u32 = 128;
-/// Bytes of shared memory that kernels for tensor cores declare: a range for each row.
+/// Static shared memory of the tensor-core kernels: a span per row.
 const DECLARED: usize = 1024;
-/// Rows of a tile of the other side.
+/// Rows per tile of keys (or of queries, in the gradient of keys).
 const TILE: usize = 64;
-/// Rows that a block of the exact kernels has.
+/// Rows per block of the exact kernels.
 pub(crate) const EXACT_ROWS: usize = 4;
-/// The largest heads there are kernels for.
+/// Maximum head size.
 pub const MAX_SPAN_HEAD_DIM: usize = 256;
-/// Sizes of heads that tensor cores have kernels for, each for all up to it, with 16 rows of a warp so many times.
+/// Head sizes with tensor-core kernels, each for sizes up to it, and the number of 16-row fragments per warp.
 pub(crate) const SIZES: [(usize, usize); 3] = [(64, 2), (96, 1), (128, 1)];
 
-/// `y[n, n_heads, head_dim]` and the log-sum-exp of the scores.
+/// Computes `y[n, n_heads, head_dim]` and the log-sum-exp of the scores.
 #[derive(Clone, Copy, Debug)]
 pub struct SpanArgs<'a> {
-    /// The op.
+    /// Op.
     pub attention: SpanAttention,
-    /// `[n, n_heads, head_dim]`, F32, F16 or BF16, any layout.
+    /// `[n, n_heads, head_dim]`, F32, F16 or BF16, in any layout.
     pub q: BufView,
-    /// `[n, n_kv_heads, head_dim]` of the same dtype, any layout.
+    /// `[n, n_kv_heads, head_dim]` of the same dtype, in any layout.
     pub k: BufView,
-    /// As `k`.
+    /// Like `k`.
     pub v: BufView,
-    /// `[n, 2]` I32: the rows of each row's document.
+    /// `[n, 2]` I32: first and end row of each row's document.
     pub spans: Buf,
-    /// Like `q`, dense.
+    /// Shaped like `q`, contiguous.
     pub y: Buf,
     /// `[n, n_heads]` F32.
     pub lse: Buf,
-    /// Names the step.
+    /// Name of the step that the launch belongs to.
     pub step: &'a str,
 }
 
-/// Sizes as the kernels take them.
+/// Kernel parameters.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub(crate) struct SpanSizes {
@@ -61,17 +61,17 @@ pub(crate) struct SpanSizes {
     pub(crate) n_heads: u32,
     pub(crate) n_kv_heads: u32,
     pub(crate) head_dim: u32,
-    /// Rows that a causal row sees; 0 for all.
+    /// Attention window in rows for causal attention; 0 means unlimited.
     window: u32,
     causal: u32,
     scale: f32,
-    /// 0 for none.
+    /// Soft cap of the scores; 0 for none.
     softcap: f32,
-    /// Pairs of a head.
+    /// Row pairs per head.
     pub(crate) pitch: u32,
 }
 
-/// Elements from one row, head and element to the next.
+/// Strides in elements between rows, heads and elements.
 #[derive(Clone, Copy, Debug, Default, Pod, Zeroable)]
 #[repr(C)]
 pub(crate) struct HeadStrides {
@@ -80,7 +80,7 @@ pub(crate) struct HeadStrides {
     element: u32,
 }
 
-/// Of queries, keys, values, and for the gradient of what comes from behind and of the result.
+/// Strides of queries, keys and values; for the gradient also of the incoming gradient and of the result.
 #[derive(Clone, Copy, Debug, Default, Pod, Zeroable)]
 #[repr(C)]
 pub(crate) struct Strides {
@@ -91,21 +91,26 @@ pub(crate) struct Strides {
     pub(crate) y: HeadStrides,
 }
 
-/// An operand that a launch reads: its bytes, and how it lies.
+/// An input operand: its memory and strides.
 pub(crate) struct HeadOperand {
     pub(crate) buf: Buf,
     pub(crate) strides: HeadStrides,
-    /// Whether tensor cores can read it.
+    /// Whether the tensor-core kernels can read it.
     pub(crate) is_aligned: bool,
 }
 
 impl SpanSizes {
-    pub(crate) fn new(case: &OpCase<'_>, a: &SpanAttention, q: Shape, k: Shape) -> Result<SpanSizes, KernelError> {
+    pub(crate) fn new(
+        case: &OpCase<'_>,
+        a: &SpanAttention,
+        q: Shape,
+        k: Shape,
+    ) -> Result<SpanSizes, KernelError> {
         let (&[n, n_heads, head_dim], &[rows, n_kv_heads, width]) = (q.dims(), k.dims()) else {
-            return Err(case.refuse(format!("queries are {q} and keys {k}")));
+            return Err(case.refuse(format!("queries have shape {q} and keys {k}")));
         };
         let fits = rows == n && width == head_dim && n_heads.is_multiple_of(n_kv_heads.max(1));
-        crate::require!(case, fits && n_kv_heads > 0, "queries are {q} and keys {k}");
+        crate::require!(case, fits && n_kv_heads > 0, "queries have shape {q} and keys {k}");
         case.u32("n * n_heads", n.saturating_mul(n_heads))?;
         crate::require!(
             case,
@@ -137,7 +142,7 @@ impl SpanSizes {
 }
 
 impl OpCase<'_> {
-    /// An operand of attention: rows of heads, of the case's dtype.
+    /// Checks an operand of attention: rows of heads, of the case's dtype.
     pub(crate) fn heads(
         &self,
         what: &'static str,
@@ -145,7 +150,7 @@ impl OpCase<'_> {
         dims: &[usize],
     ) -> Result<HeadOperand, KernelError> {
         let shape = view.layout.shape();
-        crate::require!(self, view.dtype == self.dtype, "{what} is {}", view.dtype);
+        crate::require!(self, view.dtype == self.dtype, "{what} is {}, must have the dtype of q", view.dtype);
         crate::require!(self, shape.dims() == dims, "{what} is {shape}, must be {dims:?}");
         let buf = self.extent(what, view)?;
         self.u32("the extent", view.layout.end())?;
@@ -162,24 +167,24 @@ impl OpCase<'_> {
     }
 }
 
-/// The size of tensor cores' kernels for heads of so many elements, and the rows of a block.
+/// Head size of the tensor-core kernel for heads of this many elements, and its rows per block.
 pub(crate) fn tile_for(dtype: DType, head_dim: usize) -> Option<(usize, usize)> {
     let fits = GEMM_DTYPES.contains(&dtype) && head_dim.is_multiple_of(8);
     let (size, times) = SIZES.into_iter().find(|(size, _)| fits && head_dim <= *size)?;
     Some((size, TILE * times))
 }
 
-/// Bytes of lines of a size.
+/// Bytes of `n` padded rows of `size` 16-bit elements.
 pub(crate) fn lines(n: usize, size: usize) -> u32 {
     (n * (2 * size + 16)) as u32
 }
 
-/// Whether a block of a card can have so much shared memory, with what the code declares itself.
+/// Whether a block can have this much dynamic shared memory besides the static part.
 pub(crate) fn fits(card: &Card, bytes: u32) -> bool {
     bytes as usize + DECLARED <= card.shared_limit
 }
 
-/// What launches on a card may ask for: nothing where there is not enough.
+/// Dynamic shared memory that launches may request; 0 if the GPU has too little.
 pub(crate) fn if_fits(card: &Card, bytes: u32) -> u32 {
     if fits(card, bytes) { bytes } else { 0 }
 }
@@ -188,24 +193,21 @@ fn shared_bytes((size, rows): (usize, usize)) -> u32 {
     lines(rows + 4 * TILE, size)
 }
 
-/// Why tensor cores cannot read heads that lie so in an aligned buffer.
+/// Returns why tensor-core kernels cannot read heads of this layout, assuming an aligned buffer.
 fn unaligned(layout: &Layout) -> Option<String> {
     let (shape, strides) = (layout.shape(), layout.strides());
-    let &[row, head, element] = strides else { return Some(format!("heads are {shape}")) };
+    let &[row, head, element] = strides else { return Some(format!("heads have shape {shape}")) };
     let even = |n: usize, dim: usize| n.is_multiple_of(8) || shape.dims()[dim] == 1;
     let is_aligned = element == 1 && layout.offset().is_multiple_of(8) && even(row, 0) && even(head, 1);
     let because = || {
-        format!(
-            "heads in strides of {strides:?} from element {} on are not 16 bytes at a time",
-            layout.offset()
-        )
+        format!("heads with strides {strides:?} from element {} on are not 16-byte aligned", layout.offset())
     };
     (!is_aligned).then(because)
 }
 
 impl Kernels {
-    /// Why attention of 16-bit heads, or its gradient, does not run on tensor cores when its operands lie so in aligned
-    /// buffers. `None` where it does, and for F32, which never does.
+    /// Returns why attention of 16-bit heads, or its gradient, does not run on tensor cores for operands of
+    /// these layouts in aligned buffers. `None` if it does, and for F32, which never does.
     #[must_use]
     pub fn span_obstacle(&self, dtype: DType, operands: &[Layout], is_grad: bool) -> Option<String> {
         if !GEMM_DTYPES.contains(&dtype) {
@@ -215,14 +217,12 @@ impl Kernels {
         let bytes = if is_grad { crate::span_grad::keys_bytes } else { shared_bytes };
         match tile_for(dtype, head_dim) {
             Some(tile) if fits(self.card(), bytes(tile)) => operands.iter().find_map(unaligned),
-            Some(_) | None => {
-                Some(format!("there is no kernel for heads of {head_dim} elements on this card"))
-            }
+            Some(_) | None => Some(format!("this GPU has no kernel for heads of {head_dim} elements")),
         }
     }
 
-    /// The launch of [`SpanArgs`]: on tensor cores for heads of 16-bit elements in multiples of 8, at most 128, that lie in
-    /// multiples of 16 bytes; exact otherwise.
+    /// Builds the launch for [`SpanArgs`]. It runs on tensor cores for 16-byte aligned heads of 16-bit
+    /// elements, in multiples of 8 up to 128; otherwise in the exact kernels.
     pub fn span_attention(&self, a: &SpanArgs<'_>) -> Result<Launch, KernelError> {
         let (q, k) = (a.q.layout.shape(), a.k.layout.shape());
         let dim = |shape: Shape, i: usize| shape.dims().get(i).copied().unwrap_or(0);
@@ -248,7 +248,7 @@ impl Kernels {
                 crate::require!(
                     case,
                     n_blocks <= 65_535,
-                    "at most {} rows go in one launch",
+                    "at most {} rows fit in one launch",
                     65_535 * tile.1
                 );
                 let grid = [n_heads as u32, n_blocks as u32];
@@ -288,14 +288,15 @@ pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     }
     for dtype in GEMM_DTYPES {
         for (size, times) in SIZES {
-            let entry = KernelEntry::new(KernelFamily::Span, name(size, dtype), &params, move |k| twin(k, dtype));
+            let entry =
+                KernelEntry::new(KernelFamily::Span, name(size, dtype), &params, move |k| twin(k, dtype));
             let unit = format!("d{size}_{}", lowercase(dtype));
             all.push(entry.unit(&unit).shared(move |card| if_fits(card, shared_bytes((size, TILE * times)))));
         }
     }
 }
 
-/// Rows of heads, dense.
+/// Reads rows of heads contiguously.
 pub(crate) fn read_heads(
     k: &SimKernel<'_>,
     at: DevicePtr,
@@ -315,7 +316,7 @@ pub(crate) fn read_heads(
     Ok(out)
 }
 
-/// Spans, with those that do not hold their row or reach too far as padding.
+/// Reads spans. Spans that do not contain their row or end past the step become padding.
 pub(crate) fn read_spans(k: &SimKernel<'_>, at: DevicePtr, n: usize) -> KernelResult<Vec<[i32; 2]>> {
     let mut spans: Vec<[i32; 2]> = k.read(at, n)?;
     for (row, span) in spans.iter_mut().enumerate() {

@@ -1,11 +1,11 @@
-//! The gradient of attention among rows.
+//! Gradient of attention among rows.
 
 use refrain_driver::sim::{KernelResult, SimKernel};
 use refrain_driver::{Baked, Buf, Launch};
 use refrain_graph::SpanAttention;
 use refrain_tensor::{DType, Shape};
 
-use crate::error::{OpCase, KernelError};
+use crate::error::{KernelError, OpCase};
 use crate::gemm::GEMM_DTYPES;
 use crate::load::Kernels;
 use crate::matmul::{MATMUL_DTYPES, write_floats};
@@ -18,41 +18,41 @@ use crate::span::{
 use crate::view::BufView;
 use crate::vouch::Vouch;
 
-/// Rows and heads that a block of the first launch has.
+/// Pairs of row and head per block of the first launch.
 const PAIRS: usize = 64;
 
-/// Gradients of `q`, `k` and `v`.
+/// Computes the gradients of `q`, `k` and `v`.
 #[derive(Clone, Copy, Debug)]
 pub struct SpanGradArgs<'a> {
-    /// The op.
+    /// Op.
     pub attention: SpanAttention,
-    /// `[n, n_heads, head_dim]`, F32, F16 or BF16, any layout: the gradient of `y`.
+    /// `[n, n_heads, head_dim]`, F32, F16 or BF16, in any layout: the gradient of `y`.
     pub dy: BufView,
-    /// Of the same dtype and shape.
+    /// Query rows of the same dtype and shape.
     pub q: BufView,
     /// `[n, n_kv_heads, head_dim]`.
     pub k: BufView,
-    /// As `k`.
+    /// Like `k`.
     pub v: BufView,
-    /// `[n, 2]` I32: the rows of each row's document.
+    /// `[n, 2]` I32: first and end row of each row's document.
     pub spans: Buf,
-    /// What attention gave, any layout.
+    /// Output of the attention, in any layout.
     pub y: BufView,
     /// `[n, n_heads]` F32.
     pub lse: Buf,
-    /// Like `q`, dense.
+    /// Shaped like `q`, contiguous.
     pub dq: Buf,
-    /// Like `k`, dense.
+    /// Shaped like `k`, contiguous.
     pub dk: Buf,
-    /// Like `v`, dense.
+    /// Shaped like `v`, contiguous.
     pub dv: Buf,
-    /// [`span_grad_scratch_bytes`].
+    /// Scratch of [`span_grad_scratch_bytes`] bytes.
     pub scratch: Buf,
-    /// Names the step.
+    /// Name of the step that the launch belongs to.
     pub step: &'a str,
 }
 
-/// Scratch that [`Kernels::span_attention_grad`] needs.
+/// Scratch size of [`Kernels::span_attention_grad`].
 #[must_use]
 pub fn span_grad_scratch_bytes(n: usize, n_heads: usize) -> u64 {
     8 * (n.next_multiple_of(2) as u64).saturating_mul(n_heads as u64)
@@ -67,7 +67,8 @@ fn queries_bytes((size, rows): (usize, usize)) -> u32 {
 }
 
 impl Kernels {
-    /// Pushes the launches of [`SpanGradArgs`]: sums of rows, then the gradients of keys and values, then those of queries.
+    /// Pushes the launches for [`SpanGradArgs`]: row sums, then the gradients of keys and values, then that
+    /// of queries.
     pub fn span_attention_grad(
         &self,
         a: &SpanGradArgs<'_>,
@@ -106,7 +107,7 @@ impl Kernels {
             crate::require!(
                 case,
                 n.div_ceil(rows) <= 65_535,
-                "at most {} rows go in one launch",
+                "at most {} rows fit in one launch",
                 65_535 * rows
             );
         }
@@ -202,7 +203,7 @@ fn pairs(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
     k.write(k.ptr(0)?, pairs.as_flattened())
 }
 
-/// Which of the operands come first, and what both kernels read.
+/// Operands that both gradient kernels read.
 struct Given {
     s: SpanSizes,
     dy: Vec<f64>,
@@ -214,7 +215,7 @@ struct Given {
 }
 
 impl Given {
-    /// From parameter `first` on.
+    /// Reads the operands from parameter `first` on.
     fn read(k: &SimKernel<'_>, first: usize, dtype: DType) -> KernelResult<Given> {
         let (strides, s): (Strides, SpanSizes) = (k.arg(first + 6)?, k.arg(first + 7)?);
         let [n, n_heads, n_kv_heads, head_dim] =
@@ -231,7 +232,8 @@ impl Given {
         })
     }
 
-    /// Calls `f` for each query and key that it sees: where they are, the weight and the gradient of their product.
+    /// Calls `f` for each query and visible key, with their indices, the softmax weight and the gradient of
+    /// the score.
     fn each(&self, mut f: impl FnMut(usize, usize, f64, f64)) {
         let [n, n_heads, n_kv_heads, d] =
             [self.s.n, self.s.n_heads, self.s.n_kv_heads, self.s.head_dim].map(|n| n as usize);

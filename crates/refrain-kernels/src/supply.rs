@@ -1,4 +1,4 @@
-//! Where the code of units comes from: twins, the binary, the cache or the compiler.
+//! Sources of compiled code: twins, the binary, the cache or the compiler.
 
 use crate::cache::KernelCache;
 use crate::compile::{Compiler, Compiling, compile, n_threads};
@@ -9,31 +9,31 @@ use crate::registry::kernels;
 use crate::source::KernelUnit;
 use crate::tuning::Tuning;
 
-/// Gives code for units.
+/// Source of the code of units.
 pub(crate) enum Supply {
-    /// Names of reference functions, which the simulated device takes for code.
+    /// Names of twins, which the simulated device accepts as code.
     Twins(GpuArch),
-    /// Code that was compiled ahead of time, and how to compile for a card whose driver refuses it.
+    /// Prebuilt code, and how to compile instead if the driver refuses it.
     Prebuilt { arch: GpuArch, image: Image, card: GpuArch, options: LoadOptions },
-    /// Code that is compiled when it is needed.
+    /// Code compiled on demand.
     Compiled(UnitCompiler),
 }
 
-/// The compiler and its cache.
+/// The compiler with its cache.
 pub(crate) struct UnitCompiler {
     compiler: Box<dyn Compiler>,
     cache: Option<KernelCache>,
     n_threads: usize,
-    /// Some of the code that was given last was read from the cache.
+    /// Whether some of the most recently returned code was read from the cache.
     used_cache: bool,
-    /// The driver refused that: the next code is compiled.
+    /// The driver refused cached code, so the next code is compiled.
     distrusts_cache: bool,
     n_cached: usize,
     n_compiled: usize,
 }
 
 impl Supply {
-    /// The compiler on this machine, for a card.
+    /// Opens the compiler for a GPU.
     pub(crate) fn nvrtc(
         options: &LoadOptions,
         card: GpuArch,
@@ -44,7 +44,7 @@ impl Supply {
         Ok(Supply::Compiled(UnitCompiler::new(compiler, cache, n_threads())))
     }
 
-    /// The code of each of these units.
+    /// Returns the code of each of these units.
     pub(crate) fn code(
         &mut self,
         units: &[KernelUnit],
@@ -59,14 +59,14 @@ impl Supply {
         }
     }
 
-    /// After the driver refused code: true if there is another way to it. Prebuilt code is given up for the compiler, and
-    /// cached code is compiled again.
+    /// Called after the driver refused code. Returns true if there is another source: prebuilt code is
+    /// replaced by the compiler, and cached code is compiled again.
     pub(crate) fn fall_back(&mut self, refused: &KernelError) -> Result<bool, KernelError> {
         match self {
             Supply::Twins(_) => Ok(false),
             Supply::Prebuilt { arch, card, options, .. } => {
                 tracing::warn!("prebuilt kernels for {arch} do not load, compiling instead: {refused}");
-                // Launchers go on with the numbers of what was loaded before.
+                // Launchers keep using the tuning of the code loaded before.
                 *self = Supply::nvrtc(options, *card, Tuning::of(*arch))?;
                 Ok(true)
             }
@@ -80,7 +80,7 @@ impl Supply {
         }
     }
 
-    /// What its code is for.
+    /// Architecture of the code.
     pub(crate) fn arch(&self) -> GpuArch {
         match self {
             Supply::Twins(arch) | Supply::Prebuilt { arch, .. } => *arch,
@@ -88,7 +88,7 @@ impl Supply {
         }
     }
 
-    /// What its code was compiled with.
+    /// Tuning that the code was compiled with.
     pub(crate) fn tuning(&self) -> &'static Tuning {
         match self {
             Supply::Twins(arch) | Supply::Prebuilt { arch, .. } => Tuning::of(*arch),
@@ -106,7 +106,7 @@ impl Supply {
         }
     }
 
-    /// How many of all units need no compiler: those in the binary or in the cache.
+    /// Number of units that need no compiler because the binary or the cache has them.
     pub(crate) fn n_ready(&self) -> usize {
         match self {
             Supply::Twins(_) | Supply::Prebuilt { .. } => KernelUnit::all().len(),
@@ -119,7 +119,11 @@ impl Supply {
 }
 
 impl UnitCompiler {
-    pub(crate) fn new(compiler: Box<dyn Compiler>, cache: Option<KernelCache>, n_threads: usize) -> UnitCompiler {
+    pub(crate) fn new(
+        compiler: Box<dyn Compiler>,
+        cache: Option<KernelCache>,
+        n_threads: usize,
+    ) -> UnitCompiler {
         UnitCompiler {
             compiler,
             cache,
@@ -159,7 +163,7 @@ impl UnitCompiler {
     }
 }
 
-/// The names of each unit's kernels.
+/// Code for the simulated device: the names of each unit's kernels.
 pub(crate) fn twins(units: &[KernelUnit]) -> Vec<Vec<u8>> {
     let all = kernels();
     let of = |unit: &KernelUnit| {
@@ -175,17 +179,17 @@ mod tests {
     use crate::load::{Kernels, simulated};
     use crate::source::KernelFamily;
     use refrain_driver::sim::SimOptions;
-    use refrain_driver::{Context, DriverError, MemoryLayout, Memory, Method, RecordOptions};
+    use refrain_driver::{Context, DriverError, Memory, MemoryLayout, Method, RecordOptions};
     use refrain_tensor::DType;
     use std::path::Path;
     use std::sync::{Arc, Condvar, Mutex};
     use std::time::Duration;
 
-    /// What it compiles to is what the simulated device takes for code.
+    /// A compiler whose output the simulated device accepts as code.
     #[derive(Clone, Default)]
     struct Fake {
         compiled: Arc<Mutex<Vec<KernelUnit>>>,
-        /// Units under way together, and how many there must be before any is done.
+        /// Units being compiled concurrently, and how many there must be before any finishes.
         together: Arc<(Mutex<usize>, Condvar, usize)>,
         fails: Option<KernelUnit>,
     }
@@ -245,14 +249,14 @@ mod tests {
         KernelUnit::named(KernelFamily::Pack, name)
     }
 
-    /// Asks for the kernels of [`digest`] and of two packed dtypes.
+    /// Requests the kernels of [`digest`] and of two packed dtypes.
     fn describe(kernels: &Kernels) -> Result<(), KernelError> {
         kernels.ask_for_pack([DType::Q4_K, DType::F16, DType::Q6_K])?;
         kernels.digester().map(drop)
     }
 
     #[test]
-    fn only_the_units_that_are_asked_for_are_compiled_and_loaded() {
+    fn only_requested_units_are_compiled_and_loaded() {
         let (ctx, fake) = (context(), Fake::default());
         let kernels = fake.kernels(&ctx, 2, None);
         assert_eq!(kernels.loaded(), []);
@@ -266,7 +270,7 @@ mod tests {
         };
         run();
         run();
-        assert_eq!(n_runs, 3, "the second time there is nothing to look for");
+        assert_eq!(n_runs, 3, "the second time nothing is missing");
         assert_eq!(heard, [(0, 3), (1, 3), (2, 3), (3, 3)]);
         let mut wanted = vec![pack("q4_k"), pack("q6_k"), digest()];
         wanted.sort();
@@ -274,11 +278,11 @@ mod tests {
         assert_eq!(kernels.loaded(), wanted);
         assert_eq!(kernels.origin(), KernelOrigin::Compiled { n_cached: 0, n_compiled: 3 });
         kernels.ask_for_pack([DType::Q8_0]).unwrap();
-        assert_eq!(fake.compiled(), [pack("q8_0")], "asked for alone, it is compiled alone");
+        assert_eq!(fake.compiled(), [pack("q8_0")], "a single requested unit is compiled alone");
     }
 
     #[test]
-    fn units_are_compiled_side_by_side() {
+    fn units_are_compiled_in_parallel() {
         let ctx = context();
         let fake = Fake { together: Arc::new((Mutex::default(), Condvar::new(), 3)), ..Fake::default() };
         let kernels = fake.kernels(&ctx, 3, None);
@@ -287,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn a_unit_that_does_not_compile_is_one_error_with_its_file_and_the_compiler_s_words() {
+    fn a_unit_that_does_not_compile_is_one_error_with_its_file_and_compiler_log() {
         let (ctx, failing) = (context(), Fake { fails: Some(pack("q6_k")), ..Fake::default() });
         for n_threads in [1, 3] {
             let kernels = failing.kernels(&ctx, n_threads, None);
@@ -317,12 +321,12 @@ mod tests {
         let key = fake.key(pack("q4_k"));
         std::fs::write(folder.path().join(format!("{key}.kernels")), b"not what was written").unwrap();
         assert_eq!(load(), (vec![pack("q4_k")], KernelOrigin::Compiled { n_cached: 2, n_compiled: 1 }));
-        assert_eq!(load().0, [], "it is whole again");
+        assert_eq!(load().0, [], "the cache is repaired");
 
         KernelCache::open(folder.path()).put(&key, &[0xff, 0xfe]);
         let (compiled, _) = load();
         assert!(compiled.contains(&pack("q4_k")), "{compiled:?}");
-        assert_eq!(load().0, [], "it is whole again");
+        assert_eq!(load().0, [], "the cache is repaired");
     }
 
     #[test]
@@ -342,7 +346,7 @@ mod tests {
     }
 
     #[test]
-    fn prebuilt_code_that_the_driver_refuses_is_compiled_or_an_error_says_what_to_install() {
+    fn prebuilt_code_that_the_driver_refuses_is_compiled_or_fails_with_an_install_hint() {
         let ctx = context();
         let arch = GpuArch { major: 9, minor: 0 };
         let mut code = twins(KernelUnit::all());
@@ -358,7 +362,7 @@ mod tests {
     }
 
     #[test]
-    fn a_launch_that_was_described_without_its_kernel_is_refused_by_every_stream() {
+    fn a_launch_described_without_its_kernel_is_refused_by_every_stream() {
         let (ctx, fake) = (context(), Fake::default());
         let kernels = fake.kernels(&ctx, 2, None);
         let mut layout = MemoryLayout::new("memory");
@@ -380,7 +384,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_compiled_or_loaded_while_something_records() {
+    fn nothing_is_compiled_or_loaded_during_a_recording() {
         let (ctx, fake) = (context(), Fake::default());
         let kernels = fake.kernels(&ctx, 2, None);
         let mut layout = MemoryLayout::new("memory");
@@ -392,7 +396,7 @@ mod tests {
             error = kernels.digester().err();
             Ok(())
         });
-        let error = error.expect("the kernel was not there");
+        let error = error.expect("the kernel was not loaded");
         assert!(matches!(error, KernelError::Driver(DriverError::CaptureIncompatible { .. })), "{error}");
         assert_eq!((fake.compiled(), kernels.loaded()), (vec![], vec![]));
     }

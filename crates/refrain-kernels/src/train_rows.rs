@@ -1,4 +1,4 @@
-//! Norms, softmax, their gradients and reductions, for every float type.
+//! RMS norm, softmax, their gradients, and reductions, for every float dtype.
 
 use bytemuck::{Pod, Zeroable};
 use refrain_driver::sim::{KernelResult, SimKernel};
@@ -6,157 +6,157 @@ use refrain_driver::{Baked, Buf, Launch, LaunchBuilder};
 use refrain_graph::{Op, Reduce, TrainOp};
 use refrain_tensor::{DType, Layout};
 
-use crate::error::{OpCase, KernelError};
+use crate::error::{KernelError, OpCase};
 use crate::load::Kernels;
 use crate::registry::{KernelEntry, P, W};
 use crate::source::KernelFamily;
 use crate::twin::fault;
 use crate::typed::{FLOATS, Typed, dtype_of, is_aligned, named, rows_are_wide, run_typed};
-use crate::view::{RowLayout, BufView, merge};
+use crate::view::{BufView, RowLayout, merge};
 use crate::vouch::Vouch;
 
-/// A norm's weights.
+/// Weights of a norm.
 #[derive(Clone, Copy, Debug)]
 pub struct NormWeights {
-    /// `[n_cols]`
+    /// `[n_cols]`.
     pub buf: Buf,
-    /// F32, or the type of the rows.
+    /// F32, or the dtype of the rows.
     pub dtype: DType,
 }
 
 /// `y = x * rsqrt(mean(x^2) + eps) * w`, row by row.
 #[derive(Clone, Copy, Debug)]
 pub struct TypedRmsNormArgs<'a> {
-    /// `[.., n_cols]` floats, rows of consecutive elements.
+    /// `[.., n_cols]` floats with contiguous rows.
     pub x: BufView,
-    /// `[n_cols]`
+    /// `[n_cols]`.
     pub w: NormWeights,
-    /// `[n_rows, n_cols]` of the same type; may be `x`.
+    /// `[n_rows, n_cols]` of the same type; may alias `x`.
     pub y: Buf,
-    /// Rows.
+    /// Number of rows.
     pub n_rows: usize,
-    /// Columns.
+    /// Number of columns.
     pub n_cols: usize,
     /// Added to the mean square.
     pub eps: f32,
-    /// Names the step.
+    /// Name of the step that the launch belongs to.
     pub step: &'a str,
 }
 
-/// `sum = a + b`, `y` its norm, row by row.
+/// `sum = a + b`, and `y` is its norm, row by row.
 #[derive(Clone, Copy, Debug)]
 pub struct TypedAddRmsNormArgs<'a> {
-    /// `[.., n_cols]` floats, rows of consecutive elements.
+    /// `[.., n_cols]` floats with contiguous rows.
     pub a: BufView,
-    /// As `a`.
+    /// Like `a`.
     pub b: BufView,
-    /// `[n_cols]`
+    /// `[n_cols]`.
     pub w: NormWeights,
-    /// `[n_rows, n_cols]` of the same type; may be `a`.
+    /// `[n_rows, n_cols]` of the same type; may alias `a`.
     pub sum: Buf,
-    /// `[n_rows, n_cols]` of the same type; may be `b`.
+    /// `[n_rows, n_cols]` of the same type; may alias `b`.
     pub y: Buf,
-    /// Rows.
+    /// Number of rows.
     pub n_rows: usize,
-    /// Columns.
+    /// Number of columns.
     pub n_cols: usize,
     /// Added to the mean square.
     pub eps: f32,
-    /// Names the step.
+    /// Name of the step that the launch belongs to.
     pub step: &'a str,
 }
 
-/// The gradients of a norm's rows and of its weights.
+/// Gradients of a norm's rows and of its weights.
 #[derive(Clone, Copy, Debug)]
 pub struct RmsNormGradArgs<'a> {
-    /// `[.., n_cols]` floats: the gradient of what came out.
+    /// `[.., n_cols]` floats: gradient of the norm's output.
     pub dy: BufView,
-    /// As `dy`: what went in.
+    /// Like `dy`: input of the norm.
     pub x: BufView,
-    /// `[n_cols]`
+    /// `[n_cols]`.
     pub w: NormWeights,
     /// `[n_rows, n_cols]` of the type of `x`.
     pub dx: Buf,
-    /// `[n_rows, n_cols]` of the type of `x`: what is added to `dx`, if anything.
+    /// `[n_rows, n_cols]` of the dtype of `x`: addend to `dx`, if any.
     pub more: Option<Buf>,
-    /// `[n_cols]`
+    /// `[n_cols]`.
     pub dw: Buf,
-    /// The type of `dw`.
+    /// Dtype of `dw`.
     pub dw_dtype: DType,
-    /// [`rms_norm_grad_scratch_bytes`]
+    /// Scratch of [`rms_norm_grad_scratch_bytes`] bytes.
     pub scratch: Buf,
-    /// Rows.
+    /// Number of rows.
     pub n_rows: usize,
-    /// Columns.
+    /// Number of columns.
     pub n_cols: usize,
     /// Added to the mean square.
     pub eps: f32,
-    /// Names the step.
+    /// Name of the step that the launch belongs to.
     pub step: &'a str,
 }
 
 /// `y` is the softmax of each row of `x`.
 #[derive(Clone, Copy, Debug)]
 pub struct TypedSoftmaxArgs<'a> {
-    /// `[.., n_cols]` floats, rows of consecutive elements.
+    /// `[.., n_cols]` floats with contiguous rows.
     pub x: BufView,
-    /// `[n_rows, n_cols]` of the same type; may be `x` when that is dense.
+    /// `[n_rows, n_cols]` of the same dtype; may alias `x` if that is contiguous.
     pub y: Buf,
-    /// Rows.
+    /// Number of rows.
     pub n_rows: usize,
-    /// Columns.
+    /// Number of columns.
     pub n_cols: usize,
-    /// Names the step.
+    /// Name of the step that the launch belongs to.
     pub step: &'a str,
 }
 
-/// The gradient of what a softmax was taken of.
+/// Gradient of a softmax's input.
 #[derive(Clone, Copy, Debug)]
 pub struct SoftmaxGradArgs<'a> {
-    /// `[.., n_cols]` floats: the gradient of what came out.
+    /// `[.., n_cols]` floats: gradient of the softmax's output.
     pub dy: BufView,
-    /// As `dy`: what came out.
+    /// Like `dy`: output of the softmax.
     pub y: BufView,
-    /// `[n_rows, n_cols]` of the same type; may be `dy` or `y` when that is dense.
+    /// `[n_rows, n_cols]` of the same dtype; may alias `dy` or `y` if that is contiguous.
     pub dx: Buf,
-    /// Rows.
+    /// Number of rows.
     pub n_rows: usize,
-    /// Columns.
+    /// Number of columns.
     pub n_cols: usize,
-    /// Names the step.
+    /// Name of the step that the launch belongs to.
     pub step: &'a str,
 }
 
-/// The sum, mean or maximum along one dimension.
+/// Sum, mean or maximum along one dimension.
 #[derive(Clone, Copy, Debug)]
 pub struct TypedReduceArgs<'a> {
-    /// Which of them.
+    /// Sum, mean or maximum.
     pub kind: Reduce,
-    /// Floats. What lies behind the dimension is dense, and what lies before it has one stride.
+    /// F32, F16 or BF16. The inner dimensions are contiguous, and the outer ones share one stride.
     pub x: BufView,
-    /// Which dimension.
+    /// Reduced dimension.
     pub axis: usize,
     /// Dense, of the same type.
     pub y: Buf,
-    /// [`reduce_scratch_bytes`]
+    /// Scratch of [`reduce_scratch_bytes`] bytes.
     pub scratch: Buf,
-    /// Names the step.
+    /// Name of the step that the launch belongs to.
     pub step: &'a str,
 }
 
 const BLOCK: u32 = 256;
 const FINISH_BLOCK: u32 = 1024;
-/// Rows that a warp works on have at most so many elements.
+/// Maximum number of columns of a row that one warp handles.
 const WARP_COLS: usize = 1024;
-/// Rows of warps that a block has at once.
+/// Rows per block in the warp-per-row kernels.
 const WARPS: usize = 8;
-/// Blocks that sum a norm's rows: two for each multiprocessor of a large card.
+/// Blocks that sum the weight gradient of a norm: two per SM of a large GPU.
 const PARTS: usize = 256;
-/// Blocks that reduce columns, if they have that many rows.
+/// Target number of blocks for reducing columns.
 const COLUMN_BLOCKS: usize = 512;
-/// Columns of a block.
+/// Columns per block.
 const COLUMNS: usize = 256;
-/// Rows that a block has at least.
+/// Minimum number of rows per block.
 const SLICE: usize = 64;
 
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -184,7 +184,7 @@ struct Columns {
     kind: u32,
 }
 
-/// Blocks for rows: a warp each, or a block each.
+/// Blocks for the rows: one warp or one block per row.
 fn blocks(n_rows: usize, n_cols: usize) -> usize {
     n_rows.div_ceil(if n_cols <= WARP_COLS { WARPS } else { 1 })
 }
@@ -193,13 +193,13 @@ fn parts(n_rows: usize, n_cols: usize) -> usize {
     blocks(n_rows, n_cols).min(PARTS)
 }
 
-/// Scratch of [`Kernels::rms_norm_grad`].
+/// Scratch size of [`Kernels::rms_norm_grad`].
 #[must_use]
 pub fn rms_norm_grad_scratch_bytes(n_rows: usize, n_cols: usize) -> u64 {
     4 * parts(n_rows, n_cols) as u64 * n_cols as u64
 }
 
-/// A dimension with what lies before and behind it.
+/// Splits dimensions into the outer size, the axis and the inner size.
 fn around(dims: &[usize], axis: usize) -> [usize; 3] {
     [dims[..axis].iter().product(), dims[axis], dims[axis + 1..].iter().product()]
 }
@@ -209,7 +209,7 @@ fn n_slices([n_outer, n, n_inner]: [usize; 3]) -> usize {
     (COLUMN_BLOCKS / n_blocks).clamp(1, n.div_ceil(SLICE).max(1))
 }
 
-/// Scratch of [`Kernels::typed_reduce`]; none along the last dimension.
+/// Scratch size of [`Kernels::typed_reduce`]; 0 along the last dimension.
 #[must_use]
 pub fn reduce_scratch_bytes(dims: &[usize], axis: usize) -> u64 {
     let sizes = around(dims, axis);
@@ -219,7 +219,7 @@ pub fn reduce_scratch_bytes(dims: &[usize], axis: usize) -> u64 {
     }
 }
 
-/// Rows of one launch: one or two views, weights if there are some, and results.
+/// Rows of one launch: one or two inputs, optional weights, and outputs.
 struct RowCase<'a> {
     case: OpCase<'a>,
     shape: RowShape,
@@ -263,7 +263,7 @@ impl<'a> RowCase<'a> {
         Ok(RowCase { case, shape, inputs })
     }
 
-    /// A result of the rows' type, and whether eight elements at a time may be written.
+    /// Checks an output of the rows' dtype; notes whether eight elements at a time can be written.
     fn output(&mut self, what: &'static str, buf: Buf, dims: &[usize]) -> Result<Buf, KernelError> {
         let buf = self.case.elements(what, buf, self.case.dtype, dims)?;
         self.shape.wide &= u32::from(is_aligned(buf));
@@ -289,7 +289,7 @@ impl<'a> RowCase<'a> {
 }
 
 impl Kernels {
-    /// The launch of [`TypedRmsNormArgs`].
+    /// Builds the launch for [`TypedRmsNormArgs`].
     pub fn typed_rms_norm(&self, a: &TypedRmsNormArgs<'_>) -> Result<Launch, KernelError> {
         let (sizes, dims) = ([("n_rows", a.n_rows), ("n_cols", a.n_cols)], [a.n_rows, a.n_cols]);
         let case = OpCase { op: "rms_norm", dtype: a.x.dtype, shape: &sizes };
@@ -300,7 +300,7 @@ impl Kernels {
         Ok(launch.vouch(&rows.case))
     }
 
-    /// The launch of [`TypedAddRmsNormArgs`].
+    /// Builds the launch for [`TypedAddRmsNormArgs`].
     pub fn typed_add_rms_norm(&self, a: &TypedAddRmsNormArgs<'_>) -> Result<Launch, KernelError> {
         let (sizes, dims) = ([("n_rows", a.n_rows), ("n_cols", a.n_cols)], [a.n_rows, a.n_cols]);
         let case = OpCase { op: "add_rms_norm", dtype: a.a.dtype, shape: &sizes };
@@ -312,7 +312,7 @@ impl Kernels {
         Ok(launch.vouch(&rows.case))
     }
 
-    /// The two launches of [`RmsNormGradArgs`].
+    /// Pushes the two launches for [`RmsNormGradArgs`].
     pub fn rms_norm_grad(
         &self,
         a: &RmsNormGradArgs<'_>,
@@ -347,7 +347,7 @@ impl Kernels {
         Ok(())
     }
 
-    /// The launch of [`TypedSoftmaxArgs`].
+    /// Builds the launch for [`TypedSoftmaxArgs`].
     pub fn typed_softmax(&self, a: &TypedSoftmaxArgs<'_>) -> Result<Launch, KernelError> {
         let (sizes, dims) = ([("n_rows", a.n_rows), ("n_cols", a.n_cols)], [a.n_rows, a.n_cols]);
         let case = OpCase { op: "softmax", dtype: a.x.dtype, shape: &sizes };
@@ -357,7 +357,7 @@ impl Kernels {
         Ok(launch.vouch(&rows.case))
     }
 
-    /// The launch of [`SoftmaxGradArgs`].
+    /// Builds the launch for [`SoftmaxGradArgs`].
     pub fn softmax_grad(&self, a: &SoftmaxGradArgs<'_>) -> Result<Launch, KernelError> {
         let (sizes, dims) = ([("n_rows", a.n_rows), ("n_cols", a.n_cols)], [a.n_rows, a.n_cols]);
         let case = OpCase { op: "softmax_grad", dtype: a.y.dtype, shape: &sizes };
@@ -368,7 +368,7 @@ impl Kernels {
         Ok(launch.vouch(&rows.case))
     }
 
-    /// The one or two launches of [`TypedReduceArgs`].
+    /// Pushes the one or two launches for [`TypedReduceArgs`].
     pub fn typed_reduce(
         &self,
         a: &TypedReduceArgs<'_>,
@@ -381,7 +381,7 @@ impl Kernels {
         let sizes = [("n_outer", n_outer), ("n", n), ("n_inner", n_inner)];
         let case = OpCase { op: "reduce", dtype: a.x.dtype, shape: &sizes };
         case.sizes()?;
-        crate::require!(case, FLOATS.contains(&a.x.dtype), "x is {}, must be floats", a.x.dtype);
+        crate::require!(case, FLOATS.contains(&a.x.dtype), "x is {}, must be F32, F16 or BF16", a.x.dtype);
         let kind = KINDS.iter().position(|kind| *kind == a.kind).map_or(0, |at| at as u32);
         let strides = case.strides_around(&a.x.layout, axis)?;
         if n_inner == 1 {
@@ -445,7 +445,7 @@ impl Kernels {
 }
 
 impl OpCase<'_> {
-    /// The strides of what lies before a dimension, and of the dimension; what lies behind it must be dense.
+    /// Strides of the outer dimensions and of `axis`; the inner dimensions must be contiguous.
     pub(crate) fn strides_around(&self, layout: &Layout, axis: usize) -> Result<[u32; 2], KernelError> {
         let (dims, strides) = (layout.shape(), layout.strides());
         let dims = dims.dims();
@@ -463,7 +463,7 @@ impl OpCase<'_> {
     }
 }
 
-/// In the order of the kernels' numbers.
+/// In the order of the kernels' codes.
 const KINDS: [Reduce; 3] = [Reduce::Sum, Reduce::Mean, Reduce::Max];
 
 pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
@@ -481,15 +481,18 @@ pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     ];
     for dtype in FLOATS {
         for (unit, name, params, twin) in kernels {
-            let entry = KernelEntry::new(KernelFamily::TrainRows, named(name, dtype), params, move |k| twin(k, dtype));
+            let entry = KernelEntry::new(KernelFamily::TrainRows, named(name, dtype), params, move |k| {
+                twin(k, dtype)
+            });
             all.push(entry.unit(&named(unit, dtype)));
         }
     }
-    let entry = KernelEntry::new(KernelFamily::TrainRows, "train_finish_columns", &[P, P, C, W], finish_columns);
+    let entry =
+        KernelEntry::new(KernelFamily::TrainRows, "train_finish_columns", &[P, P, C, W], finish_columns);
     all.push(entry.unit("finish"));
 }
 
-/// The shape at a parameter, the rows' dimensions and the type of the weights.
+/// Returns the shape at a parameter, the rows' dimensions and the dtype of the weights.
 fn shape(k: &SimKernel<'_>, i: usize, dtype: DType) -> KernelResult<(RowShape, [usize; 2], DType)> {
     let shape: RowShape = k.arg(i)?;
     let w_dtype = if shape.w_is_f32 != 0 { DType::F32 } else { dtype };
@@ -515,7 +518,7 @@ fn add_rms_norm(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
     k.write(k.ptr(1)?, &made[1])
 }
 
-/// All of the sums are in the first part.
+/// Writes all sums to the first partial result.
 fn rms_norm_grad(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
     let (shape, dims, w_dtype) = shape(k, 5, dtype)?;
     let n_parts = k.config().grid[0] as usize;
@@ -550,7 +553,7 @@ fn softmax_grad(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
 }
 
 fn kind(code: u32) -> KernelResult<Reduce> {
-    KINDS.get(code as usize).copied().ok_or_else(|| fault(format!("no reduction has the number {code}")))
+    KINDS.get(code as usize).copied().ok_or_else(|| fault(format!("no reduction has code {code}")))
 }
 
 fn reduce_rows(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
@@ -561,7 +564,7 @@ fn reduce_rows(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
     k.write(k.ptr(0)?, &y[0])
 }
 
-/// All of the rows are in the first part.
+/// Reduces all rows in the first slice.
 fn reduce_columns(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
     let c: Columns = k.arg(2)?;
     let [n_outer, n, n_inner, n_slices] = [c.n_outer, c.n, c.n_inner, c.n_slices].map(|n| n as usize);
@@ -592,7 +595,7 @@ fn finish_columns(k: &mut SimKernel<'_>) -> KernelResult {
     let dims = [c.n_outer, c.n_slices, c.n_inner].map(|n| n as usize);
     let mut parts = Typed::read(k, k.ptr(1)?, DType::F32, &dims)?;
     if kind == Reduce::Mean {
-        // A mean of all rows, not of the slices.
+        // The mean is over all rows, not over the slices.
         let scale = f64::from(c.n_slices) / f64::from(c.n);
         let scaled = parts.input().to_f32().map_err(fault)?;
         let scaled: Vec<f32> = scaled.iter().map(|&v| (f64::from(v) * scale) as f32).collect();

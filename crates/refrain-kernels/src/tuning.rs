@@ -1,19 +1,20 @@
-//! Numbers that fit kernels to a card. They change how long a launch takes, not what it computes.
+//! Performance parameters of kernels per GPU. They change how long a launch takes, not what it computes.
 //!
-//! There is one table for each compute capability that was measured, and one for all others. Numbers that a kernel is compiled
-//! with reach it as `tuning.cuh`, which is written from the table: kernels and launchers have them from one place. What
-//! results or the sizes of scratch depend on (tiles, splits) is no tuning and stays beside its kernel.
+//! There is one table per measured compute capability, and one for all others. Parameters that are compiled
+//! into kernels reach them as `tuning.cuh`, which is generated from the table, so kernels and launchers share
+//! one source. Anything that affects results or scratch sizes (tiles, splits) is not tuning and stays in the
+//! kernel's module.
 
 use std::fmt::Write;
 
 use crate::load::GpuArch;
 
-/// One card's numbers.
+/// Parameters for one GPU.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Tuning {
-    /// Where they were measured; `None` for numbers that were measured elsewhere.
+    /// The GPU they were measured on; `None` if they were not measured on this architecture.
     pub(crate) measured_on: Option<&'static str>,
-    /// What the peak of memory is divided by to get the bandwidth that all multiprocessors see together.
+    /// Ratio of peak memory bandwidth to the bandwidth that all SMs reach together.
     pub(crate) peak_over_bandwidth: f64,
     pub(crate) product: ProductTuning,
     pub(crate) attend: AttendTuning,
@@ -21,77 +22,80 @@ pub(crate) struct Tuning {
     pub(crate) batch: BatchTuning,
 }
 
-/// `product.cu`: one row times weights.
+/// `product.cu`: decode GEMV.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct ProductTuning {
-    /// F16 and BF16; a chunk is 2 rows of 1,024 columns.
+    /// F16 and BF16: a chunk is 2 rows of 1,024 columns.
     pub(crate) plain: ChunkTuning,
     /// Q8_0.
     pub(crate) q8_0: ChunkTuning,
-    /// The other dtypes whose packed units have 128 columns.
+    /// Other dtypes whose packed units have 128 columns.
     pub(crate) cols_128: ChunkTuning,
-    /// Those whose packed units have 256 columns.
+    /// Dtypes whose packed units have 256 columns.
     pub(crate) cols_256: ChunkTuning,
     /// Pacing of the initial prefetch, in cycles per 64 bytes. Issuing it all at once saturates memory for 2 µs and delays
     /// the previous kernel's activations.
     pub(crate) pace: usize,
-    /// The same for a gated product. It mostly follows a short one, which lasts as long as that delay: slower still.
+    /// Pacing for a gated product, which mostly follows a short launch that ends within that delay. It is
+    /// therefore slower.
     pub(crate) gated_pace: usize,
-    /// After a long product half of the initial prefetch is issued when that product has requested about all of its weights:
-    /// this many cycles for its start, and [`crate::card::Card::cycles_of`] its activations and the weights that did not fit
-    /// its rings. It then arrives in the one or two microseconds between the last weights of one launch and the first of the
-    /// next, when memory is idle.
+    /// After a long product, half of the initial prefetch is delayed until that product has requested almost
+    /// all of its weights: this many cycles for its start, plus [`crate::card::Card::cycles_of`] its
+    /// activations and the weights that did not fit its rings. The prefetch then arrives in the one or two
+    /// microseconds between the last weights of one launch and the first of the next, when memory is idle.
     pub(crate) late_cycles: usize,
-    /// The latest that may be, whatever a card reports of its clocks.
+    /// Upper limit of that delay, whatever clocks a GPU reports.
     pub(crate) late_cycles_max: usize,
-    /// Not after products with more bytes left than this: the time of their end is not known well enough, and matters less.
+    /// No delay after products with more remaining bytes than this: the end of such a product is too
+    /// uncertain, and matters less.
     pub(crate) late_bytes_max: usize,
-    /// Products of fewer bytes take no more of a ring than they fill: they last as long as their start, and other launches
-    /// should be able to start beside them.
+    /// Products of fewer bytes use no more ring slots than they fill. They last as long as their start, and
+    /// other launches should be able to start next to them.
     pub(crate) small_bytes: usize,
 }
 
-/// What a warp fetches at once. Few warps with large chunks read faster, many compute faster.
+/// Chunk size of a warp. Few warps with large chunks load faster, many warps compute faster.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct ChunkTuning {
-    /// Packed units of a chunk; 1 for plain weights. Compiled in.
+    /// Packed units per chunk; 1 for plain weights. Compiled into the kernel.
     pub(crate) units: usize,
-    /// Warps of a block. Compiled in.
+    /// Warps per block. Compiled into the kernel.
     pub(crate) warps: usize,
-    /// Bytes of the rings of all warps: a block should leave half of a multiprocessor to the next launch's.
+    /// Bytes of all warps' rings. A block should leave half of an SM to a block of the next launch.
     pub(crate) ring_bytes: usize,
 }
 
-/// `attend.cu`: attention of decoded tokens.
+/// `attend.cu`: decode attention.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct AttendTuning {
-    /// Bytes of each warp's ring for keys and values of 16 bits. Compiled in.
+    /// Ring bytes per warp for 16-bit keys and values. Compiled into the kernel.
     pub(crate) ring_bytes: usize,
-    /// The same where a block can have less shared memory than `large_shared_bytes`. Compiled in.
+    /// The same for GPUs with less shared memory per block than `large_shared_bytes`. Compiled into the
+    /// kernel.
     pub(crate) small_ring_bytes: usize,
-    /// What a block must be able to have for the larger rings, which leave room for a block of another launch. Compute
-    /// capability 8.6, 8.9 and 12.0 have 99 KiB, 8.0 has 163.
+    /// Shared memory per block required for the larger rings, which leave space for a block of another
+    /// launch. Compute capability 8.6, 8.9 and 12.0 have 99 KiB, 8.0 has 163 KiB.
     pub(crate) large_shared_bytes: usize,
 }
 
-/// `few.cu`: a few rows times packed weights.
+/// `few.cu`: several rows times packed weights.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct FewTuning {
-    /// Warps of a block. Compiled in.
+    /// Warps per block. Compiled into the kernel.
     pub(crate) warps: usize,
-    /// Pairs of units in a warp's ring. Compiled in.
+    /// Unit pairs per warp's ring. Compiled into the kernel.
     pub(crate) stages: usize,
 }
 
-/// `batch.cu`: the rows of many sequences times weights.
+/// `batch.cu`: batched-decode GEMM.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct BatchTuning {
-    /// Shared memory that the stages of a block may take; twice that in the kernels that have a multiprocessor to
-    /// themselves. Compiled in.
+    /// Shared memory for the stages of a block, doubled in the kernels that occupy a whole SM. Compiled into
+    /// the kernel.
     pub(crate) shared_bytes: usize,
 }
 
-/// Compute capability 9.0. `docs/performance.md` has what was tried beside these.
+/// Compute capability 9.0. `docs/performance.md` lists the alternatives that were tried.
 const SM_90: Tuning = Tuning {
     measured_on: Some("H200"),
     peak_over_bandwidth: 1.1,
@@ -112,12 +116,12 @@ const SM_90: Tuning = Tuning {
     batch: BatchTuning { shared_bytes: 110 << 10 },
 };
 
-/// Every other card: the numbers of 9.0, cut to the shared memory there is. No speed was measured.
+/// All other GPUs: the parameters of 9.0, limited to their shared memory. Speed was not measured.
 const UNMEASURED: Tuning =
     Tuning { measured_on: None, batch: BatchTuning { shared_bytes: 96 << 10 }, ..SM_90 };
 
 impl Tuning {
-    /// The numbers for a compute capability.
+    /// Parameters for a compute capability.
     pub(crate) fn of(arch: GpuArch) -> &'static Tuning {
         match (arch.major, arch.minor) {
             (9, 0) => &SM_90,
@@ -125,15 +129,15 @@ impl Tuning {
         }
     }
 
-    /// Every table.
+    /// All tables.
     pub(crate) const ALL: [&'static Tuning; 2] = [&SM_90, &UNMEASURED];
 
-    /// `tuning.cuh`: what kernels are compiled with.
+    /// `tuning.cuh`: the parameters that kernels are compiled with.
     pub(crate) fn header(&self) -> String {
         let ProductTuning { plain, q8_0, cols_128, cols_256, .. } = self.product;
         let mut text = "// Written from src/tuning.rs.\n#pragma once\n".to_owned();
         let mut define = |name: &str, value: usize| {
-            // Writing to a string does not fail.
+            // Writing to a string cannot fail.
             let _ = writeln!(text, "#define {name} {value}");
         };
         define("PRODUCT_PLAIN_WARPS", plain.warps);
@@ -150,7 +154,8 @@ impl Tuning {
     }
 }
 
-/// The header that kernels for an architecture are compiled with beside those of `cu/`: its name and its text.
+/// Name and text of the generated header that kernels for an architecture are compiled with, in addition to
+/// those in `cu/`.
 #[must_use]
 pub fn tuning_header(arch: GpuArch) -> (&'static str, String) {
     ("tuning.cuh", Tuning::of(arch).header())
@@ -161,7 +166,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_card_that_was_never_measured_has_the_numbers_of_the_one_that_was_and_says_so() {
+    fn an_unmeasured_gpu_uses_the_measured_parameters_and_reports_it() {
         let h200 = Tuning::of(GpuArch { major: 9, minor: 0 });
         assert_eq!(h200.measured_on, Some("H200"));
         for (major, minor) in [(8, 0), (8, 6), (8, 9), (10, 0), (12, 0)] {
@@ -173,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn kernels_are_compiled_with_the_numbers_that_launchers_use() {
+    fn kernels_are_compiled_with_the_parameters_that_launchers_use() {
         let (name, text) = tuning_header(GpuArch { major: 9, minor: 0 });
         assert_eq!(name, "tuning.cuh");
         for line in

@@ -1,4 +1,4 @@
-//! What the twins share: reading operands from simulated memory, running the reference, writing the result back.
+//! Helpers of the twins: read operands from simulated memory, run the reference, write the result back.
 
 use refrain_driver::api::{Code, DevicePtr};
 use refrain_driver::sim::{Fault, KernelResult, SimKernel};
@@ -8,17 +8,17 @@ use refrain_tensor::{DType, Layout, Shape};
 
 use crate::view::RowLayout;
 
-/// A fault of the twin's own making: the values it was given make no sense.
+/// A fault raised by the twin itself, for invalid input values.
 pub(crate) fn fault(what: impl std::fmt::Display) -> Fault {
     Fault::new(Code::LAUNCH_FAILED, what.to_string())
 }
 
-/// A word parameter as a count.
+/// Reads a word parameter as a count.
 pub(crate) fn count(k: &SimKernel<'_>, i: usize) -> KernelResult<usize> {
     k.arg::<u32>(i).map(|n| n as usize)
 }
 
-/// A dense operand in memory of its own.
+/// A contiguous operand with its own storage.
 pub(crate) struct Dense {
     dtype: DType,
     shape: Shape,
@@ -26,7 +26,7 @@ pub(crate) struct Dense {
 }
 
 impl Dense {
-    /// Reads a dense tensor.
+    /// Reads a contiguous tensor.
     pub(crate) fn read(
         k: &SimKernel<'_>,
         ptr: DevicePtr,
@@ -34,11 +34,13 @@ impl Dense {
         dims: &[usize],
     ) -> KernelResult<Dense> {
         let shape = Shape::new(dims).map_err(fault)?;
-        let n = dtype.bytes_for(shape.n_elements()).ok_or_else(|| fault("a tensor of partial blocks"))?;
+        let n = dtype
+            .bytes_for(shape.n_elements())
+            .ok_or_else(|| fault("the tensor ends inside a quantisation block"))?;
         Ok(Dense { dtype, shape, bytes: k.read(ptr, n)? })
     }
 
-    /// F32 values with a shape.
+    /// Creates an operand from F32 values and a shape.
     pub(crate) fn f32(values: &[f32], dims: &[usize]) -> KernelResult<Dense> {
         let shape = Shape::new(dims).map_err(fault)?;
         Ok(Dense { dtype: DType::F32, shape, bytes: bytemuck::cast_slice(values).to_vec() })
@@ -49,7 +51,7 @@ impl Dense {
     }
 }
 
-/// Rows of an F32 view, dense.
+/// Reads the rows of an F32 view contiguously.
 pub(crate) fn read_rows(
     k: &SimKernel<'_>,
     ptr: DevicePtr,
@@ -64,7 +66,7 @@ pub(crate) fn read_rows(
     Ok(out)
 }
 
-/// Runs a reference op whose one output is F32.
+/// Runs a reference op with a single F32 output.
 pub(crate) fn run_f32(op: &Op, inputs: &[&Dense], dims: &[usize]) -> KernelResult<Vec<f32>> {
     let inputs: Vec<In<'_>> = inputs.iter().map(|d| d.input()).collect();
     let shape = Shape::new(dims).map_err(fault)?;

@@ -1,4 +1,4 @@
-//! Elements of any type: their codes, what may be read sixteen bytes at a time, and what twins of such kernels share.
+//! Elements of any dtype: their codes, 16-byte access, and helpers of the twins.
 
 use refrain_driver::Buf;
 use refrain_driver::api::DevicePtr;
@@ -7,45 +7,45 @@ use refrain_graph::{Op, TensorType};
 use refrain_reference::{In, Out};
 use refrain_tensor::{DType, Layout, Shape};
 
-use crate::error::{OpCase, KernelError};
+use crate::error::{KernelError, OpCase};
 use crate::registry::lowercase;
 use crate::twin::fault;
-use crate::view::{RowLayout, BufView};
+use crate::view::{BufView, RowLayout};
 
-/// Float types that kernels compute with.
+/// Float dtypes that kernels compute with.
 pub(crate) const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
-/// The types of elements, each at its code (`eight.cuh`).
+/// Element dtypes, indexed by their code (`eight.cuh`).
 const TYPES: [DType; 4] = [DType::F32, DType::F16, DType::BF16, DType::I32];
 
-/// A kernel for one type of element.
+/// Name of a kernel for one element dtype.
 pub(crate) fn named(kernel: &str, dtype: DType) -> String {
     format!("{kernel}_{}", lowercase(dtype))
 }
 
-/// The dtype of a code.
+/// Dtype of a code.
 pub(crate) fn dtype_of(code: u32) -> KernelResult<DType> {
-    TYPES.get(code as usize).copied().ok_or_else(|| fault(format!("no type has the code {code}")))
+    TYPES.get(code as usize).copied().ok_or_else(|| fault(format!("no dtype has code {code}")))
 }
 
-/// Whether a buffer starts at a multiple of sixteen bytes.
+/// Whether a buffer is 16-byte aligned.
 pub(crate) fn is_aligned(buf: Buf) -> bool {
     buf.offset().is_multiple_of(16)
 }
 
-/// Whether eight elements of a row at a time are sixteen bytes or two times that, in every row.
+/// Whether eight elements at a time are one or two aligned 16-byte accesses in every row.
 pub(crate) fn rows_are_wide(buf: Buf, rows: RowLayout, n_cols: usize) -> bool {
     is_aligned(buf)
         && [rows.inner_stride, rows.outer_stride, n_cols as u32].iter().all(|n| n.is_multiple_of(8))
 }
 
 impl OpCase<'_> {
-    /// What kernels know a type by.
+    /// Code of a dtype in kernel parameters.
     pub(crate) fn code(&self, what: &'static str, dtype: DType) -> Result<u32, KernelError> {
         let at = TYPES.iter().position(|t| *t == dtype);
-        at.map(|at| at as u32).ok_or_else(|| self.refuse(format!("{what} is {dtype}, no kernel reads that")))
+        at.map(|at| at as u32).ok_or_else(|| self.refuse(format!("{what} is {dtype}, which no kernel reads")))
     }
 
-    /// A dense buffer of elements.
+    /// Checks a contiguous buffer of elements.
     pub(crate) fn elements(
         &self,
         what: &'static str,
@@ -58,7 +58,7 @@ impl OpCase<'_> {
         self.buf(what, buf, bytes, size as u64)
     }
 
-    /// Rows of floats of one type.
+    /// Checks rows of floats of one dtype.
     pub(crate) fn float_rows(
         &self,
         what: &'static str,
@@ -68,14 +68,14 @@ impl OpCase<'_> {
         crate::require!(
             self,
             view.dtype == self.dtype && FLOATS.contains(&view.dtype),
-            "{what} is {}, must be floats of one type",
+            "{what} is {}, must be F32, F16 or BF16 like the other operands",
             view.dtype
         );
         self.rows_of_any(what, view, n_rows, n_cols)
     }
 }
 
-/// A dense operand of a twin, with its type.
+/// A contiguous operand of a twin, with its dtype.
 pub(crate) struct Typed {
     pub(crate) ty: TensorType,
     pub(crate) bytes: Vec<u8>,
@@ -86,7 +86,7 @@ impl Typed {
         Ok(Typed { ty: TensorType { dtype, shape: Shape::new(dims).map_err(fault)? }, bytes })
     }
 
-    /// A dense tensor in memory.
+    /// Reads a contiguous tensor.
     pub(crate) fn read(
         k: &SimKernel<'_>,
         ptr: DevicePtr,
@@ -97,7 +97,7 @@ impl Typed {
         Typed::new(dtype, dims, k.read(ptr, n * dtype.block_bytes())?)
     }
 
-    /// Rows of consecutive elements, dense.
+    /// Reads rows contiguously.
     pub(crate) fn rows(
         k: &SimKernel<'_>,
         ptr: DevicePtr,
@@ -116,7 +116,7 @@ impl Typed {
         Typed::new(dtype, dims, bytes)
     }
 
-    /// The elements at some places behind a pointer.
+    /// Reads the elements at the given indices from a pointer.
     pub(crate) fn walked(
         k: &SimKernel<'_>,
         ptr: DevicePtr,
@@ -126,7 +126,8 @@ impl Typed {
     ) -> KernelResult<Typed> {
         let size = dtype.block_bytes();
         let end = places.clone().max().map_or(0, |last| last + 1);
-        // One look at the whole extent: a stray index is found all the same, and logging each element would be slow.
+        // One access covers the whole extent: it still catches a stray index, and logging every element would
+        // be slow.
         let all = k.view::<u8>(ptr, end * size)?;
         Typed::new(dtype, dims, places.flat_map(|at| all[at * size..][..size].iter().copied()).collect())
     }
@@ -136,7 +137,7 @@ impl Typed {
     }
 }
 
-/// Runs the reference; the bytes of each output.
+/// Runs the reference and returns the bytes of each output.
 pub(crate) fn run_typed(
     op: &Op,
     inputs: &[&Typed],

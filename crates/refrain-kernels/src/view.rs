@@ -1,31 +1,31 @@
-//! Operands as launchers take them, and the two shapes of strides that kernels understand.
+//! Operands of launchers, and the two stride patterns that kernels support.
 
 use bytemuck::{Pod, Zeroable};
 use refrain_driver::Buf;
 use refrain_tensor::{DType, Layout, MAX_RANK, Shape};
 
-use crate::error::{OpCase, KernelError};
+use crate::error::{KernelError, OpCase};
 
-/// A buffer seen through a layout: what a plan's operand becomes once its buffer has an address.
+/// A buffer seen through a layout: a plan's operand with an address.
 #[derive(Clone, Copy, Debug)]
 pub struct BufView {
     /// The whole buffer.
     pub buf: Buf,
     /// Element type.
     pub dtype: DType,
-    /// Where each element lies in the buffer.
+    /// Layout of the elements in the buffer.
     pub layout: Layout,
 }
 
 impl BufView {
-    /// A dense tensor at the start of a buffer.
+    /// A contiguous tensor at the start of a buffer.
     #[must_use]
     pub fn dense(buf: Buf, dtype: DType, shape: Shape) -> BufView {
         BufView { buf, dtype, layout: Layout::contiguous(shape) }
     }
 }
 
-/// Where rows of consecutive elements lie: row `r` starts at `r / n_inner * outer_stride + r % n_inner * inner_stride`.
+/// Layout of contiguous rows: row `r` starts at `r / n_inner * outer_stride + r % n_inner * inner_stride`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable, PartialEq, Eq)]
 #[repr(C)]
 pub(crate) struct RowLayout {
@@ -35,14 +35,14 @@ pub(crate) struct RowLayout {
 }
 
 impl RowLayout {
-    /// The first element of a row.
+    /// Index of a row's first element.
     pub(crate) fn start(self, row: usize) -> usize {
         let n_inner = self.n_inner as usize;
         row / n_inner * self.outer_stride as usize + row % n_inner * self.inner_stride as usize
     }
 }
 
-/// A walk over up to six dimensions of one or two operands; elements are numbered in row-major order.
+/// Indexing of one or two operands over up to six dimensions; elements are numbered in row-major order.
 #[derive(Clone, Copy, Debug, Pod, Zeroable, PartialEq, Eq)]
 #[repr(C)]
 pub(crate) struct Walk {
@@ -67,22 +67,27 @@ impl Walk {
 }
 
 impl OpCase<'_> {
-    /// The bytes of a view, from its first element to its last.
+    /// The bytes of a view, from its first to its last element.
     pub(crate) fn extent(&self, what: &'static str, view: &BufView) -> Result<Buf, KernelError> {
         let size = view.dtype.block_bytes();
-        crate::require!(self, !view.dtype.is_quantized(), "{what} is {}, which has no strides", view.dtype);
+        crate::require!(
+            self,
+            !view.dtype.is_quantized(),
+            "{what} is {}, which cannot be strided",
+            view.dtype
+        );
         let (start, end) = (view.layout.offset(), view.layout.end());
         let bytes = end.checked_mul(size);
         self.buf(what, view.buf, bytes, 1)?;
         crate::require!(
             self,
             (view.buf.offset() + (start * size) as u64).is_multiple_of(size as u64),
-            "{what} is not aligned to its elements"
+            "{what} is not aligned to its element size"
         );
         Ok(view.buf.slice((start * size) as u64, ((end - start) * size) as u64)?)
     }
 
-    /// An F32 view as rows of `n_cols` consecutive elements.
+    /// An F32 view as `n_rows` contiguous rows of `n_cols` elements.
     pub(crate) fn rows(
         &self,
         what: &'static str,
@@ -94,7 +99,7 @@ impl OpCase<'_> {
         self.rows_of_any(what, view, n_rows, n_cols)
     }
 
-    /// A view of any type as rows of `n_cols` consecutive elements.
+    /// A view of any dtype as contiguous rows of `n_cols` elements.
     pub(crate) fn rows_of_any(
         &self,
         what: &'static str,
@@ -107,11 +112,11 @@ impl OpCase<'_> {
         crate::require!(
             self,
             shape.dim_back(0) == n_cols && n_rows.checked_mul(n_cols) == Some(given),
-            "{what} is {shape}, must be {n_rows} rows of {n_cols}"
+            "{what} has shape {shape}, must be {n_rows} rows of {n_cols}"
         );
         crate::require!(self, view.layout.rows_are_contiguous(), "{what} has strided rows; copy it first");
         let Some((n_inner, [inner, outer])) = strides_of_rows(&view.layout) else {
-            return Err(self.refuse(format!("{what} has rows in more than two strides; copy it first")));
+            return Err(self.refuse(format!("{what} has rows with more than two strides; copy it first")));
         };
         let rows = RowLayout {
             n_inner: self.u32("a row count", n_inner)?,
@@ -121,7 +126,7 @@ impl OpCase<'_> {
         Ok((self.extent(what, view)?, rows))
     }
 
-    /// A walk over `shape` with one or two operands broadcast to it.
+    /// Builds the indexing of `shape` with one or two operands broadcast to it.
     pub(crate) fn walk(&self, shape: Shape, a: &Layout, b: Option<&Layout>) -> Result<Walk, KernelError> {
         let fit = |l: &Layout| l.broadcast_to(shape).map_err(|e| self.refuse(e.to_string()));
         let (a, b) = (fit(a)?, b.map(fit).transpose()?);
@@ -143,7 +148,8 @@ impl OpCase<'_> {
     }
 }
 
-/// How many rows are one stride apart, that stride, and the one from such a run to the next; nothing if there are more.
+/// Number of rows at one stride, that stride, and the stride between such groups; `None` if there are more
+/// strides.
 fn strides_of_rows(layout: &Layout) -> Option<(usize, [usize; 2])> {
     let shape = layout.shape();
     let rank = shape.rank().max(1);
@@ -156,8 +162,8 @@ fn strides_of_rows(layout: &Layout) -> Option<(usize, [usize; 2])> {
     }
 }
 
-/// Why kernels that make rows in 16 bits, or attention of many rows, cannot read F32 rows that lie so in an aligned buffer:
-/// they read 16 bytes at a time. `None` when they can.
+/// Returns why kernels that write 16-bit rows, and prefill attention, cannot read F32 rows of this layout in
+/// an aligned buffer: they load 16 bytes at a time. `None` if they can.
 #[must_use]
 pub fn unaligned_rows(layout: &Layout) -> Option<String> {
     let shape = layout.shape();
@@ -167,19 +173,19 @@ pub fn unaligned_rows(layout: &Layout) -> Option<String> {
         return Some("its rows are strided".to_owned());
     }
     let Some((_, strides)) = strides_of_rows(layout) else {
-        return Some("its rows lie in more than two strides".to_owned());
+        return Some("its rows have more than two strides".to_owned());
     };
     let is_aligned = n_cols.is_multiple_of(4)
         && layout.offset().is_multiple_of(4)
         && (n_rows == 1 || strides.iter().all(|s| s.is_multiple_of(4)));
     (!is_aligned).then(|| {
         let offset = layout.offset();
-        format!("rows of {n_cols} elements in strides of {strides:?} from element {offset} on are not 16 bytes at a time")
+        format!("rows of {n_cols} elements with strides {strides:?} from element {offset} on are not 16-byte aligned")
     })
 }
 
-/// Dimensions of up to three operands, merged where all their strides allow it, outermost first; dimensions of size 1 are
-/// left out.
+/// Dimensions of up to three operands, outermost first, merged where all strides allow it; dimensions of size
+/// 1 are left out.
 pub(crate) fn merge(dims: &[usize], strides: &[&[usize]]) -> Vec<(usize, [usize; 3])> {
     let mut runs: Vec<(usize, [usize; 3])> = Vec::with_capacity(dims.len());
     for (axis, &dim) in dims.iter().enumerate().filter(|(_, d)| **d != 1) {

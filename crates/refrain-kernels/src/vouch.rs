@@ -1,35 +1,35 @@
-//! Where launches are vouched for: the crate's one use of [`LaunchBuilder::build`].
+//! Safety argument for launches: the crate's only use of [`LaunchBuilder::build`].
 //!
-//! Launchers are trusted code: what they return is enqueued by safe code. Each of them keeps these rules, which
-//! `docs/guide/add-a-kernel.md` explains:
+//! Launchers are trusted code, because safe code enqueues the launches they return. Every launcher keeps
+//! these rules, which `docs/guide/add-a-kernel.md` explains:
 //!
-//! - Every buffer goes through the launcher's [`OpCase`], which checks that it is as large and as aligned as the header of
-//!   the `.cu` file says for the sizes baked into the same launch, and cuts it to that.
-//! - Every size has been checked to fit the kernel's type ([`OpCase::sizes`], [`OpCase::u32`]); grid, block and shared memory are
-//!   what the header says for them.
-//! - What a kernel reads from memory and uses as an index (positions, sequences, block tables, ids) it compares with the
-//!   baked sizes itself, since any bytes may be there.
+//! - Every buffer goes through the launcher's [`OpCase`]. It checks size and alignment against the header of
+//!   the `.cu` file for the sizes baked into the launch, and cuts the buffer accordingly.
+//! - Every size is checked to fit the kernel's type ([`OpCase::sizes`], [`OpCase::u32`]); grid, block and
+//!   shared memory are those of the header.
+//! - A kernel compares every index that it reads from memory (positions, sequences, block tables, ids) with
+//!   the baked sizes, since memory may hold anything.
 //!
-//! The tests run every launcher over tables of cases with guard zones around each buffer, on the simulated device, with the
-//! kernels' source compiled for the host, and on a card.
+//! The tests run every launcher over tables of cases with guard zones around each buffer: on the simulated
+//! device, with the kernels compiled for the host, and on a GPU.
 #![allow(unsafe_code)]
 
 use refrain_driver::{Launch, LaunchBuilder};
 
 use crate::error::OpCase;
 
-/// The end of every launcher.
+/// Final step of every launcher.
 pub(crate) trait Vouch {
-    /// The launch of a launcher that has kept the rules of this module, with the case that it checked.
+    /// Builds the launch of a launcher that has kept the rules of this module, with the case it checked.
     fn vouch(self, checked: &OpCase<'_>) -> Launch;
 }
 
 impl Vouch for LaunchBuilder {
     fn vouch(self, _checked: &OpCase<'_>) -> Launch {
-        // SAFETY: only launchers of this crate get here, with a kernel of `Kernels::functions`, whose parameters were
-        // compared with what launchers pass when it was loaded (`load::check`). The launcher has checked buffers, sizes and
-        // shape as the rules above say, and the kernel's header says that it touches nothing beyond them and, by
-        // `overlap.cuh`, waits as `LaunchBuilder::pdl` demands.
+        // SAFETY: only launchers of this crate get here, with a kernel of `Kernels::functions`, whose
+        // parameters were compared on loading with those that the launchers pass (`load::check`). The
+        // launcher has checked buffers, sizes and shape by the rules above. The kernel's header states that
+        // it accesses nothing beyond them and, through `overlap.cuh`, waits as `LaunchBuilder::pdl` requires.
         unsafe { self.build() }
     }
 }

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use bed::{Bed, normals};
 use refrain_driver::{Buf, MemoryLayout, Method, Queue, RecordOptions};
 use refrain_kernels::{
-    BlasLt, BlasLtShape, DequantArgs, GemmArgs, GemmPlan, LinearPart, MatMulArgs, Narrow, BufView,
+    BlasLt, BlasLtShape, BufView, DequantArgs, GemmArgs, GemmPlan, LinearPart, MatMulArgs, Narrow,
     library_product, packed_bytes,
 };
 use refrain_tensor::{DType, Layout as Tensor};

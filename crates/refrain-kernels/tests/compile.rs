@@ -5,8 +5,8 @@ use std::sync::OnceLock;
 
 use refrain_driver::sim::SimOptions;
 use refrain_kernels::{
-    GpuArch, KernelFamily, Image, KernelOrigin, KernelUnit, Kernels, LoadOptions, Nvrtc, compile_all, kernels,
-    prebuild,
+    GpuArch, Image, KernelFamily, KernelOrigin, KernelUnit, Kernels, LoadOptions, Nvrtc, compile_all,
+    kernels, prebuild,
 };
 
 /// `REFRAIN_NVRTC` names the library; without it the usual places are searched.
@@ -100,7 +100,11 @@ fn every_kernel_lets_the_next_one_start_and_waits_before_it_stores_or_leaves() {
             // nothing else.
             let may_load = matches!(
                 unit.family(),
-                KernelFamily::Linear | KernelFamily::Product | KernelFamily::Attend | KernelFamily::Sample | KernelFamily::Recurrent
+                KernelFamily::Linear
+                    | KernelFamily::Product
+                    | KernelFamily::Attend
+                    | KernelFamily::Sample
+                    | KernelFamily::Recurrent
             );
             if !may_load {
                 assert!(!before.contains("ld.global"), "{name} loads before the wait");

@@ -4,11 +4,13 @@
 use std::sync::Arc;
 
 use refrain_driver::sim::SimOptions;
-use refrain_driver::{Buf, Context, Device, Launch, MemoryLayout, Lease, Memory, Method, RecordOptions, Stream};
+use refrain_driver::{
+    Buf, Context, Device, Launch, Lease, Memory, MemoryLayout, Method, RecordOptions, Stream,
+};
 use refrain_graph::{Attention, Rope, RopeStyle, SAMPLE_PARAMS};
 use refrain_kernels::{
-    AttendArgs, AttendNorm, CopyArgs, GatherRowsArgs, Kernels, KvAppendArgs, LoadOptions, SampleArgs, BufView,
-    sample_scratch_bytes, sample_state_bytes, simulated,
+    AttendArgs, AttendNorm, BufView, CopyArgs, GatherRowsArgs, Kernels, KvAppendArgs, LoadOptions,
+    SampleArgs, sample_scratch_bytes, sample_state_bytes, simulated,
 };
 use refrain_tensor::{DType, Shape};
 

@@ -509,7 +509,7 @@ fn edit_pieces(bed: &mut Bed) {
 #[test]
 fn launchers_of_a_training_step_refuse_what_their_kernels_cannot_do() {
     use refrain_graph::{Binary, Reduce};
-    use refrain_kernels::{CrossEntropyArgs, MapArgs, MapOp, TypedReduceArgs, BufView};
+    use refrain_kernels::{BufView, CrossEntropyArgs, MapArgs, MapOp, TypedReduceArgs};
     let bed = Bed::sim();
     let mut layout = MemoryLayout::new("refused");
     let (small, large) = (layout.device("small", 64), layout.device("large", 1 << 16));

@@ -7,12 +7,10 @@ mod bed;
 use std::sync::Arc;
 
 use bed::{Bed, i32s, normals, shape};
-use refrain_driver::{
-    Buf, DriverError, Launch, MemoryLayout, Memory, Method, Queue, RecordOptions,
-};
+use refrain_driver::{Buf, DriverError, Launch, Memory, MemoryLayout, Method, Queue, RecordOptions};
 use refrain_graph::SpanAttention;
 use refrain_kernels::{
-    BlasLt, MatMulArgs, SpanArgs, SpanGradArgs, BufView, library_product, span_grad_scratch_bytes,
+    BlasLt, BufView, MatMulArgs, SpanArgs, SpanGradArgs, library_product, span_grad_scratch_bytes,
 };
 use refrain_tensor::{DType, Layout};
 use refrain_testkit::encode;

@@ -10,10 +10,10 @@ use bed::{Bed, i32s, shape};
 use refrain_driver::{Buf, Launch, MemoryLayout, Method, RecordOptions};
 use refrain_graph::{Binary, Dropout, Gate, Reduce, Rope, RopeStyle};
 use refrain_kernels::{
-    AdamTensor, AdamWArgs, CrossEntropyArgs, Floats, KernelError, Kernels, MapArgs, MapOp, NormWeights,
-    RmsNormGradArgs, ScatterAddRowsArgs, SumSquaresArgs, TypedAddRmsNormArgs, TypedGatherArgs,
-    TypedReduceArgs, TypedRmsNormArgs, TypedRopeArgs, BufView, reduce_scratch_bytes,
-    rms_norm_grad_scratch_bytes, scatter_scratch_bytes, sum_squares_scratch_bytes,
+    AdamTensor, AdamWArgs, BufView, CrossEntropyArgs, Floats, KernelError, Kernels, MapArgs, MapOp,
+    NormWeights, RmsNormGradArgs, ScatterAddRowsArgs, SumSquaresArgs, TypedAddRmsNormArgs, TypedGatherArgs,
+    TypedReduceArgs, TypedRmsNormArgs, TypedRopeArgs, reduce_scratch_bytes, rms_norm_grad_scratch_bytes,
+    scatter_scratch_bytes, sum_squares_scratch_bytes,
 };
 use refrain_tensor::DType;
 

@@ -462,7 +462,10 @@ fn span_attention(attention: &SpanAttention, inputs: &[F64Array]) -> Result<Vec<
     Ok(vec![F64Array { shape: heads.q.shape, values: y }, lse])
 }
 
-fn span_attention_grad(attention: &SpanAttention, inputs: &[F64Array]) -> Result<Vec<F64Array>, ReferenceError> {
+fn span_attention_grad(
+    attention: &SpanAttention,
+    inputs: &[F64Array],
+) -> Result<Vec<F64Array>, ReferenceError> {
     let (dy, y, lse) = (&inputs[0], &inputs[5], &inputs[6]);
     let heads = SpanHeads::new(attention, &inputs[1..5]);
     let (n, n_heads, d) = (heads.q.dims()[0], heads.n_heads(), heads.head_dim());

@@ -14,7 +14,10 @@ struct SequenceRows {
     write: Option<usize>,
 }
 
-fn pieces([positions, seqs, slots]: [&In<'_>; 3], n_slots: usize) -> Result<Vec<SequenceRows>, ReferenceError> {
+fn pieces(
+    [positions, seqs, slots]: [&In<'_>; 3],
+    n_slots: usize,
+) -> Result<Vec<SequenceRows>, ReferenceError> {
     let (positions, seqs, slots) = (positions.to_i32()?, seqs.to_i32()?, slots.to_i32()?);
     let n_seqs = slots.len() / 2;
     let mut pieces: Vec<SequenceRows> = Vec::new();

@@ -1,6 +1,6 @@
 //! What a graph means: every value evaluated by the reference, each in memory of its own.
 
-use refrain_graph::{ControlBlock, ControlLayout, Graph, InputId, Op, ValueOrigin, TensorType, View};
+use refrain_graph::{ControlBlock, ControlLayout, Graph, InputId, Op, TensorType, ValueOrigin, View};
 use refrain_reference::{In, Out, ReferenceError};
 use refrain_tensor::{Bytes, DType, HostTensor, TensorError};
 

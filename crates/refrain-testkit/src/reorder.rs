@@ -1,7 +1,7 @@
 //! The same graph, its independent nodes built in another order.
 
 use crate::fill::Rng;
-use refrain_graph::{Graph, GraphBuilder, GraphError, Op, ValueOrigin, ValueId};
+use refrain_graph::{Graph, GraphBuilder, GraphError, Op, ValueId, ValueOrigin};
 use std::collections::HashMap;
 
 /// A graph that computes the same, its nodes built in a random order that their data allow. Host calls keep the order

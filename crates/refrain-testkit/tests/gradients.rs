@@ -1,8 +1,8 @@
 //! Gradients against differences, in double precision, over the table of op cases.
 
 use refrain_graph::{
-    Binary, GradError, Graph, GraphBuilder, GraphError, MoeOp, Op, ValueOrigin, Reduce, Route, RouteScore, State,
-    TensorType, Unary, ValueId, Weight, WeightId,
+    Binary, GradError, Graph, GraphBuilder, GraphError, MoeOp, Op, Reduce, Route, RouteScore, State,
+    TensorType, Unary, ValueId, ValueOrigin, Weight, WeightId,
 };
 use refrain_reference::exact::{self, F64Array};
 use refrain_tensor::{DType, HostTensor};

@@ -5,10 +5,10 @@ use std::sync::{Arc, Mutex};
 
 use refrain_driver::sim::SimOptions;
 use refrain_driver::{
-    Buf, Context, Device, DeviceKind, Launch, MemoryLayout, Memory, Method, RecordOptions, Stream,
+    Buf, Context, Device, DeviceKind, Launch, Memory, MemoryLayout, Method, RecordOptions, Stream,
 };
 use refrain_graph::{Op, TensorType};
-use refrain_kernels::{KernelError, Kernels, LoadOptions, BufView, simulated};
+use refrain_kernels::{BufView, KernelError, Kernels, LoadOptions, simulated};
 use refrain_reference::{In, Out};
 use refrain_tensor::{DType, Layout, Shape};
 use refrain_testkit::{Rng, Tol, compare, encode};

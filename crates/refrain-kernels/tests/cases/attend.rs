@@ -3,7 +3,7 @@
 use refrain_driver::{Buf, MemoryLayout};
 use refrain_graph::{Attention, Op, Rope, RopeStyle, TensorType};
 use refrain_kernels::{
-    AttendArgs, AttendNorm, Narrow, RopeKvArgs, BufView, attend_counter_bytes, attend_scratch_bytes,
+    AttendArgs, AttendNorm, BufView, Narrow, RopeKvArgs, attend_counter_bytes, attend_scratch_bytes,
 };
 use refrain_tensor::DType;
 use refrain_testkit::{Rng, Tol, encode};

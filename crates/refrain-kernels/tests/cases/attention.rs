@@ -1,7 +1,7 @@
 //! Positions, the cache, and attention over it.
 
 use refrain_graph::{Attention, Op, Rope, RopeStyle, TensorType};
-use refrain_kernels::{AttentionArgs, KvAppendArgs, RopeArgs, RopeKvArgs, BufView, attention_scratch_bytes};
+use refrain_kernels::{AttentionArgs, BufView, KvAppendArgs, RopeArgs, RopeKvArgs, attention_scratch_bytes};
 use refrain_tensor::{DType, Layout};
 use refrain_testkit::{Rng, Tol, encode};
 

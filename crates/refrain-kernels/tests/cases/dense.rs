@@ -2,8 +2,8 @@
 
 use refrain_graph::Op;
 use refrain_kernels::{
-    AddRmsNormArgs, GatherRowsArgs, LINEAR_DTYPES, LinearArgs, LinearPart, PACKED_DTYPES, RmsNormArgs, BufView,
-    pack,
+    AddRmsNormArgs, BufView, GatherRowsArgs, LINEAR_DTYPES, LinearArgs, LinearPart, PACKED_DTYPES,
+    RmsNormArgs, pack,
 };
 use refrain_tensor::{DType, Layout};
 use refrain_testkit::{Tol, encode};

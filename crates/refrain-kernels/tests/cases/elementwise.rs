@@ -1,7 +1,9 @@
 //! Functions of elements, gates, copies, casts, reductions.
 
 use refrain_graph::{Binary, Gate, Op, Reduce, TensorType, Unary};
-use refrain_kernels::{BinaryArgs, CastArgs, CopyArgs, GateArgs, ReduceArgs, SoftmaxArgs, UnaryArgs, BufView};
+use refrain_kernels::{
+    BinaryArgs, BufView, CastArgs, CopyArgs, GateArgs, ReduceArgs, SoftmaxArgs, UnaryArgs,
+};
 use refrain_tensor::{DType, Layout};
 use refrain_testkit::{Tol, encode};
 

@@ -2,8 +2,8 @@
 
 use refrain_graph::{Attention, Gate, Op, TensorType};
 use refrain_kernels::{
-    AddRmsNormArgs, AttentionArgs, DequantArgs, GateArgs, GemmArgs, GemmPlan, LINEAR_DTYPES, LinearPart,
-    Narrow, PACKED_DTYPES, RmsNormArgs, BufView, pack,
+    AddRmsNormArgs, AttentionArgs, BufView, DequantArgs, GateArgs, GemmArgs, GemmPlan, LINEAR_DTYPES,
+    LinearPart, Narrow, PACKED_DTYPES, RmsNormArgs, pack,
 };
 use refrain_tensor::{DType, Layout};
 use refrain_testkit::{Rng, Tol, encode};

@@ -1,7 +1,7 @@
 //! Recurrent layers over slots that hold something already.
 
 use refrain_graph::{GatedDelta, KeyHeads, Op, Recurrent, ShortConv, TensorType};
-use refrain_kernels::{GatedDeltaArgs, ShortConvArgs, SlotArgs, BufView};
+use refrain_kernels::{BufView, GatedDeltaArgs, ShortConvArgs, SlotArgs};
 use refrain_tensor::{DType, Layout};
 use refrain_testkit::Tol;
 

@@ -1,7 +1,7 @@
 //! What a training step multiplies and attends: values in any layout, rows in documents.
 
 use refrain_graph::{Op, SpanAttention, TensorType, TrainOp};
-use refrain_kernels::{MatMulArgs, SpanArgs, SpanGradArgs, BufView, span_grad_scratch_bytes};
+use refrain_kernels::{BufView, MatMulArgs, SpanArgs, SpanGradArgs, span_grad_scratch_bytes};
 use refrain_tensor::{DType, Layout};
 use refrain_testkit::{Rng, Tol, encode};
 

@@ -5,11 +5,10 @@ use refrain_graph::{
     Unary,
 };
 use refrain_kernels::{
-    AdamTensor, AdamWArgs, CrossEntropyArgs, Floats, MapArgs, MapOp, NormWeights, PadArgs, PickArgs,
+    AdamTensor, AdamWArgs, BufView, CrossEntropyArgs, Floats, MapArgs, MapOp, NormWeights, PadArgs, PickArgs,
     PlaceColumnsArgs, RmsNormGradArgs, ScatterAddRowsArgs, SoftmaxGradArgs, SumSquaresArgs,
     TypedAddRmsNormArgs, TypedGatherArgs, TypedReduceArgs, TypedRmsNormArgs, TypedRopeArgs, TypedSoftmaxArgs,
-    BufView, reduce_scratch_bytes, rms_norm_grad_scratch_bytes, scatter_scratch_bytes,
-    sum_squares_scratch_bytes,
+    reduce_scratch_bytes, rms_norm_grad_scratch_bytes, scatter_scratch_bytes, sum_squares_scratch_bytes,
 };
 use refrain_tensor::{DType, Layout};
 use refrain_testkit::{Tol, encode};

@@ -114,7 +114,14 @@ fn gated_case(
     Case::one_node(format!("{name}, {n}x{k} of {n_experts}, {f}x{d}"), Op::Moe(MoeOp::Gated(gate)), tol, args)
 }
 
-fn summed_case(name: &str, biased: bool, dtype: DType, weight: DType, sizes: MoeSizes, ids: Vec<i32>) -> Case {
+fn summed_case(
+    name: &str,
+    biased: bool,
+    dtype: DType,
+    weight: DType,
+    sizes: MoeSizes,
+    ids: Vec<i32>,
+) -> Case {
     let [n, k, n_experts, f, d] = sizes;
     let mut args = vec![
         Arg::float(dtype, [n, k, f]),

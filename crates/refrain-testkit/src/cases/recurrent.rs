@@ -20,8 +20,16 @@ struct SequenceChunks {
 const PIECES: [SequenceChunks; 4] = [
     SequenceChunks { name: "one token after one", rows: &[[1, 1]], n_padding: 0 },
     SequenceChunks { name: "a prompt, then a token", rows: &[[7, 1]], n_padding: 1 },
-    SequenceChunks { name: "prompts and tokens of several", rows: &[[2, 5], [1, 1], [6, 2], [1, 3]], n_padding: 3 },
-    SequenceChunks { name: "pieces shorter and longer than the filter", rows: &[[3, 2], [4, 9]], n_padding: 0 },
+    SequenceChunks {
+        name: "prompts and tokens of several",
+        rows: &[[2, 5], [1, 1], [6, 2], [1, 3]],
+        n_padding: 3,
+    },
+    SequenceChunks {
+        name: "pieces shorter and longer than the filter",
+        rows: &[[3, 2], [4, 9]],
+        n_padding: 0,
+    },
 ];
 
 const N_SPARE: usize = 3;
