@@ -17,8 +17,9 @@
 //   eog        [n_eog, n]      i32, tokens that end each row; negative: empty
 //
 // A row that is done or has a negative position changes nothing; its entry has the flag PAST_END. A row whose
-// logprob is not finite ends, because its logits were not finite. The k-th launch (from 1) fills entry (k -
-// 1) % n_entries and then stores seq = k with system-scope release: a host that acquires it sees the payload.
+// logprob is not finite ends, because its logits were not finite. Launch k (from 1) fills the ring entry
+// (k - 1) % n_entries and then stores seq = k with system-scope release: a host that acquires it sees the
+// payload.
 //
 // Launch       grid (1), block (n rounded up to 32), shared 0
 // Requires     n at most 1024
@@ -26,8 +27,8 @@
 // edit
 //   words      [n_words]       u32, written
 //   edits      [n_edits]       u32: the number of edits and three unused words; then { to, from, n, unused } for
-//                              each; then their data. An edit copies n words from edits[from] to words[to]. Destinations
-//                              do not overlap.
+//                              each; then their data. An edit copies n words from edits[from] to words[to].
+//                              Destinations do not overlap.
 //
 // Launch       grid (16), block (256), shared 0. Words out of range of either are skipped
 //
