@@ -1,11 +1,11 @@
-//! Places buffers that live at different times into one arena.
+//! Placement of buffers with disjoint lifetimes in one arena.
 
 use std::cmp::Reverse;
 
-/// When a buffer lives and how large it is.
+/// Size and lifetime of a buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
-    /// Size.
+    /// Size in bytes.
     pub bytes: usize,
     /// The first step that touches it.
     pub first: usize,
@@ -19,18 +19,18 @@ impl Span {
     }
 }
 
-/// An offset for each buffer.
+/// Offsets of all buffers in the arena.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Arena {
-    /// Where each buffer begins, in the order in which they were given.
+    /// Offset of each buffer, in the order of the spans.
     pub offsets: Vec<usize>,
-    /// Bytes needed for all.
+    /// Total size.
     pub bytes: usize,
 }
 
 impl Arena {
-    /// Places buffers one after the other, each at the lowest offset where nothing that lives at the same time lies: the
-    /// largest first, or those that live longest, or as they come. The smallest arena of these is taken.
+    /// Places each buffer at the lowest offset that is free during its lifetime. Tries three orders (largest
+    /// first, longest-lived first, as given) and keeps the smallest arena.
     ///
     /// Offsets are multiples of `align`.
     pub fn place(spans: &[Span], align: usize) -> Arena {

@@ -1,4 +1,4 @@
-//! What a backend must do.
+//! The interface that every backend implements.
 
 use crate::graph::{Graph, State, Weight};
 use crate::group::{Fusion, GroupQuery};
@@ -11,10 +11,10 @@ use crate::state_part::{StateEdit, StatePart};
 use refrain_tensor::HostTensor;
 use std::borrow::Cow;
 
-/// A node as a backend is asked about it.
+/// A node, as passed to [`Backend::supports`].
 #[derive(Clone, Copy, Debug)]
 pub struct Query<'a> {
-    /// The op.
+    /// Op of the node.
     pub op: &'a Op,
     /// Types of its inputs.
     pub inputs: &'a [TensorType],
@@ -25,17 +25,17 @@ pub struct Query<'a> {
 /// Whether a backend has a kernel for a node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Support {
-    /// It has.
+    /// There is a kernel.
     Yes,
-    /// It has none, and why.
+    /// There is none, for this reason.
     No(String),
 }
 
-/// Why a graph does not compile for a backend.
+/// Why a graph could not be compiled for a backend.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum CompileError {
-    /// No kernel for an op, dtype or shape. There is no fallback.
+    /// There is no kernel for this op, dtype or shape. There is no fallback.
     #[error("{backend} has no kernel for {op} at {label}: {because}")]
     Unsupported {
         /// Name of the backend.
@@ -47,57 +47,55 @@ pub enum CompileError {
         /// The backend's reason, with dtypes and shapes.
         because: String,
     },
-    /// The graph has no plan.
+    /// The graph could not be planned.
     #[error(transparent)]
     Plan(#[from] PlanError),
     /// The plan needs more memory than allowed.
-    #[error("the plan needs an arena of {need_bytes} bytes, {limit_bytes} are allowed")]
+    #[error("the plan needs an arena of {need_bytes} bytes, the limit is {limit_bytes} bytes")]
     TooLarge {
         /// Bytes needed.
         need_bytes: usize,
         /// Bytes allowed.
         limit_bytes: usize,
     },
-    /// The device's context was lost while it prepared the plan: nothing runs on it in this process any more.
-    #[error("{backend} lost its context while it prepared the plan, with error {code}")]
+    /// The device context was lost during compilation. Nothing can run on it again in this process.
+    #[error("{backend} lost its context while preparing the plan, with error {code}")]
     ContextLost {
         /// Name of the backend.
         backend: &'static str,
         /// The driver's code.
         code: u32,
-        /// What failed.
+        /// Cause.
         #[source]
         source: std::sync::Arc<dyn std::error::Error + Send + Sync>,
     },
-    /// The backend failed while it prepared the plan.
+    /// The backend failed during compilation.
     #[error("{backend} could not prepare the plan")]
     Backend {
         /// Name of the backend.
         backend: &'static str,
-        /// What failed.
+        /// Cause.
         #[source]
         source: std::sync::Arc<dyn std::error::Error + Send + Sync>,
     },
 }
 
 impl CompileError {
-    /// What to do about it.
+    /// Suggested fix, if there is one.
     pub fn hint(&self) -> Option<String> {
         match self {
             CompileError::Unsupported { .. } => {
-                Some("run it on another device, or convert the weights to another type".into())
+                Some("use another device, or convert the weights to another type".into())
             }
             CompileError::Plan(error) => Some(error.hint().into()),
-            CompileError::TooLarge { .. } => Some("use smaller steps, or allow a larger arena".into()),
-            CompileError::ContextLost { .. } => {
-                Some("start the program again, or run on another device".into())
-            }
+            CompileError::TooLarge { .. } => Some("use smaller steps or allow a larger arena".into()),
+            CompileError::ContextLost { .. } => Some("restart the program, or use another device".into()),
             CompileError::Backend { .. } => None,
         }
     }
 }
 
-/// Why a plan did not run.
+/// Why a plan failed to run.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RunError {
@@ -106,37 +104,37 @@ pub enum RunError {
     Host {
         /// Label of the step.
         label: String,
-        /// Its author's words.
+        /// Error from its author.
         source: HostCallError,
     },
-    /// A step input has values that point outside what they index.
+    /// An index in a step input is out of range.
     #[error("{label}: {what} is {got}, must be below {limit}")]
     OutOfRange {
         /// Label of the step.
         label: String,
-        /// Which number.
+        /// Name of the index.
         what: &'static str,
         /// Its value.
         got: i64,
-        /// Its bound.
+        /// Exclusive upper bound.
         limit: usize,
     },
-    /// The weights, states or control block are not those of the plan.
+    /// The weights, states or control block do not belong to the plan.
     #[error("{what} of the plan do not match: {because}")]
     Mismatch {
-        /// Which argument.
+        /// Argument that does not match.
         what: &'static str,
-        /// How they differ.
+        /// Difference.
         because: String,
     },
-    /// The backend cannot change the size of its states.
-    #[error("{backend} cannot change the size of states that are in use")]
+    /// The backend cannot resize its states.
+    #[error("{backend} cannot resize its states")]
     CannotResize {
         /// Name of the backend.
         backend: &'static str,
     },
-    /// The backend lets nobody read or write its states.
-    #[error("{backend} lets nobody read or write its states")]
+    /// The backend does not allow access to its states.
+    #[error("{backend} does not allow reading or writing its states")]
     NoAccess {
         /// Name of the backend.
         backend: &'static str,
@@ -148,11 +146,11 @@ pub enum RunError {
         backend: &'static str,
         /// Label of the step.
         label: String,
-        /// What failed.
+        /// Cause.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// The device's context is lost: nothing runs on it in this process any more.
+    /// The device context was lost. Nothing can run on it again in this process.
     #[error("{backend} lost its context at {label} with error {code}")]
     ContextLost {
         /// Name of the backend.
@@ -161,28 +159,30 @@ pub enum RunError {
         label: String,
         /// The driver's code.
         code: u32,
-        /// What failed.
+        /// Cause.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
 }
 
 impl RunError {
-    /// What to do about it.
+    /// Suggested fix, if there is one.
     pub fn hint(&self) -> Option<String> {
         match self {
             RunError::OutOfRange { .. } => {
-                Some("use the tokens and blocks that belong to the model and its cache".into())
+                Some("use token ids of the model's vocabulary and blocks of its cache".into())
             }
-            RunError::Mismatch { what, .. } => Some(format!("give the {what} that the plan was made for")),
-            RunError::ContextLost { .. } => Some("start the program again, or run on another device".into()),
-            RunError::CannotResize { .. } => Some("allocate states of the size that is needed".into()),
+            RunError::Mismatch { what, .. } => {
+                Some(format!("pass the {what} that the plan was compiled for"))
+            }
+            RunError::ContextLost { .. } => Some("restart the program, or use another device".into()),
+            RunError::CannotResize { .. } => Some("allocate states of the required size".into()),
             RunError::NoAccess { .. } => Some("use the CPU or CUDA backend".into()),
             RunError::Host { .. } | RunError::Backend { .. } => None,
         }
     }
 
-    /// What the ledger says about a step that ended in this error.
+    /// Reason that the ledger records for a step that ended in this error.
     pub fn reason(&self) -> Reason {
         match self {
             RunError::ContextLost { code, label, .. } => {
@@ -198,71 +198,71 @@ impl RunError {
     }
 }
 
-/// What a run reads and changes besides the plan's own arena.
+/// Everything a run reads and writes outside the plan's arena.
 pub struct Io<'a, B: Backend + ?Sized> {
     /// The model's weights.
     pub weights: &'a B::Weights,
     /// The model's states.
     pub states: &'a mut B::States,
-    /// The step's inputs, laid out as [`Plan::control`] says.
+    /// Step inputs, in the layout of [`Plan::control`].
     pub control: &'a [u8],
 }
 
 /// Runs graphs on one kind of device.
 pub trait Backend {
-    /// Weights where the device wants them.
+    /// Weights in the device's layout.
     type Weights;
-    /// States where the device wants them.
+    /// States in the device's layout.
     type States;
-    /// A graph made ready to run.
+    /// A compiled graph.
     type Compiled;
 
-    /// Name for messages.
+    /// Name of the backend, for messages.
     fn name(&self) -> &'static str;
 
-    /// Sizes of step that it likes to run, in tokens, from the smallest: other steps are padded to the next one, so
-    /// that few plans serve all. Empty when any size is as good.
+    /// Preferred step sizes in tokens, ascending. Other steps are padded to the next size, so that few plans
+    /// are needed. Empty if the backend has no preference.
     fn buckets(&self) -> &[usize] {
         &[]
     }
 
-    /// Numbers of sequences that it likes to decode one token of each at once, from the smallest; others are padded to
-    /// the next one. Empty when any number is as good.
+    /// Preferred decode batch sizes (one token per sequence), ascending. Other batches are padded to the next
+    /// size. Empty if the backend has no preference.
     fn row_buckets(&self) -> &[usize] {
         &[]
     }
 
-    /// Whether there is a kernel for a node.
+    /// Returns whether there is a kernel for a node.
     fn supports(&self, query: &Query<'_>) -> Support;
 
-    /// Whether there are kernels that run a group of nodes as one unit. [`Plan::fused`] asks, from the largest group to
-    /// smaller ones; single nodes need no answer.
+    /// Returns whether there are kernels that run a group of nodes as one unit. [`Plan::fused`] queries from
+    /// the largest group down; single nodes are always accepted.
     fn fuses(&self, _: &GroupQuery<'_>) -> Fusion {
         Fusion::Smaller
     }
 
-    /// Whether products of values and gradients of norms can be added to what is there: [`crate::join_sums`] is of use
-    /// then.
+    /// Whether matrix products of values and gradients of norms can accumulate into their output. If so,
+    /// [`crate::join_sums`] is worth running.
     fn adds(&self) -> bool {
         false
     }
 
-    /// Brings weights to the device; `tensors` are in the order of `weights`.
+    /// Loads weights to the device; `tensors` are in the order of `weights`.
     fn load(&self, weights: &[Weight], tensors: Vec<HostTensor>) -> Result<Self::Weights, RunError>;
 
-    /// Makes states, filled with zeros.
+    /// Allocates states filled with zeros.
     fn allocate(&self, states: &[State]) -> Result<Self::States, RunError>;
 
-    /// Changes the first dimension of states that [`Backend::allocate`] made, and keeps what they hold; what is added is
-    /// zero. Between steps only: no step may be in flight. Graphs compiled for the old sizes are of no use afterwards.
+    /// Resizes the first dimension of states made by [`Backend::allocate`]. Contents are kept and new entries
+    /// are zero. No step may be in flight. Graphs compiled for the old sizes become useless.
     ///
-    /// A backend whose states cannot move says so with [`RunError::CannotResize`], which leaves them as they were.
+    /// A backend whose states cannot move returns [`RunError::CannotResize`] and leaves them unchanged.
     fn resize(&self, _states: &mut Self::States, _to: &[State]) -> Result<(), RunError> {
         Err(RunError::CannotResize { backend: self.name() })
     }
 
-    /// Copies what a state, or a part of it, holds to the host, behind all steps that were queued. Not while a run is
-    /// under way.
+    /// Copies a state, or part of one, to the host after all queued steps. Not allowed while a run is in
+    /// flight.
     fn read_state(
         &self,
         _: &Self::States,
@@ -272,8 +272,8 @@ pub trait Backend {
         Err(RunError::NoAccess { backend: self.name() })
     }
 
-    /// Puts values into a state or a part of it, behind all steps that were queued. Not while a run is under way, and after
-    /// a graph that uses the state was compiled.
+    /// Writes to a state, or part of one, after all queued steps. Requires that a graph using the state has
+    /// been compiled, and that no run is in flight.
     fn write_state(
         &self,
         _: &mut Self::States,
@@ -283,39 +283,41 @@ pub trait Backend {
         Err(RunError::NoAccess { backend: self.name() })
     }
 
-    /// Copies and clears slots of states on the device, in that order, between the steps that were sent or queued before
-    /// and those that come after, without waiting for any of them; also while a run is under way. After a graph that uses
-    /// the states was compiled.
+    /// Copies and clears slots of states on the device, in the given order: after all steps launched or
+    /// queued so far, before all later ones, and without waiting for any. Allowed while a run is in flight.
+    /// Requires that a graph using the states has been compiled.
     ///
-    /// An edit that is refused leaves all states as they were.
+    /// If an edit is refused, all states stay unchanged.
     fn edit_states(&mut self, _: &mut Self::States, _: &[StateEdit]) -> Result<(), RunError> {
         Err(RunError::NoAccess { backend: self.name() })
     }
 
-    /// Makes a graph ready to run; an op without a kernel is an error here.
+    /// Compiles a graph; an op without a kernel is an error here.
     fn compile(&self, graph: &Graph) -> Result<Self::Compiled, CompileError>;
 
-    /// The plan behind a compiled graph.
+    /// Plan of a compiled graph.
     fn plan<'c>(&self, compiled: &'c Self::Compiled) -> &'c Plan;
 
     /// Runs one step.
     fn run(&mut self, compiled: &mut Self::Compiled, io: Io<'_, Self>) -> Result<Ran, RunError>;
 
-    /// Copies an output of the last run to the host, dense whatever its layout on the device.
+    /// Copies an output of the last run to the host, contiguous whatever its layout on the device.
     fn read(&mut self, compiled: &Self::Compiled, output: usize, into: &mut [u8]) -> Result<(), RunError>;
 
-    /// How many queued steps may be in flight at once; 1 where each is done before [`Backend::queue`] returns.
+    /// Maximum number of queued steps in flight; 1 if each finishes before [`Backend::queue`] returns.
     fn queue_depth(&self) -> usize {
         1
     }
 
-    /// Queues a step behind those queued before, without waiting for any of them where the backend can. Its control block
-    /// is copied, so the caller may change it at once. `outputs` names the outputs to bring back: few and small ones.
+    /// Queues a step after those already queued, without waiting for them if the backend can. The control
+    /// block is copied, so the caller may change it immediately. `outputs` names the outputs to return: few
+    /// and small ones.
     ///
-    /// At most [`Backend::queue_depth`] steps may be queued and not collected. Steps of several graphs may be queued, and
-    /// steps that are [`run`](Backend::run) meanwhile, and states that are read or written, come behind those queued.
+    /// At most [`Backend::queue_depth`] steps may be queued and not collected. Steps of several graphs may be
+    /// queued. A call to [`run`](Backend::run) and reads or writes of states take effect after the steps
+    /// already queued.
     ///
-    /// An error here leaves the queue as it was. An error may also show when the step is collected.
+    /// An error leaves the queue unchanged. An error may also surface when the step is collected.
     fn queue(
         &mut self,
         compiled: &mut Self::Compiled,
@@ -326,27 +328,27 @@ pub trait Backend {
         queue_stepwise(self, compiled, io, outputs, queue)
     }
 
-    /// Waits for the oldest queued step. After an error the queue is empty: the step that it belongs to and those queued
-    /// behind it did not run, or the device no longer runs anything.
+    /// Waits for the oldest queued step. After an error the queue is empty: the failed step and those queued
+    /// after it did not run, or the device can no longer run anything.
     fn collect(&mut self, queue: &mut StepQueue) -> Result<Collected, RunError> {
         collect_stepwise(queue)
     }
 
-    /// Waits until no queued step is in flight and forgets their results; how many there were.
+    /// Drains the queue, discards the results and returns how many there were.
     fn abandon(&mut self, queue: &mut StepQueue) -> Result<usize, RunError> {
         Ok(queue.clear())
     }
 
-    /// How many steps of a run may be under way at once; 1 where the host has a part in every step.
+    /// Maximum number of steps of a run in flight; 1 if the host takes part in every step.
     fn ahead(&self, _: &Self::Compiled) -> usize {
         1
     }
 
-    /// Sends `n` more steps of a run, in order and without waiting for them where the backend can; what has changed in
-    /// the run's rows takes effect before them. Block tables must cover their positions. Between the first step of a run
-    /// and [`Backend::finish`] nothing else is compiled or run.
+    /// Launches the next `n` steps of a run, in order and without waiting for them if the backend can.
+    /// Changes to the run's rows take effect first. Block tables must cover the positions of these steps.
+    /// Between the first step of a run and [`Backend::finish`], nothing else may be compiled or run.
     ///
-    /// An error may also show when a later step is taken.
+    /// An error may also surface when a later step is collected.
     fn send(
         &mut self,
         compiled: &mut Self::Compiled,
@@ -358,30 +360,31 @@ pub trait Backend {
         send_stepwise(self, compiled, weights, states, run, n)
     }
 
-    /// Waits for the oldest step of a run that was not taken yet. After an error the run is over: what was taken is
-    /// good, and what was not must be run again.
+    /// Collects the oldest step of a run, waiting for it if needed. An error ends the run: results collected
+    /// so far are valid, the others must be computed again.
     fn take(&mut self, _: &mut Self::Compiled, run: &mut Run) -> Result<CommittedStep, RunError> {
         take_stepwise(run)
     }
 
-    /// Ends a run: waits until no step of it is under way, and says how many nobody took. Those have left nothing but
-    /// KV behind what was taken. The run is over after an error too, which then is that of a step nobody took.
+    /// Ends a run: drains it and returns how many steps were never collected. Those steps changed nothing but
+    /// KV past the last collected position. An error also ends the run; it may come from a step that was
+    /// never collected.
     fn finish(&mut self, _: &mut Self::Compiled, run: &mut Run) -> Result<usize, RunError> {
         Ok(finish_stepwise(run))
     }
 
-    /// The kernels of a compiled graph, each with the (first) step of the plan that it runs. A backend that has nothing
-    /// to tell gives none.
+    /// Kernels of a compiled graph, each with the (first) step of the plan that it runs. Empty if the backend
+    /// does not report them.
     fn kernels(&self, _: &Self::Compiled) -> Vec<(usize, Cow<'static, str>)> {
         Vec::new()
     }
 
-    /// How weights lie on the device, with the bytes of each layout.
+    /// Layouts of weights on the device, with the bytes in each.
     fn layouts(&self, _: &Self::Weights) -> Vec<(String, usize)> {
         Vec::new()
     }
 
-    /// Refuses a graph that has an op without a kernel.
+    /// Refuses a graph that contains an op without a kernel.
     fn check(&self, graph: &Graph) -> Result<(), CompileError> {
         for node in graph.nodes() {
             let (inputs, outputs) = (graph.input_types(node), graph.output_types(node));
@@ -396,8 +399,8 @@ pub trait Backend {
     }
 }
 
-/// [`Backend::send`] for a backend, or a plan, whose steps cannot feed themselves: each one is run and read, and its
-/// choices put in place here.
+/// [`Backend::send`] for backends or plans whose steps cannot feed themselves: runs each step, reads its
+/// output and writes the choices to the next step's inputs on the host.
 pub fn send_stepwise<B: Backend + ?Sized>(
     backend: &mut B,
     compiled: &mut B::Compiled,
@@ -406,7 +409,7 @@ pub fn send_stepwise<B: Backend + ?Sized>(
     run: &mut Run,
     n: usize,
 ) -> Result<(), RunError> {
-    // The control block is what the next step reads.
+    // Edits are already in the control block, which the next step reads.
     run.take_edits();
     let n_rows = run.feedback().n_rows;
     let (mut tokens, mut logprobs) = (vec![0u32; n_rows], vec![0f32; n_rows]);
@@ -424,13 +427,13 @@ pub fn send_stepwise<B: Backend + ?Sized>(
     Ok(())
 }
 
-/// [`Backend::take`] to [`send_stepwise`].
+/// [`Backend::take`] for [`send_stepwise`].
 pub fn take_stepwise(run: &mut Run) -> Result<CommittedStep, RunError> {
-    let because = || "no step of the run is under way".to_owned();
+    let because = || "no step of the run is in flight".to_owned();
     run.take().ok_or_else(|| RunError::Mismatch { what: "runs", because: because() })
 }
 
-/// [`Backend::finish`] to [`send_stepwise`].
+/// [`Backend::finish`] for [`send_stepwise`].
 pub fn finish_stepwise(run: &mut Run) -> usize {
     run.forget()
 }

@@ -1,48 +1,49 @@
-//! What the numbers of a control block index.
+//! Limits of the index values in a control block.
 //!
-//! Kernels follow these numbers to memory: on a card one that points outside writes nothing or reads NaN, and nobody
-//! would hear of it. So a plan gathers from its ops what each number may be ([`Op::indexing`]), a step's block is
-//! checked on the host before it is sent, and verification makes its own blocks by the same rules.
+//! Kernels use these values as addresses. On a GPU an out-of-range value writes nothing or reads NaN, and
+//! nothing reports it. So a plan collects the limits of each index from its ops ([`Op::indexing`]), a control
+//! block is checked on the host before its step is launched, and verification generates blocks by the same
+//! rules.
 
 use crate::inputs::Field;
 use crate::op::Indexing;
 use crate::plan::{Operand, Place, Plan, Step};
 
-/// Ids of rows of something; negative ones are empty places.
+/// Indices of rows; negative ones are unused.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct IdBound {
-    /// The ids.
+    /// Location of the indices.
     pub field: Field,
-    /// Rows there are.
+    /// Number of rows.
     pub limit: usize,
-    /// Whether an id beyond the limit is an error; otherwise it is ignored.
+    /// Whether an index beyond the limit is an error. If not, it is ignored.
     pub strict: bool,
     label: String,
 }
 
-/// Rows of tokens in paged caches.
+/// Token rows in paged caches.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PagedBound {
     /// Position of each row.
     pub positions: Field, // [n]
     /// Sequence of each row.
     pub seqs: Field, // [n]
-    /// Blocks of each sequence.
+    /// Blocks of each sequence, in order.
     pub tables: Field, // [n_seqs, max_blocks]
-    /// Sequences.
+    /// Number of sequences.
     pub n_seqs: usize,
-    /// Blocks a sequence may have.
+    /// Maximum number of blocks in a sequence.
     pub max_blocks: usize,
-    /// Blocks in the pool.
+    /// Number of blocks in the pool.
     pub n_blocks: usize,
-    /// Positions in a block.
+    /// Positions per block.
     pub kv_block: usize,
-    /// How many positions back from its own a row looks; its own counts.
+    /// How many positions a row attends to, counting back from and including its own.
     reach: usize,
     label: String,
 }
 
-/// Slots of recurrent states that the rows of a step read and write.
+/// Slots of recurrent states that a step's rows read and write.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SlotBound {
     /// Position of each row.
@@ -51,23 +52,24 @@ pub struct SlotBound {
     pub seqs: Field, // [n]
     /// The two slots of each sequence.
     pub slots: Field, // [n_seqs, 2]
-    /// Slots there are.
+    /// Number of slots.
     pub n_slots: usize,
     label: String,
 }
 
 impl SlotBound {
-    /// Sequences.
+    /// Number of sequences.
     pub fn n_seqs(&self) -> usize {
         self.slots.len / 2
     }
 
-    /// The slot that a sequence's rows write to when the first of them has this position; negative where it has none.
+    /// Returns the slot that a sequence's rows write if the first of them has position `first`; negative if
+    /// there is none.
     pub fn written(&self, control: &[u8], seq: usize, first: usize) -> i32 {
         self.slots.at(control, 2 * seq + (first + 1) % 2)
     }
 
-    /// What is wrong with the rows: a number outside, or rows of one sequence that do not stand together.
+    /// Returns the first violation: an index out of range, or rows of a sequence that are not contiguous.
     fn find_bad(&self, control: &[u8]) -> Option<(&'static str, i64, usize)> {
         let (mut before, mut highest) = (None, -1);
         for row in 0..self.positions.len {
@@ -77,32 +79,32 @@ impl SlotBound {
                 continue;
             }
             if seq < 0 || seq as usize >= self.n_seqs() {
-                return Some(("a sequence", seq.into(), self.n_seqs()));
+                return Some(("the sequence", seq.into(), self.n_seqs()));
             }
             let goes_on = before == Some((seq, position - 1));
             before = Some((seq, position));
             if goes_on {
                 continue;
             }
-            // Rows mostly stand in the order of their sequences, so that nothing has to be searched.
+            // Rows are usually in sequence order, so the search rarely runs.
             let is_row_of = |r: usize| self.positions.at(control, r) >= 0 && self.seqs.at(control, r) == seq;
             if seq <= highest && (0..row).any(is_row_of) {
-                return Some(("a sequence in two places", seq.into(), self.n_seqs()));
+                return Some(("the sequence of non-contiguous rows", seq.into(), self.n_seqs()));
             }
             highest = highest.max(seq);
             let slots = [0, 1].map(|version| self.slots.at(control, 2 * seq as usize + version));
             if let Some(slot) = slots.iter().find(|&&s| s < 0 || s as usize >= self.n_slots) {
-                return Some(("a slot", (*slot).into(), self.n_slots));
+                return Some(("the slot", (*slot).into(), self.n_slots));
             }
             if slots[0] == slots[1] {
-                return Some(("the second version of a slot", slots[1].into(), self.n_slots));
+                return Some(("the second slot of a sequence", slots[1].into(), self.n_slots));
             }
         }
         None
     }
 }
 
-/// Documents that the rows of a step belong to.
+/// Documents of a step's rows.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SpanBound {
     /// First row and end of each row's document.
@@ -111,17 +113,18 @@ pub struct SpanBound {
 }
 
 impl SpanBound {
-    /// Rows there are.
+    /// Number of rows.
     pub fn n_rows(&self) -> usize {
         self.spans.len / 2
     }
 
-    /// The document of a row.
+    /// Document of a row.
     pub fn at(&self, control: &[u8], row: usize) -> [i32; 2] {
         [self.spans.at(control, 2 * row), self.spans.at(control, 2 * row + 1)]
     }
 
-    /// A number that is wrong where documents do not lie one after another, each with one span for all its rows.
+    /// Returns an offending value if documents are not contiguous, or rows of one document have different
+    /// spans.
     fn find_bad(&self, control: &[u8]) -> Option<i64> {
         let rows = control.get(self.spans.range()).unwrap_or_default().as_chunks::<8>().0;
         let number = |span: &[u8; 8], i: usize| {
@@ -152,36 +155,36 @@ impl SpanBound {
     }
 }
 
-/// A number that points outside what it indexes.
+/// An index that is out of range.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OutOfBounds {
-    /// Label of the step that would follow it.
+    /// Label of the step that uses the index.
     pub label: String,
-    /// Which number.
+    /// Name of the index.
     pub what: &'static str,
     /// Its value.
     pub got: i64,
-    /// Its bound.
+    /// Exclusive upper bound.
     pub limit: usize,
 }
 
-/// What a plan's control block indexes.
+/// Limits of all indices in a plan's control block.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Bounds {
-    /// Ids of rows.
+    /// Row indices.
     pub ids: Vec<IdBound>,
-    /// Rows of tokens in paged caches.
+    /// Token rows in paged caches.
     pub paged: Vec<PagedBound>,
     /// Documents of rows.
     pub spans: Vec<SpanBound>,
     /// Slots of rows.
     pub slots: Vec<SlotBound>,
-    /// States of which some rows are found through numbers that are not in the control block.
+    /// States that are also indexed by values outside the control block.
     pub computed: Vec<usize>,
 }
 
 impl Bounds {
-    /// What the steps of a plan follow.
+    /// Collects the limits of all index inputs of a plan.
     pub fn of(plan: &Plan) -> Bounds {
         let mut bounds = Bounds::default();
         for step in plan.steps() {
@@ -192,7 +195,7 @@ impl Bounds {
         bounds
     }
 
-    /// Tokens of the step, as far as a cache sees them; 1 for a plan without one.
+    /// Number of token rows, as the caches see it; 1 for a plan without caches.
     pub fn n_tokens(&self) -> usize {
         let (paged, slots) = (self.paged.iter().map(|p| p.positions), self.slots.iter().map(|s| s.positions));
         paged.chain(slots).map(|positions| positions.len).max().unwrap_or(1)
@@ -291,13 +294,13 @@ impl Bounds {
         self.paged.push(bound);
     }
 
-    /// Refuses a control block that points outside what it indexes.
+    /// Refuses a control block with an index out of range.
     pub fn check(&self, control: &[u8]) -> Result<(), OutOfBounds> {
         let out = |label: &str, what, got: i64, limit| {
             Err(OutOfBounds { label: label.to_owned(), what, got, limit })
         };
         for ids in self.ids.iter().filter(|ids| ids.strict) {
-            // The largest, since finding that takes no branch for each of them.
+            // Checks only the maximum, which needs no branch per id.
             let most = ids.field.read(control).fold(-1, i32::max);
             if most >= 0 && most as usize >= ids.limit {
                 return out(&ids.label, "row", most.into(), ids.limit);
@@ -305,7 +308,7 @@ impl Bounds {
         }
         for spans in &self.spans {
             if let Some(got) = spans.find_bad(control) {
-                return out(&spans.label, "the span of a document", got, spans.n_rows());
+                return out(&spans.label, "the end of a document's span", got, spans.n_rows());
             }
         }
         for slots in &self.slots {
@@ -317,16 +320,16 @@ impl Bounds {
             for (row, position) in p.positions.read(control).enumerate().filter(|(_, pos)| *pos >= 0) {
                 let seq = p.seqs.at(control, row);
                 if seq < 0 || seq as usize >= p.n_seqs {
-                    return out(&p.label, "a sequence", seq.into(), p.n_seqs);
+                    return out(&p.label, "the sequence", seq.into(), p.n_seqs);
                 }
                 let (position, table) = (position as usize, seq as usize * p.max_blocks);
                 if position / p.kv_block >= p.max_blocks {
-                    return out(&p.label, "a position", position as i64, p.max_blocks * p.kv_block);
+                    return out(&p.label, "the position", position as i64, p.max_blocks * p.kv_block);
                 }
                 let first = (position + 1).saturating_sub(p.reach) / p.kv_block;
                 let mut blocks = (first..=position / p.kv_block).map(|b| p.tables.at(control, table + b));
                 if let Some(block) = blocks.find(|&b| b < 0 || b as usize >= p.n_blocks) {
-                    return out(&p.label, "a KV block", block.into(), p.n_blocks);
+                    return out(&p.label, "the KV block", block.into(), p.n_blocks);
                 }
             }
         }

@@ -1,4 +1,4 @@
-//! The control block: everything that changes from step to step, in one piece of memory.
+//! The control block: all step inputs in one allocation.
 
 use crate::graph::{Input, InputId};
 use crate::inputs::Field;
@@ -6,18 +6,18 @@ use crate::op::TensorType;
 use crate::plan::{PlanError, whole_bytes};
 use refrain_tensor::DType;
 
-/// Where one step input lies in the control block.
+/// Location of a step input in the control block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Slot {
     /// Byte offset.
     pub offset: usize,
-    /// Size.
+    /// Size in bytes.
     pub bytes: usize,
     /// Type.
     pub ty: TensorType,
 }
 
-/// Where every step input lies.
+/// Layout of the control block.
 #[derive(Clone, Debug, Default)]
 pub struct ControlLayout {
     slots: Vec<Slot>,
@@ -26,7 +26,7 @@ pub struct ControlLayout {
 }
 
 impl ControlLayout {
-    /// Lays inputs out one after another; refuses one that is not whole blocks.
+    /// Packs inputs one after another. Refuses an input whose size is not a whole number of blocks.
     pub fn new(inputs: &[Input], align: usize) -> Result<ControlLayout, PlanError> {
         let mut layout = ControlLayout::default();
         for input in inputs {
@@ -40,45 +40,45 @@ impl ControlLayout {
         Ok(layout)
     }
 
-    /// The place of an input.
+    /// Slot of an input.
     pub fn slot(&self, id: InputId) -> Slot {
         self.slots[id.idx()]
     }
 
-    /// All places, in the order of the graph's inputs.
+    /// All slots, in the order of the graph's inputs.
     pub fn slots(&self) -> &[Slot] {
         &self.slots
     }
 
-    /// The input of that name.
+    /// Finds an input by name.
     pub fn find(&self, name: &str) -> Option<InputId> {
         self.names.iter().position(|n| n == name).map(InputId::from_idx)
     }
 
-    /// The places of one row, in every input that has `n_rows` rows.
+    /// Fields of one row, in every input that has `n_rows` rows.
     pub fn row_fields(&self, n_rows: usize, row: usize) -> impl Iterator<Item = Field> + '_ {
         let has_rows = move |slot: &&Slot| slot.ty.shape.dims().first() == Some(&n_rows);
         let whole = |slot: &Slot| Field { offset: slot.offset, len: slot.bytes / 4 };
         self.slots.iter().filter(has_rows).map(move |slot| whole(slot).row(n_rows, row))
     }
 
-    /// Size of the block.
+    /// Size in bytes.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 }
 
-/// A value that does not fit its place.
+/// A value that does not fit its slot.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[error("step input {name:?} is {slot}, got {got} elements of {dtype}")]
 pub struct ControlError {
     /// Name of the input.
     pub name: String,
-    /// What the plan expects.
+    /// Type that the plan expects.
     pub slot: TensorType,
-    /// Type that came.
+    /// Type of the value.
     pub dtype: DType,
-    /// Elements that came.
+    /// Number of elements in the value.
     pub got: usize,
 }
 
@@ -90,43 +90,43 @@ pub struct ControlBlock {
 }
 
 impl ControlBlock {
-    /// A block of zeros.
+    /// Returns a zeroed block.
     pub fn new(layout: &ControlLayout) -> ControlBlock {
         ControlBlock { layout: layout.clone(), words: vec![0; layout.bytes().div_ceil(8)] }
     }
 
-    /// Where each input lies.
+    /// Layout of the block.
     pub fn layout(&self) -> &ControlLayout {
         &self.layout
     }
 
-    /// The whole block.
+    /// Bytes of the whole block.
     pub fn bytes(&self) -> &[u8] {
         &bytemuck::cast_slice(&self.words)[..self.layout.bytes()]
     }
 
-    /// The whole block as words, which every step input of a run is made of.
+    /// The whole block as words; every step input of a run consists of words.
     pub(crate) fn words_mut(&mut self) -> &mut [u32] {
         bytemuck::cast_slice_mut(&mut self.words)
     }
 
-    /// Sets an input of I32.
+    /// Sets an I32 input.
     pub fn set_i32(&mut self, id: InputId, values: &[i32]) -> Result<(), ControlError> {
         self.set(id, DType::I32, values)
     }
 
-    /// Sets an input of U32.
+    /// Sets a U32 input.
     pub fn set_u32(&mut self, id: InputId, values: &[u32]) -> Result<(), ControlError> {
         self.set(id, DType::U32, values)
     }
 
-    /// Sets an input of F32.
+    /// Sets an F32 input.
     pub fn set_f32(&mut self, id: InputId, values: &[f32]) -> Result<(), ControlError> {
         self.set(id, DType::F32, values)
     }
 
-    /// Sets one row of an input, its entry along the first dimension; the others stay as they are. Elements must be as
-    /// wide as the input's.
+    /// Sets one row of an input, its entry along the first dimension; other rows are unchanged. The element
+    /// size must match the input's.
     pub fn set_row<T: bytemuck::Pod>(
         &mut self,
         id: InputId,

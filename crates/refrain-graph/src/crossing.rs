@@ -1,23 +1,23 @@
-//! What host steps cost: the bytes that cross between a device and the host.
+//! Cost of host steps: bytes copied between device and host.
 
 use crate::op::Op;
 use crate::plan::{Operand, Place, Plan};
 use crate::schedule::Segment;
 
-/// What a segment's host steps take from a device and give back.
+/// Copies between device and host for a segment's host steps.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Crossing {
     /// Bytes from the device to the host.
     pub to_host_bytes: usize,
     /// Bytes from the host to the device.
     pub to_device_bytes: usize,
-    /// Copies in both directions; each is waited for.
+    /// Copies in both directions; the host waits for each.
     pub n_copies: usize,
 }
 
 impl Plan {
-    /// What a segment's host steps take from a device and give back in one run; nothing for a recordable segment. Step
-    /// inputs and weights are on the host already.
+    /// Returns the copies that one run of a segment's host steps needs; none for a recordable segment. Step
+    /// inputs and weights are already on the host.
     pub fn crossing(&self, segment: &Segment) -> Crossing {
         let mut crossing = Crossing::default();
         let on_device = |operand: &&Operand| match self.buffer(operand.buffer).place {

@@ -1,38 +1,38 @@
-//! What a pass knows of a graph: values through their views, and who reads them.
+//! What passes know about a graph: values with views resolved, and the readers of each value.
 
 use crate::graph::{Graph, NodeId, ValueId, ValueOrigin};
 use crate::op::Op;
 use crate::plan::PlanError;
 use refrain_tensor::{DType, Layout};
 
-/// A value as an op sees it: whose elements, and where each of them lies.
+/// A value with its views resolved: the source and the layout of its elements.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Seen {
-    /// The value whose elements these are; never a view.
+    /// Value that holds the elements; never a view.
     pub source: ValueId,
-    /// Where that comes from.
+    /// Origin of the source.
     pub origin: ValueOrigin,
     /// Element type.
     pub dtype: DType,
-    /// Where each element lies among those of the source.
+    /// Layout of the elements within the source.
     pub layout: Layout,
 }
 
 impl Seen {
-    /// Whether these are elements of a weight.
+    /// Whether the source is a weight.
     pub fn is_weight(&self) -> bool {
         matches!(self.origin, ValueOrigin::Weight(_))
     }
 }
 
-/// Views looked through, and readers.
+/// Resolved views and readers of a graph.
 pub(crate) struct GraphFacts<'g> {
     pub(crate) graph: &'g Graph,
-    // For each value.
+    // Per value.
     seen: Vec<Seen>,
-    // For each value the nodes that read it, directly or through views; a node once for each operand.
+    // Per value, the nodes that read it, directly or through views; a node appears once per operand.
     readers: Vec<Vec<NodeId>>,
-    // Whether a value, or a view of it, is an output.
+    // Per value, whether it or a view of it is an output.
     is_output: Vec<bool>,
 }
 
@@ -62,7 +62,7 @@ impl<'g> GraphFacts<'g> {
         Ok(facts)
     }
 
-    /// What a node shows if it is a view. A graph's values stand behind those they are made of.
+    /// Resolves a node if it is a view. A graph's values come after the values they are made from.
     fn through_view(&self, id: NodeId) -> Result<Option<Seen>, PlanError> {
         let node = self.graph.node(id);
         let Op::View(view) = &node.op else { return Ok(None) };
@@ -85,17 +85,17 @@ impl<'g> GraphFacts<'g> {
         self.value(self.graph.node(node).outputs[i])
     }
 
-    /// Inputs of a node from one on.
+    /// Inputs of a node, starting at `first`.
     pub(crate) fn inputs_from(&self, node: NodeId, first: usize) -> Vec<Seen> {
         self.graph.node(node).inputs[first..].iter().map(|&v| self.value(v)).collect()
     }
 
-    /// The nodes that read an output, one entry for each operand.
+    /// Nodes that read an output, one entry per operand.
     pub(crate) fn readers(&self, node: NodeId, output: usize) -> &[NodeId] {
         &self.readers[self.graph.node(node).outputs[output].idx()]
     }
 
-    /// Whether one operand of one node is all that reads an output.
+    /// Whether `reader` is the only reader of an output, with a single operand.
     pub(crate) fn is_only_reader(&self, reader: NodeId, node: NodeId, output: usize) -> bool {
         self.readers(node, output) == [reader] && !self.is_output(node, output)
     }
@@ -104,8 +104,8 @@ impl<'g> GraphFacts<'g> {
         self.is_output[self.graph.node(node).outputs[output].idx()]
     }
 
-    /// The node that makes what is seen, and which of its outputs it is, if that is seen whole and in order. Its shape
-    /// may be another one.
+    /// Returns the node and output that produce the source, if all its elements are seen in order. The shape
+    /// may differ.
     pub(crate) fn producer(&self, seen: &Seen) -> Option<(NodeId, usize)> {
         let ValueOrigin::Node { node, output } = seen.origin else { return None };
         let whole = self.graph.value(seen.source).ty.shape.n_elements();
@@ -113,7 +113,7 @@ impl<'g> GraphFacts<'g> {
         (in_order && seen.layout.shape().n_elements() == whole).then_some((node, output))
     }
 
-    /// As [`GraphFacts::producer`], of something that is seen in its own shape.
+    /// Like [`GraphFacts::producer`], but the shape must be the same.
     pub(crate) fn producer_of_same(&self, seen: &Seen) -> Option<(NodeId, usize)> {
         let same = seen.layout.shape() == self.graph.value(seen.source).ty.shape;
         self.producer(seen).filter(|_| same)

@@ -1,4 +1,4 @@
-//! Nodes that run better as one node, and nodes that nobody reads.
+//! Fusion of nodes, and removal of dead ones.
 
 use crate::graph::{Graph, NodeId, ValueId, ValueOrigin};
 use crate::op::{Binary, Gate, Op, Unary};
@@ -7,11 +7,12 @@ use crate::train_op::TrainOp;
 use crate::{GraphBuilder, GraphError};
 use std::collections::HashMap;
 
-/// Joins `silu(g) * u` into a gate and `a + b` followed by its RMS norm into one node, and drops what is not needed
-/// for an output or a state.
+/// Fuses `silu(g) * u` into a gate and `a + b` followed by its RMS norm into one node, and drops nodes that
+/// no output or state needs.
 ///
-/// A value that others read stays available: the sum in front of a norm is an output of the joined node. Who reads what
-/// decides, not the order in which nodes were built; the result's nodes stand in the order in which they will run.
+/// Values with other readers stay available: the sum before a norm is an output of the fused node. The result
+/// depends on the data flow, not on the order in which the graph was built. Nodes of the new graph are in
+/// execution order.
 pub fn fuse(graph: &Graph) -> Result<Graph, GraphError> {
     let live = live_nodes(graph);
     let order: Vec<NodeId> = Dependencies::of(graph).canonical().into_iter().map(NodeId::from_idx).collect();
@@ -27,8 +28,9 @@ pub fn fuse(graph: &Graph) -> Result<Graph, GraphError> {
     rebuilt.finish()
 }
 
-/// Joins a sum of two gradients with what makes one of them, where that is a product of values or the gradient of a
-/// norm, for backends whose kernels add to what is there ([`crate::Backend::adds`]). The sum is rounded once less.
+/// Fuses the sum of two gradients into the node that computes one of them, if that is a matrix product of
+/// values or the gradient of a norm. For backends whose kernels can accumulate ([`crate::Backend::adds`]).
+/// Saves one rounding of the sum.
 pub fn join_sums(graph: &Graph) -> Result<Graph, GraphError> {
     let live = live_nodes(graph);
     let order: Vec<NodeId> = Dependencies::of(graph).canonical().into_iter().map(NodeId::from_idx).collect();
@@ -53,7 +55,7 @@ pub fn join_sums(graph: &Graph) -> Result<Graph, GraphError> {
     rebuilt.finish()
 }
 
-/// A sum, one part of which is the first output of a node that nobody else reads.
+/// Matches a sum with one operand that is the first output of a node and has no other reader.
 fn add_to_made(
     graph: &Graph,
     add: NodeId,
@@ -87,7 +89,7 @@ fn add_to_made(
             return (!of_weight && fits).then_some((maker, joined));
         }
         let Op::Train(TrainOp::RmsNormGrad { eps, adds: false }) = by.op else { return None };
-        // The gradient of the weights comes later then; nobody may read it before.
+        // The gradient of the weights is then computed later, so nothing may read it before the sum.
         let later = uses.of_value(by.outputs[1]).iter().all(|reader| place[reader.idx()] > place[add.idx()]);
         let op = Op::Train(TrainOp::RmsNormGrad { eps, adds: true });
         let inputs = [by.inputs.as_slice(), &[other]].concat();
@@ -96,7 +98,7 @@ fn add_to_made(
     })
 }
 
-/// The new graph, and where in it the values of the old one are.
+/// The new graph, and the new id of each old value.
 struct Rebuilt<'g> {
     graph: &'g Graph,
     builder: GraphBuilder,
@@ -129,7 +131,7 @@ impl<'g> Rebuilt<'g> {
         Ok(())
     }
 
-    /// A value in the new graph. Views are made when something needs them.
+    /// Maps a value to the new graph. Views are created on first use.
     fn value(&mut self, value: ValueId) -> Result<ValueId, GraphError> {
         let mut views = Vec::new();
         let mut at = value;
@@ -137,7 +139,11 @@ impl<'g> Rebuilt<'g> {
             let ValueOrigin::Node { node, .. } = self.graph.value(at).origin else {
                 unreachable!("inputs, weights and states were mapped first");
             };
-            assert!(is_view(self.graph, node.idx()), "{} is read too early", self.graph.node(node).label);
+            assert!(
+                is_view(self.graph, node.idx()),
+                "{} is read before it is computed",
+                self.graph.node(node).label
+            );
             views.push(node);
             at = self.graph.node(node).inputs[0];
         }
@@ -156,7 +162,7 @@ impl<'g> Rebuilt<'g> {
         for value in self.graph.early().iter().filter_map(|value| self.map.get(value)) {
             self.builder.compute_early(*value);
         }
-        // Inputs and outputs were added in their order, so that ids and positions are the same.
+        // Inputs and outputs are added in their original order, so ids and positions match.
         if let Some(step) = self.graph.step() {
             self.builder.declare_step(step.clone());
         }
@@ -170,7 +176,7 @@ struct JoinedNode {
     outputs: Vec<ValueId>,
 }
 
-/// Joined nodes by the node whose place each takes, and the nodes that go into one elsewhere.
+/// Fused nodes by the node they replace, and the nodes absorbed into one.
 struct Joins {
     at: HashMap<NodeId, JoinedNode>,
     absorbed: Vec<bool>,
@@ -190,7 +196,7 @@ impl Joins {
     }
 }
 
-/// The live nodes that read each value, in canonical order, and the values that are outputs.
+/// Live readers of each value in canonical order, and the outputs.
 struct Uses {
     readers: HashMap<ValueId, Vec<NodeId>>,
     outputs: Vec<ValueId>,
@@ -225,7 +231,7 @@ fn live_nodes(graph: &Graph) -> Vec<bool> {
             stack.extend(&node.outputs);
         }
     }
-    // A host call without outputs is there for what it does.
+    // A host call without outputs runs for its side effects.
     for (idx, node) in graph.nodes().iter().enumerate() {
         if node.outputs.is_empty() {
             live[idx] = true;
@@ -242,8 +248,8 @@ fn live_nodes(graph: &Graph) -> Vec<bool> {
     live
 }
 
-/// A product, one factor of which is an activation that nobody else reads, of the other's shape. The gate takes the
-/// product's place, where both factors are known.
+/// Matches a product of two factors where one is an activation of the other factor's shape with no other
+/// reader. The gate replaces the product, where both factors are available.
 fn gate(graph: &Graph, product: NodeId, uses: &Uses) -> Option<(NodeId, JoinedNode)> {
     let node = graph.node(product);
     if !matches!(node.op, Op::Binary(Binary::Mul)) {
@@ -263,8 +269,8 @@ fn gate(graph: &Graph, product: NodeId, uses: &Uses) -> Option<(NodeId, JoinedNo
     })
 }
 
-/// A sum that an RMS norm reads, whose weights are there before any node runs. The joined node takes the sum's place,
-/// where others may read it.
+/// Matches a sum that an RMS norm reads, if the norm's weights are available before any node runs. The fused
+/// node replaces the sum, which others may read.
 fn add_norm(graph: &Graph, add: NodeId, uses: &Uses) -> Option<(NodeId, JoinedNode)> {
     let node = graph.node(add);
     if !matches!(node.op, Op::Binary(Binary::Add)) {

@@ -1,11 +1,13 @@
-//! Reverse-mode differentiation: the backward pass as more nodes of the same graph.
+//! Reverse-mode differentiation: appends the backward pass to the graph.
 //!
-//! [`GraphBuilder::gradients`] walks the nodes from the loss back and appends, for each, what turns the gradients of its
-//! outputs into those of its inputs. The result is an ordinary graph: fusion, planning and every backend see no
-//! difference between forward and backward. Each op declares its rule in one exhaustive match below.
+//! [`GraphBuilder::gradients`] walks the nodes backwards from the loss and appends, for each, the nodes that
+//! compute the gradients of its inputs from those of its outputs. The result is an ordinary graph: fusion,
+//! planning and backends do not distinguish forward from backward. Each op declares its rule in the
+//! exhaustive match below.
 //!
-//! Nodes that are appended read the incoming gradient first. A node runs right before what needs it, operands from left
-//! to right, so a value that is computed again (see [`Recompute`]) is computed when the backward pass gets there.
+//! Appended nodes read the incoming gradient first. A node is scheduled right before its first reader,
+//! operands from left to right, so a recomputed value (see [`Recompute`]) is computed when the backward pass
+//! reaches it.
 
 use crate::graph::{Graph, GraphBuilder, GraphError, Node, NodeId, ValueId, ValueOrigin};
 use crate::op::{Binary, Compare, Op, Reduce, Unary, View};
@@ -14,30 +16,30 @@ use refrain_tensor::{DType, Shape};
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 
-/// Nodes whose results the backward pass computes again instead of keeping them: one range for each layer, in their
-/// order. What a range reads from outside is kept.
+/// Ranges of nodes that the backward pass recomputes instead of keeping their results: one per layer, in
+/// order. Values that a range reads from outside are kept.
 pub type Recompute = [Range<usize>];
 
-/// Why there is no gradient.
+/// Why a gradient cannot be built.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum GradError {
-    /// A value that gradients flow through is made by an op that has none.
+    /// A gradient would have to pass through an op that has none.
     #[error("{label}: {op} has no gradient: {because}")]
     NotDifferentiable {
         /// Label of the node.
         label: String,
         /// Name of the op.
         op: &'static str,
-        /// Why it has none.
+        /// Reason.
         because: &'static str,
     },
-    /// A node of the backward pass cannot be built.
+    /// A node of the backward pass could not be built.
     #[error(transparent)]
     Graph(#[from] GraphError),
 }
 
-/// The gradient of the loss with respect to a value.
+/// Gradient of the loss with respect to a value.
 #[derive(Clone, Copy, Debug)]
 enum Adjoint {
     /// 1 for each element.
@@ -46,8 +48,8 @@ enum Adjoint {
 }
 
 impl GraphBuilder {
-    /// Appends the backward pass of the sum of all elements of `loss`, and gives its gradient with respect to each of
-    /// `wrt`; `None` where the loss does not depend on it. A gradient has the type of its value.
+    /// Appends the backward pass of the sum of all elements of `loss`. Returns the gradient with respect to
+    /// each value in `wrt`, in the type of that value; `None` if the loss does not depend on it.
     pub fn gradients(
         &mut self,
         loss: ValueId,
@@ -63,15 +65,15 @@ impl GraphBuilder {
     }
 }
 
-/// Why nothing flows through a router or the experts behind it.
+/// Why no gradient passes through a router or its experts.
 const NO_EXPERTS: &str = "training of mixtures of experts is not supported";
 
 struct Backward<'b> {
     builder: &'b mut GraphBuilder,
-    /// Values that depend on what gradients are asked of.
+    /// Values that depend on one of `wrt`.
     needed: HashSet<ValueId>,
     adjoints: HashMap<ValueId, Adjoint>,
-    /// Values that were computed again, by what they repeat.
+    /// Recomputed values, by the value they replace.
     again: HashMap<ValueId, ValueId>,
     n_forward: usize,
 }
@@ -111,11 +113,11 @@ impl<'b> Backward<'b> {
         self.builder.graph()
     }
 
-    /// Appends the nodes of a range once more; what follows reads their results instead.
+    /// Appends a copy of each node in a range; the backward pass reads the copies' results from then on.
     fn repeat(&mut self, range: Range<usize>) -> Result<(), GradError> {
         for idx in range {
             let node = self.graph().node(NodeId::from_idx(idx)).clone();
-            // A state is changed once.
+            // A state changes only once per step.
             if !node.op.state_updates().is_empty() || node.not_capturable().is_some() {
                 continue;
             }
@@ -126,12 +128,12 @@ impl<'b> Backward<'b> {
         Ok(())
     }
 
-    /// A value of the forward pass as the backward pass reads it.
+    /// Value to read in the backward pass for a value of the forward pass.
     fn current(&self, value: ValueId) -> ValueId {
         self.again.get(&value).copied().unwrap_or(value)
     }
 
-    /// The gradient of a value, once nothing adds to it any more.
+    /// Gradient of a value, once all contributions have been added.
     fn finished(&mut self, value: ValueId) -> Result<Option<ValueId>, GradError> {
         match self.adjoints.get(&value).copied() {
             None => Ok(None),
@@ -155,8 +157,8 @@ impl<'b> Backward<'b> {
             Some(known) => {
                 let known = self.materialise(known, value)?;
                 let more = self.materialise(adjoint, value)?;
-                // What a weight gets from its last use waits for its first one, across the whole backward pass: better
-                // as a gradient than as the larger values that it is made of.
+                // A weight's gradient is accumulated from its last use to its first, which spans the backward
+                // pass. Computing it early keeps one gradient alive instead of the larger operands.
                 if !matches!(self.graph().value(value).origin, ValueOrigin::Node { .. }) {
                     self.builder.compute_early(known);
                 }
@@ -168,7 +170,7 @@ impl<'b> Backward<'b> {
     }
 
     fn node(&mut self, node: &Node, dys: &[Option<Adjoint>]) -> Result<(), GradError> {
-        // The loss has its gradient already.
+        // Cross-entropy computes its gradient in the forward pass.
         if let (Some(Some(Adjoint::Ones)), Op::Train(TrainOp::CrossEntropy)) = (dys.first(), &node.op)
             && self.needed.contains(&node.inputs[0])
             && node.inputs[1..].iter().all(|input| !self.needed.contains(input))
@@ -176,7 +178,7 @@ impl<'b> Backward<'b> {
             let gradient = self.current(node.outputs[1]);
             return self.add(node.inputs[0], Adjoint::Value(gradient));
         }
-        // A sum passes its gradient on as it is, and so do views of ones: nothing is computed for them.
+        // A sum passes its gradient through unchanged, and views of ones are ones: no node is needed.
         if let ([Some(Adjoint::Ones)], Op::View(View::Reshape(_) | View::Permute(_)) | Op::Copy) =
             (dys, &node.op)
         {
@@ -192,7 +194,7 @@ impl<'b> Backward<'b> {
                 Some(gradient) => self.add(input, Adjoint::Value(gradient))?,
                 None if !self.builder.ty(input).dtype.is_float() => {}
                 None => {
-                    let because = "one of the inputs that it depends on counts as a constant";
+                    let because = "the gradient is wanted for an input that it treats as constant";
                     let (label, op) = (node.label.clone(), node.op.name());
                     return Err(GradError::NotDifferentiable { label, op, because });
                 }
@@ -201,8 +203,8 @@ impl<'b> Backward<'b> {
         Ok(())
     }
 
-    /// The gradients of a node's inputs, given those of its outputs. `None` for an input that has none or whose gradient
-    /// nobody asks for.
+    /// Gradients of a node's inputs from those of its outputs. `None` for an input that has none or whose
+    /// gradient is not needed.
     fn rule(&mut self, node: &Node, dys: &[Option<Adjoint>]) -> Result<Vec<Option<ValueId>>, GradError> {
         let none = |because| {
             Err(GradError::NotDifferentiable { label: node.label.clone(), op: node.op.name(), because })
@@ -211,7 +213,7 @@ impl<'b> Backward<'b> {
         let needs: Vec<bool> = node.inputs.iter().map(|input| self.needed.contains(input)).collect();
         let ins: Vec<ValueId> = node.inputs.iter().map(|&value| self.current(value)).collect();
         let ty = |pass: &Backward<'_>, i: usize| pass.builder.ty(ins[i]);
-        // The gradient of the first output: most ops have one.
+        // Gradient of the first output; most ops have only one.
         let first = match dys.first().copied().flatten() {
             Some(adjoint) => Some(self.materialise(adjoint, node.outputs[0])?),
             None => None,
@@ -223,7 +225,7 @@ impl<'b> Backward<'b> {
             if matches!(node.op, Op::Moe(_)) {
                 return none(NO_EXPERTS);
             }
-            return none("only its first output is differentiated");
+            return none("only its first output is differentiable");
         };
         match &node.op {
             Op::View(view) => {
@@ -249,7 +251,7 @@ impl<'b> Backward<'b> {
             Op::Copy => Ok(vec![Some(dy)]),
             Op::Cast(_) => match ty(self, 0).dtype {
                 from if from.is_float() => Ok(vec![Some(self.one(Op::Cast(from), &[dy], &label)?)]),
-                _ => none("its input is not a float"),
+                _ => none("its input is not floating-point"),
             },
             Op::Unary(Unary::Neg) => Ok(vec![Some(self.one(Op::Unary(Unary::Neg), &[dy], &label)?)]),
             Op::Unary(Unary::Affine { mul, .. }) => {
@@ -268,7 +270,7 @@ impl<'b> Backward<'b> {
                         let mul = 1.0 / x.shape.dims()[*axis] as f32;
                         self.one(Op::Unary(Unary::Affine { mul, add: 0.0 }), &[dy], &label)?
                     }
-                    // Elements that are as large share the gradient.
+                    // Tied elements share the gradient.
                     Reduce::Max => {
                         let y = self.current(node.outputs[0]);
                         let mask = self.one(Op::Compare(Compare::Equal), &[ins[0], y], &label)?;
@@ -339,7 +341,7 @@ impl<'b> Backward<'b> {
             }
             Op::SpanAttention(attention) => {
                 if dys.get(1).is_some_and(Option::is_some) {
-                    return none("only the output is differentiated, not the log-sum-exp");
+                    return none("only its first output is differentiable, not the log-sum-exp");
                 }
                 let [y, lse] = [node.outputs[0], node.outputs[1]].map(|value| self.current(value));
                 let op = Op::Train(TrainOp::SpanAttentionGrad(*attention));
@@ -359,12 +361,12 @@ impl<'b> Backward<'b> {
             Op::Train(TrainOp::Dropout(_)) => {
                 Ok(vec![Some(self.one(node.op.clone(), &[dy, ins[1]], &label)?), None])
             }
-            Op::Compare(_) => none("it is constant where it is smooth"),
+            Op::Compare(_) => none("its output is piecewise constant"),
             Op::KvAppend | Op::Attention(_) => {
-                none("a paged cache is for generation; train with attention among the rows of a step")
+                none("paged caches are for inference only; train with attention among the rows of a step")
             }
-            Op::Recurrent(_) => none("recurrent layers are for generation; they have no backward pass yet"),
-            Op::Sample(_) => none("a choice is not smooth"),
+            Op::Recurrent(_) => none("recurrent layers are for inference only"),
+            Op::Sample(_) => none("sampling is not differentiable"),
             Op::Moe(_) => none(NO_EXPERTS),
             Op::Accumulate | Op::Train(TrainOp::AdamW(_)) => none("it changes a state"),
             Op::Train(
@@ -376,8 +378,8 @@ impl<'b> Backward<'b> {
                 | TrainOp::RopeGrad(_)
                 | TrainOp::SpanAttentionGrad(_)
                 | TrainOp::SumSquares,
-            ) => none("it is part of a backward pass already"),
-            Op::HostCall(_) => none("it is a function on the host"),
+            ) => none("it is already part of a backward pass"),
+            Op::HostCall(_) => none("it is a host function"),
         }
     }
 
@@ -392,7 +394,7 @@ impl<'b> Backward<'b> {
         }
     }
 
-    /// The dimensions in another order. Turning back what was turned gives the original.
+    /// Permutes the dimensions. The inverse of an existing permutation returns its input.
     fn permute(&mut self, value: ValueId, order: &[usize]) -> Result<ValueId, GradError> {
         if let ValueOrigin::Node { node, .. } = self.graph().value(value).origin
             && let Op::View(View::Permute(first)) = &self.graph().node(node).op
@@ -403,8 +405,8 @@ impl<'b> Backward<'b> {
         Ok(self.builder.permute(value, order)?)
     }
 
-    /// A frozen weight in another dtype is decoded once more rather than kept: the decoded weights of all layers would be
-    /// larger than the model.
+    /// Decodes a frozen weight again instead of keeping its decoded form: the decoded weights of all layers
+    /// would be larger than the model.
     fn decoded_again(&mut self, value: ValueId) -> Result<ValueId, GradError> {
         let ValueOrigin::Node { node, .. } = self.graph().value(value).origin else { return Ok(value) };
         let Node { op, inputs, label, .. } = self.graph().node(node).clone();
@@ -423,7 +425,7 @@ impl<'b> Backward<'b> {
         matches!(self.graph().value(value).origin, ValueOrigin::Weight(_))
     }
 
-    /// The last two dimensions exchanged.
+    /// Swaps the last two dimensions.
     fn transpose(&mut self, value: ValueId) -> Result<ValueId, GradError> {
         let rank = self.builder.ty(value).shape.rank();
         let mut order: Vec<usize> = (0..rank).collect();
@@ -431,7 +433,7 @@ impl<'b> Backward<'b> {
         self.permute(value, &order)
     }
 
-    /// A value that can be reshaped: a copy of one whose elements do not lie in order.
+    /// Returns a value that can be reshaped: a copy if the elements are not in order.
     fn dense(&mut self, value: ValueId) -> Result<ValueId, GradError> {
         let mut at = value;
         loop {
@@ -446,7 +448,7 @@ impl<'b> Backward<'b> {
         }
     }
 
-    /// Sums what broadcasting repeated.
+    /// Sums over broadcast dimensions.
     fn sum_to(&mut self, value: ValueId, shape: Shape, label: &str) -> Result<ValueId, GradError> {
         let mut value = value;
         let dims = self.builder.ty(value).shape;
@@ -487,7 +489,7 @@ impl<'b> Backward<'b> {
                     let quotient = self.one(Op::Binary(Binary::Div), &[product, this], label)?;
                     self.one(Op::Unary(Unary::Neg), &[quotient], label)?
                 }
-                // Where both are equal each has half of the gradient.
+                // Equal elements each get half of the gradient.
                 (Binary::Max, _) => {
                     let to = Op::Cast(self.builder.ty(dy).dtype);
                     let larger = self.one(Op::Compare(Compare::Less), &[other, this], label)?;
@@ -504,7 +506,7 @@ impl<'b> Backward<'b> {
         Ok(gradients)
     }
 
-    /// `da = dy b^T` and `db = a^T dy`, summed over what was broadcast.
+    /// `da = dy b^T` and `db = a^T dy`, summed over broadcast dimensions.
     fn matmul(
         &mut self,
         dy: ValueId,
@@ -526,10 +528,10 @@ impl<'b> Backward<'b> {
         if !needs[1] {
             return Ok(vec![da, None]);
         }
-        // The product is taken the other way round and turned, so that the gradient of a weight, which enters transposed,
-        // comes out as the weight lies.
+        // Computes the transposed product and transposes the result: the gradient of a weight, which enters
+        // transposed, then comes out in the weight's layout.
         let (rows_a, rows_dy) = match b_ty.shape.rank() {
-            // One matrix for all rows: their outer dimensions are more rows.
+            // `b` is one matrix for all rows, so the outer dimensions fold into the rows.
             2 if a_ty.shape.rank() > 2 => {
                 let flat = |pass: &mut Backward<'_>, x: ValueId| -> Result<ValueId, GradError> {
                     let shape = pass.builder.ty(x).shape;
@@ -548,7 +550,7 @@ impl<'b> Backward<'b> {
         Ok(vec![da, Some(self.cast(db, b_ty.dtype)?)])
     }
 
-    /// Gradients flow through the sum, the norm, or both.
+    /// Gradients may arrive through the sum, the norm, or both.
     fn add_rms_norm(
         &mut self,
         node: &Node,

@@ -1,4 +1,4 @@
-//! Values, nodes and state, and the builder that makes them.
+//! Values, nodes and states of a graph, and its builder.
 
 use crate::infer::InferError;
 use crate::inputs::StepInputs;
@@ -12,12 +12,12 @@ macro_rules! ids {
         pub struct $name(pub(crate) u32);
 
         impl $name {
-            /// Position in the graph's list of its kind.
+            /// Index in the graph's list of this kind.
             pub fn idx(self) -> usize {
                 self.0 as usize
             }
 
-            /// The id at a position of the graph's list of its kind.
+            /// Returns the id for an index in the graph's list of this kind.
             pub fn from_idx(idx: usize) -> $name {
                 $name(idx as u32)
             }
@@ -26,32 +26,32 @@ macro_rules! ids {
 }
 
 ids! {
-    /// A value.
+    /// Id of a value.
     ValueId,
-    /// A node.
+    /// Id of a node.
     NodeId,
-    /// A weight: constant, the same in every step.
+    /// Id of a weight: constant, the same in every step.
     WeightId,
-    /// A state: lives from step to step.
+    /// Id of a state: persists across steps.
     StateId,
-    /// An input: set by the host before a step.
+    /// Id of an input: set by the host before a step.
     InputId,
 }
 
-/// Where a value comes from.
+/// Origin of a value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ValueOrigin {
-    /// Set before each step.
+    /// Step input, set before each step.
     Input(InputId),
-    /// Loaded once.
+    /// Weight, loaded once.
     Weight(WeightId),
-    /// What the state holds when the step begins.
+    /// Content of a state at the start of the step.
     State(StateId),
-    /// Computed by a node.
+    /// Output of a node.
     Node {
         /// The node.
         node: NodeId,
-        /// Which of its outputs.
+        /// Index among its outputs.
         output: usize,
     },
 }
@@ -61,24 +61,24 @@ pub enum ValueOrigin {
 pub struct Value {
     /// Type.
     pub ty: TensorType,
-    /// Source.
+    /// Origin.
     pub origin: ValueOrigin,
 }
 
-/// One computation.
+/// One operation of a graph.
 #[derive(Clone, Debug)]
 pub struct Node {
-    /// What it computes.
+    /// Operation.
     pub op: Op,
-    /// From which values.
+    /// Values it reads.
     pub inputs: Vec<ValueId>,
-    /// Into which values.
+    /// Values it computes.
     pub outputs: Vec<ValueId>,
-    /// A name for people, such as `blk.3.attn_q`.
+    /// Readable name, such as `blk.3.attn_q`.
     pub label: String,
 }
 
-/// A step input: a place in the control block.
+/// A step input: a slot in the control block.
 #[derive(Clone, Debug)]
 pub struct Input {
     /// Name.
@@ -87,57 +87,57 @@ pub struct Input {
     pub ty: TensorType,
 }
 
-/// A weight that graphs of one model share.
+/// A weight, shared by all graphs of a model.
 #[derive(Clone, Debug)]
 pub struct Weight {
-    /// Name in the model's own terms.
+    /// Name in the model file.
     pub name: String,
     /// Type.
     pub ty: TensorType,
 }
 
-/// A state that graphs of one model share.
+/// A state, shared by all graphs of a model.
 #[derive(Clone, Debug, PartialEq)]
 pub struct State {
     /// Name.
     pub name: String,
     /// Type.
     pub ty: TensorType,
-    /// What a step may change of it.
+    /// How a step may change it.
     pub kind: StateKind,
 }
 
-/// What a step may change of a state, which decides how it is saved, compared and restored when a graph is verified.
+/// How a step may change a state. Decides how verification saves, compares and restores it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StateKind {
-    /// Blocks of a paged cache, `[n_blocks, n_kv_heads, kv_block, ..]`: rows of heads, or their scales. A step writes rows
-    /// that block tables name. Verified on spare blocks behind the pool.
+    /// Blocks of a paged cache, `[n_blocks, n_kv_heads, kv_block, ..]`: rows of heads, or their scales. A
+    /// step writes the rows that block tables name. Verified on spare blocks after the pool.
     Paged,
-    /// Slots of recurrent layers, `[n_slots, ..]`, two for each sequence: a step reads one and writes the other.
-    /// Verified on spare slots behind the pool.
+    /// Slots of recurrent layers, `[n_slots, ..]`, two per sequence: a step reads one and writes the other.
+    /// Verified on spare slots after the pool.
     Slots,
-    /// Parameters, moments, counters: a step may write all of it. Verified whole.
+    /// Parameters, moments, counters: a step may write all of it. Verified as a whole.
     Whole,
 }
 
 impl State {
-    /// A paged cache.
+    /// Returns a paged cache.
     pub fn paged(name: impl Into<String>, ty: TensorType) -> State {
         State { name: name.into(), ty, kind: StateKind::Paged }
     }
 
-    /// A state in slots.
+    /// Returns a state in slots.
     pub fn slots(name: impl Into<String>, ty: TensorType) -> State {
         State { name: name.into(), ty, kind: StateKind::Slots }
     }
 
-    /// A state that a step may change as a whole.
+    /// Returns a state that a step may change as a whole.
     pub fn whole(name: impl Into<String>, ty: TensorType) -> State {
         State { name: name.into(), ty, kind: StateKind::Whole }
     }
 }
 
-/// A value that is read after the step.
+/// A value that the host reads after the step.
 #[derive(Clone, Debug)]
 pub struct Output {
     /// Name.
@@ -146,7 +146,7 @@ pub struct Output {
     pub value: ValueId,
 }
 
-/// What one step computes. Nodes stand in an order in which they could run.
+/// The computation of one step. Nodes are in a valid execution order.
 #[derive(Clone, Debug, Default)]
 pub struct Graph {
     values: Vec<Value>,
@@ -160,7 +160,7 @@ pub struct Graph {
 }
 
 impl Graph {
-    /// Values that are worth computing as soon as they can be, in this order.
+    /// Values to compute as early as possible, in this order.
     pub fn early(&self) -> &[ValueId] {
         &self.early
     }
@@ -180,47 +180,47 @@ impl Graph {
         &self.inputs
     }
 
-    /// Weights; the same list in every graph of a model.
+    /// Weights; the same list in all graphs of a model.
     pub fn weights(&self) -> &[Weight] {
         &self.weights
     }
 
-    /// States; the same list in every graph of a model.
+    /// States; the same list in all graphs of a model.
     pub fn states(&self) -> &[State] {
         &self.states
     }
 
-    /// What is read after the step.
+    /// Outputs, read after the step.
     pub fn outputs(&self) -> &[Output] {
         &self.outputs
     }
 
-    /// What the inputs of a model's step mean; `None` for a graph that is no step of a model.
+    /// Meaning of the inputs of a model's step; `None` for other graphs.
     pub fn step(&self) -> Option<&StepInputs> {
         self.step.as_ref()
     }
 
-    /// The node of that id.
+    /// Node with this id.
     pub fn node(&self, id: NodeId) -> &Node {
         &self.nodes[id.idx()]
     }
 
-    /// The value of that id.
+    /// Value with this id.
     pub fn value(&self, id: ValueId) -> &Value {
         &self.values[id.idx()]
     }
 
-    /// The input of that name.
+    /// Input with this name.
     pub fn input(&self, name: &str) -> Option<InputId> {
         self.inputs.iter().position(|i| i.name == name).map(InputId::from_idx)
     }
 
-    /// The position of the output of that name.
+    /// Index of the output with this name.
     pub fn output(&self, name: &str) -> Option<usize> {
         self.outputs.iter().position(|o| o.name == name)
     }
 
-    /// The state a value is a version of, seen through views.
+    /// Returns the state that a value is a version of, looking through views.
     pub fn state_of(&self, value: ValueId) -> Option<StateId> {
         let mut value = value;
         loop {
@@ -240,7 +240,7 @@ impl Graph {
         }
     }
 
-    /// The version of a state that a value is or is a view of.
+    /// Returns the state and the version that a value is, or is a view of.
     fn state_version(&self, value: ValueId) -> Option<(StateId, ValueId)> {
         let mut version = value;
         while let ValueOrigin::Node { node, .. } = self.value(version).origin
@@ -251,12 +251,12 @@ impl Graph {
         self.state_of(version).map(|state| (state, version))
     }
 
-    /// The type of each input of a node.
+    /// Types of a node's inputs.
     pub fn input_types(&self, node: &Node) -> Vec<TensorType> {
         node.inputs.iter().map(|&v| self.value(v).ty).collect()
     }
 
-    /// The type of each output of a node.
+    /// Types of a node's outputs.
     pub fn output_types(&self, node: &Node) -> Vec<TensorType> {
         node.outputs.iter().map(|&v| self.value(v).ty).collect()
     }
@@ -271,45 +271,46 @@ pub enum GraphError {
     Infer {
         /// Label of the node.
         label: String,
-        /// The rule that was broken.
+        /// Violated rule.
         source: InferError,
     },
-    /// A shape that cannot be.
+    /// An invalid shape.
     #[error("{label}: {source}")]
     Shape {
         /// Label of the node.
         label: String,
-        /// The objection.
+        /// Cause.
         source: TensorError,
     },
-    /// A state was used in a version that is gone, or changed through something that is not a state.
-    #[error("{label}: the state it uses is {because}")]
+    /// A node used an outdated version of a state, or would change a value that is not a state.
+    #[error("{label}: its state is {because}")]
     State {
         /// Label of the node.
         label: String,
-        /// What is wrong.
+        /// Reason.
         because: &'static str,
     },
-    /// Two inputs or outputs share a name.
+    /// Two inputs or two outputs have the same name.
     #[error("two values are named {name:?}")]
     Duplicate {
-        /// The name.
+        /// Name.
         name: String,
     },
 }
 
-/// Builds a graph node by node, inferring types on the way.
+/// Builds a graph node by node and infers types.
 #[derive(Clone, Debug)]
 pub struct GraphBuilder {
     graph: Graph,
     scope: String,
     weight_values: Vec<ValueId>,
-    // The newest version of each state. Older ones are gone: a change is made where the state lies.
+    // Latest version of each state. Older versions cannot be read, because states change in place.
     state_values: Vec<ValueId>,
 }
 
 impl GraphBuilder {
-    /// A graph over these weights and states. Graphs of one model are given the same lists, so ids agree between them.
+    /// Returns a builder over these weights and states. Graphs of one model use the same lists, so their ids
+    /// agree.
     pub fn new(weights: Vec<Weight>, states: Vec<State>) -> GraphBuilder {
         let mut graph = Graph { weights, states, ..Graph::default() };
         let mut values = Vec::new();
@@ -326,7 +327,7 @@ impl GraphBuilder {
         GraphBuilder { graph, scope: String::new(), weight_values, state_values }
     }
 
-    /// Goes on with a graph: what is added reads the newest version of each state.
+    /// Continues an existing graph: new nodes read the latest version of each state.
     pub fn resume(graph: Graph) -> GraphBuilder {
         let mut builder = GraphBuilder::new(graph.weights.clone(), graph.states.clone());
         for node in &graph.nodes {
@@ -340,22 +341,22 @@ impl GraphBuilder {
         builder
     }
 
-    /// Sets the prefix of the labels that follow, such as `blk.3`.
+    /// Sets the prefix of subsequent labels, such as `blk.3`.
     pub fn scope(&mut self, scope: impl Into<String>) {
         self.scope = scope.into();
     }
 
-    /// Puts another prefix in place and gives the one before.
+    /// Sets another prefix and returns the previous one.
     pub(crate) fn replace_scope(&mut self, scope: String) -> String {
         std::mem::replace(&mut self.scope, scope)
     }
 
-    /// The graph so far.
+    /// Graph built so far.
     pub fn graph(&self) -> &Graph {
         &self.graph
     }
 
-    /// A step input.
+    /// Adds a step input.
     pub fn input(&mut self, name: &str, ty: TensorType) -> Result<ValueId, GraphError> {
         if self.graph.input(name).is_some() {
             return Err(GraphError::Duplicate { name: name.into() });
@@ -365,22 +366,22 @@ impl GraphBuilder {
         Ok(self.push_value(ty, ValueOrigin::Input(id)))
     }
 
-    /// The value of a weight.
+    /// Value of a weight.
     pub fn weight(&self, id: WeightId) -> ValueId {
         self.weight_values[id.idx()]
     }
 
-    /// The newest version of a state.
+    /// Latest version of a state.
     pub fn state(&self, id: StateId) -> ValueId {
         self.state_values[id.idx()]
     }
 
-    /// The type of a value.
+    /// Type of a value.
     pub fn ty(&self, value: ValueId) -> TensorType {
         self.graph.value(value).ty
     }
 
-    /// Names a value that is read after the step.
+    /// Adds an output: a named value that is read after the step.
     pub fn output(&mut self, name: &str, value: ValueId) -> Result<(), GraphError> {
         if self.graph.output(name).is_some() {
             return Err(GraphError::Duplicate { name: name.into() });
@@ -390,18 +391,19 @@ impl GraphBuilder {
         Ok(())
     }
 
-    /// Says that a value is worth computing as soon as it can be, after those of which this was said before: it needs
-    /// less memory than what it is made of.
+    /// Marks a value to be computed as early as possible, after those marked before, because it needs less
+    /// memory than its operands.
     pub fn compute_early(&mut self, value: ValueId) {
         self.graph.early.push(value);
     }
 
-    /// Outputs named so far.
+    /// Number of outputs so far.
     pub fn n_outputs(&self) -> usize {
         self.graph.outputs.len()
     }
 
-    /// Declares what the inputs mean. They must be inputs of this graph, and outputs must be named by then.
+    /// Declares the meaning of the inputs. All must be inputs of this graph, and all outputs must have been
+    /// added.
     pub fn declare_step(&mut self, step: StepInputs) {
         self.graph.step = Some(step);
     }
@@ -411,10 +413,10 @@ impl GraphBuilder {
         matches!(self.graph.value(value).origin, ValueOrigin::Input(_))
     }
 
-    /// The input that a value is.
+    /// Returns the input of a value.
     ///
     /// # Panics
-    /// When the value is something else.
+    /// If the value is not a step input.
     pub fn input_id(&self, value: ValueId) -> InputId {
         match self.graph.value(value).origin {
             ValueOrigin::Input(id) => id,
@@ -424,12 +426,12 @@ impl GraphBuilder {
         }
     }
 
-    /// The graph.
+    /// Returns the finished graph.
     pub fn finish(self) -> Graph {
         self.graph
     }
 
-    /// A node with any number of outputs. The methods below are shorthands for the usual ones.
+    /// Adds a node with any number of outputs. The methods below are shorthands for common ops.
     pub fn node(&mut self, op: Op, inputs: &[ValueId], label: &str) -> Result<Vec<ValueId>, GraphError> {
         let label = match self.scope.as_str() {
             "" => label.to_string(),
@@ -467,10 +469,10 @@ impl GraphBuilder {
         let refuse = |because| GraphError::State { label: label.to_string(), because };
         let state = self.graph.state_of(value).ok_or_else(|| refuse("not a state"))?;
         if self.state_values[state.idx()] != value {
-            return Err(refuse("seen through a view; change the state itself"));
+            return Err(refuse("accessed through a view; change the state itself"));
         }
         if self.graph.outputs.iter().any(|o| self.graph.state_version(o.value) == Some((state, value))) {
-            return Err(refuse("an output in this version; name the output after the change"));
+            return Err(refuse("already an output in this version; add the output after the change"));
         }
         Ok(state)
     }
@@ -478,7 +480,7 @@ impl GraphBuilder {
     fn refuse_older_version(&self, value: ValueId, label: &str) -> Result<(), GraphError> {
         match self.graph.state_version(value) {
             Some((state, version)) if self.state_values[state.idx()] != version => {
-                let because = "an older version: it was changed since";
+                let because = "an outdated version: a later node has changed it";
                 Err(GraphError::State { label: label.to_string(), because })
             }
             _ => Ok(()),
@@ -495,19 +497,19 @@ impl GraphBuilder {
         Ok(self.node(op, inputs, label)?[0])
     }
 
-    /// The same elements under another shape.
+    /// Same elements, another shape.
     pub fn reshape(&mut self, x: ValueId, dims: &[usize]) -> Result<ValueId, GraphError> {
         let shape =
             Shape::new(dims).map_err(|source| GraphError::Shape { label: self.scope.clone(), source })?;
         self.single(Op::View(View::Reshape(shape)), &[x], "reshape")
     }
 
-    /// The dimensions in another order.
+    /// Permutes the dimensions.
     pub fn permute(&mut self, x: ValueId, order: &[usize]) -> Result<ValueId, GraphError> {
         self.single(Op::View(View::Permute(order.to_vec())), &[x], "permute")
     }
 
-    /// Some entries of one dimension.
+    /// A range of one dimension.
     pub fn slice(
         &mut self,
         x: ValueId,
@@ -518,22 +520,22 @@ impl GraphBuilder {
         self.single(Op::View(View::Slice { axis, start, len }), &[x], "slice")
     }
 
-    /// A dense copy.
+    /// Contiguous copy.
     pub fn copy(&mut self, x: ValueId) -> Result<ValueId, GraphError> {
         self.single(Op::Copy, &[x], "copy")
     }
 
-    /// Another dtype.
+    /// Converts to another dtype.
     pub fn cast(&mut self, x: ValueId, to: DType) -> Result<ValueId, GraphError> {
         self.single(Op::Cast(to), &[x], "cast")
     }
 
-    /// A function of each element.
+    /// Elementwise function of one argument.
     pub fn unary(&mut self, op: Unary, x: ValueId) -> Result<ValueId, GraphError> {
         self.single(Op::Unary(op), &[x], op.name())
     }
 
-    /// A function of two elements.
+    /// Elementwise function of two arguments.
     pub fn binary(&mut self, op: Binary, a: ValueId, b: ValueId) -> Result<ValueId, GraphError> {
         self.single(Op::Binary(op), &[a, b], op.name())
     }
@@ -543,7 +545,7 @@ impl GraphBuilder {
         self.binary(Binary::Add, a, b)
     }
 
-    /// `x[.., m, k] * w[n, k]^T`, and the bias `[n]` on top if there is one.
+    /// `x[.., m, k] * w[n, k]^T`, plus the bias `[n]` if there is one.
     pub fn linear(
         &mut self,
         x: ValueId,
@@ -559,17 +561,17 @@ impl GraphBuilder {
         }
     }
 
-    /// RMS norm of the last dimension.
+    /// RMS norm over the last dimension.
     pub fn rms_norm(&mut self, x: ValueId, w: ValueId, eps: f32, label: &str) -> Result<ValueId, GraphError> {
         self.single(Op::RmsNorm { eps }, &[x, w], label)
     }
 
-    /// Rows of a table.
+    /// Gathers rows of a table.
     pub fn gather_rows(&mut self, table: ValueId, ids: ValueId, to: DType) -> Result<ValueId, GraphError> {
         self.single(Op::GatherRows(to), &[table, ids], "gather_rows")
     }
 
-    /// The gated feed-forward's activation.
+    /// Gated activation of a feed-forward.
     pub fn gate(&mut self, kind: Gate, gate: ValueId, up: ValueId) -> Result<ValueId, GraphError> {
         self.single(Op::Gate(kind), &[gate, up], "gate")
     }
@@ -585,7 +587,7 @@ impl GraphBuilder {
         self.single(Op::Rope(rope), &[x, positions, inv_freq], "rope")
     }
 
-    /// Writes rows into a paged cache; gives the cache's new version.
+    /// Appends rows to a paged cache; returns the cache's new version.
     pub fn kv_append(
         &mut self,
         cache: ValueId,
@@ -607,7 +609,7 @@ impl GraphBuilder {
         self.single(Op::Attention(attention), &inputs, "attention")
     }
 
-    /// A function on the host.
+    /// Calls a host function.
     pub fn host_call(&mut self, call: HostCall, inputs: &[ValueId]) -> Result<Vec<ValueId>, GraphError> {
         let name = call.name;
         self.node(Op::HostCall(call), inputs, name)
@@ -615,7 +617,7 @@ impl GraphBuilder {
 }
 
 impl Node {
-    /// Why this node cannot be recorded, if it cannot.
+    /// Returns why a recording cannot contain this node, if it cannot.
     pub fn not_capturable(&self) -> Option<&'static str> {
         match self.op.capture() {
             Capture::Safe => None,

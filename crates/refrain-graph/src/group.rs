@@ -1,9 +1,10 @@
-//! Groups of nodes that a backend may run as one unit, found from who reads what.
+//! Groups of nodes that a backend may run as one unit, found from the data flow.
 //!
-//! The pass proposes the largest group around each attention and around each row of activations that is multiplied with
-//! weights, and asks the backend. Where it has no kernel, smaller groups are proposed, down to single nodes. A group's
-//! members stand next to each other in the plan, and every buffer that one of them touches lives as long as they run
-//! together. So nothing depends on the order in which a model builds its nodes.
+//! The pass proposes the largest group around each attention and around the matrix products of each
+//! activation with weights, and asks the backend. If the backend has no kernel, the pass proposes smaller
+//! groups, down to single nodes. Members of a group are adjacent in the plan, and every buffer that one of
+//! them touches stays alive while the group runs. So the result does not depend on the order in which a model
+//! builds its nodes.
 
 use crate::facts::{GraphFacts, Seen};
 use crate::graph::{Graph, NodeId};
@@ -13,42 +14,42 @@ use crate::schedule::Dependencies;
 use std::collections::HashMap;
 use std::ops::Range;
 
-/// Why what follows a product is not part of its group.
-const ADAPTED: &str = "an adapter adds to it, and no kernel adds what a second product makes";
+/// Why the reader of a matrix product is not in its group.
+const ADAPTED: &str = "an adapter adds to it, and no kernel adds the result of a second product";
 
 /// Steps of a plan that a backend runs as one unit. Each step is in exactly one group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Group {
-    /// What they are, and who does what.
+    /// Kind of the group, with its members by role.
     pub kind: GroupKind,
-    /// Which steps of the plan, in the order of [`GroupKind::nodes`].
+    /// Steps of the plan, in the order of [`GroupKind::nodes`].
     pub steps: Range<usize>,
 }
 
-/// What a group is, with the roles of its members.
+/// Kind of a group, with its members by role.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum GroupKind {
     /// One node of any kind.
     One(NodeId),
-    /// Products of the same rows with weights.
+    /// Matrix products of one activation with several weights.
     Products(Products),
-    /// A chain from queries, keys and values to what attention makes of them.
+    /// Attention with the norms, ropes and appends before it.
     Attend(Attend),
-    /// Queries rotated, and attention over what the caches hold.
+    /// Rope of queries, and attention over the caches as they are.
     AttendStored(AttendStored),
-    /// Queries and keys rotated, keys and values put into the cache.
+    /// Rope of queries and keys, and appends of keys and values to the caches.
     RopeAppend(RopeAppend),
 }
 
-/// Products of the same rows with weights, what makes the rows, and what is done with the results.
+/// Matrix products of one activation with weights, with the node before them and the nodes after them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Products {
-    /// What makes the rows, if that is a member.
+    /// Node that computes the activation, if it is a member.
     pub producer: Option<Producer>,
-    /// At least one, in the order in which later nodes want them; with a gate the one that goes through its function
-    /// comes first.
+    /// At least one product, in the order in which later nodes read them. With a gate, the product that its
+    /// function applies to comes first.
     pub parts: Vec<ProductPart>,
-    /// The gate that is all that reads two products.
+    /// Gate that is the only reader of two products.
     pub gate: Option<NodeId>,
 }
 
@@ -57,20 +58,21 @@ pub struct Products {
 pub struct ProductPart {
     /// `MatMul` with a weight.
     pub product: NodeId,
-    /// The sum with a vector of weights that is all that reads the product.
+    /// Sum with a vector of weights that is the only reader of the product.
     pub bias: Option<NodeId>,
 }
 
-/// What makes the rows of [`Products`]. Others may read them as well: see [`GroupQuery::is_internal`].
+/// Node that computes the activation of [`Products`]. It may have other readers: see
+/// [`GroupQuery::is_internal`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Producer {
     /// `RmsNorm`.
     Norm(NodeId),
-    /// `AddRmsNorm`, whose second output are the rows.
+    /// `AddRmsNorm`; the activation is its second output.
     AddNorm {
-        /// The `RmsNorm` that makes the second summand and that nobody else reads.
+        /// `RmsNorm` that computes the second summand and has no other reader.
         inner: Option<NodeId>,
-        /// The sum and its norm.
+        /// The `AddRmsNorm`.
         add: NodeId,
     },
     /// `Gate`.
@@ -79,13 +81,13 @@ pub enum Producer {
     Attention(NodeId),
 }
 
-/// All between the products that make queries, keys and values and the one of attention's result. Nothing outside reads
-/// what norms and ropes make.
+/// All nodes between the projections of queries, keys and values and the output projection. Nothing outside
+/// reads the results of norms and ropes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Attend {
     /// `RmsNorm` of queries and of keys.
     pub norms: Option<[NodeId; 2]>,
-    /// `RmsNorm` of values, where there are the other two.
+    /// `RmsNorm` of values, if queries and keys have norms too.
     pub value_norm: Option<NodeId>,
     /// `Rope` of queries and of keys.
     pub ropes: [NodeId; 2],
@@ -95,8 +97,8 @@ pub struct Attend {
     pub attention: NodeId,
 }
 
-/// Attention over caches that are filled elsewhere, such as those of an earlier layer. Nothing outside reads what norm and
-/// rope make.
+/// Attention over caches that other nodes fill, such as those of an earlier layer. Nothing outside reads the
+/// results of norm and rope.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AttendStored {
     /// `RmsNorm` of queries.
@@ -107,7 +109,7 @@ pub struct AttendStored {
     pub attention: NodeId,
 }
 
-/// Rotation and appends at the same positions.
+/// Rope and appends at the same positions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RopeAppend {
     /// `Rope` of queries and of keys.
@@ -117,7 +119,7 @@ pub struct RopeAppend {
 }
 
 impl Producer {
-    /// The node whose output the rows are.
+    /// Node whose output is the activation.
     pub fn node(&self) -> NodeId {
         match *self {
             Producer::Norm(node)
@@ -129,7 +131,7 @@ impl Producer {
 }
 
 impl GroupKind {
-    /// The members in the order in which they could run.
+    /// Members in a valid execution order.
     pub fn nodes(&self) -> Vec<NodeId> {
         match self {
             GroupKind::One(node) => vec![*node],
@@ -155,7 +157,8 @@ impl GroupKind {
         }
     }
 
-    /// How many members run at once where what makes the rows of products is done before these begin.
+    /// Numbers of members that run concurrently, stage by stage, if the producer of the rows finishes before
+    /// the products start.
     pub fn stages(&self) -> Vec<usize> {
         let n = self.nodes().len();
         match self {
@@ -174,7 +177,7 @@ impl GroupKind {
         }
     }
 
-    /// The member that names the group in reports.
+    /// Member that names the group in reports.
     pub fn head(&self) -> NodeId {
         match self {
             GroupKind::One(node) => *node,
@@ -186,51 +189,52 @@ impl GroupKind {
     }
 }
 
-/// A backend's answer about a group of several nodes.
+/// Backend's answer for a group of several nodes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Fusion {
-    /// It runs them as one launch whose blocks do not wait for each other: the memory of the group is its own while it
-    /// runs, and no member overwrites what it reads.
+    /// Runs as one launch whose blocks do not wait for each other. All buffers of the group stay allocated
+    /// while it runs, and no member overwrites what it reads.
     Joined,
-    /// It runs them in [`GroupKind::stages`]: each has its memory to itself, and members may overwrite what they alone
-    /// read, as they would one by one.
+    /// Runs in [`GroupKind::stages`]. Stages do not overlap, and a member may overwrite an input that only it
+    /// reads, as it would on its own.
     Staged,
-    /// Smaller groups serve it as well: they are proposed next, and there is nothing to report.
+    /// Smaller groups are as good: they are proposed next, and no reason is kept.
     Smaller,
-    /// It has no kernel for this group, and why. Smaller ones are proposed next; the plan keeps the reason.
+    /// No kernel for this group, for this reason. Smaller groups are proposed next; the plan keeps the
+    /// reason.
     No(String),
 }
 
-/// A group as a backend is asked about it.
+/// A proposed group, as passed to [`crate::Backend::fuses`].
 #[derive(Clone, Copy)]
 pub struct GroupQuery<'a> {
-    /// What it is.
+    /// Kind of the group.
     pub kind: &'a GroupKind,
     facts: &'a GraphFacts<'a>,
 }
 
 impl<'a> GroupQuery<'a> {
-    /// What the inputs of the graph mean, where it is a model's step.
+    /// Meaning of the graph's inputs, if it is a model's step.
     pub fn step(&self) -> Option<&'a StepInputs> {
         self.facts.graph.step()
     }
 
-    /// What a node computes.
+    /// Op of a node.
     pub fn op(&self, node: NodeId) -> &'a Op {
         &self.facts.graph.node(node).op
     }
 
-    /// An input of a node.
+    /// Input of a node, with views resolved.
     pub fn input(&self, node: NodeId, i: usize) -> Seen {
         self.facts.input(node, i)
     }
 
-    /// An output of a node.
+    /// Output of a node, with views resolved.
     pub fn output(&self, node: NodeId, i: usize) -> Seen {
         self.facts.output(node, i)
     }
 
-    /// Whether nothing outside the group reads an output of a member.
+    /// Whether only members of the group read this output.
     pub fn is_internal(&self, node: NodeId, output: usize) -> bool {
         let nodes = self.kind.nodes();
         !self.facts.is_output(node, output)
@@ -238,22 +242,22 @@ impl<'a> GroupQuery<'a> {
     }
 }
 
-/// A group that a backend has no kernel for.
+/// A proposed group that the backend refused.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Refusal {
-    /// The member that names it.
+    /// Member that names the group.
     pub node: NodeId,
     /// The backend's reason.
     pub because: String,
 }
 
-/// A group with what the backend said of it.
+/// A group, and whether the backend runs it in stages.
 pub(crate) struct CheckedGroup {
     pub(crate) kind: GroupKind,
     pub(crate) is_staged: bool,
 }
 
-/// Every node but views in a group, and why some groups are not larger.
+/// Groups of all nodes except views, and the refusals of larger groups.
 pub(crate) struct Grouping {
     pub(crate) groups: Vec<CheckedGroup>,
     pub(crate) refusals: Vec<Refusal>,
@@ -294,7 +298,7 @@ struct Pass<'a> {
     fuses: &'a dyn Fn(&GroupQuery<'_>) -> Fusion,
     levels: Vec<usize>,
     after: Vec<Vec<usize>>,
-    // For each node, the index of its group.
+    // Per node, the index of its group.
     group_of: Vec<Option<usize>>,
     found: Grouping,
 }
@@ -314,7 +318,7 @@ impl Pass<'_> {
         self.found.groups.push(CheckedGroup { kind, is_staged });
     }
 
-    /// Takes the first of some groups, from the largest, that can be one and that the backend runs as one.
+    /// Takes the first (largest) of these groups that is valid and that the backend accepts.
     fn propose(&mut self, kinds: impl IntoIterator<Item = GroupKind>) -> bool {
         let mut refused = None;
         let mut taken = None;
@@ -345,8 +349,8 @@ impl Pass<'_> {
         is_taken
     }
 
-    /// Whether these nodes are free, lie between the same host steps, and no node outside waits for one of them while
-    /// another waits for it.
+    /// Whether the nodes are free, lie between the same host steps, and no path between two of them leaves
+    /// the group.
     fn can_be_one(&self, kind: &GroupKind) -> bool {
         let nodes = kind.nodes();
         let level = self.levels[nodes[0].idx()];
@@ -363,7 +367,7 @@ impl Pass<'_> {
             if std::mem::replace(&mut seen[idx], true) {
                 continue;
             }
-            // What waits for one member of a group waits for all of it.
+            // A node that depends on one member of a group depends on all of it.
             let together = match self.group_of[idx] {
                 Some(group) => self.found.groups[group].kind.nodes(),
                 None => vec![NodeId::from_idx(idx)],
@@ -428,7 +432,7 @@ impl Pass<'_> {
         }
     }
 
-    /// What may make the rows, from the most to nothing.
+    /// Possible producers of the activation, largest group first, ending with none.
     fn producers(&self, products: &[NodeId]) -> Vec<Option<Producer>> {
         let x = self.facts.input(products[0], 0);
         let Some((node, output)) = self.facts.producer(&x) else { return vec![None] };
@@ -473,7 +477,7 @@ impl Pass<'_> {
         }
     }
 
-    /// The node that adds a vector of weights to a product, if nothing else reads that.
+    /// Node that adds a vector of weights to a product, if it is the only reader.
     fn bias(&self, product: NodeId) -> Option<NodeId> {
         let &[reader] = self.facts.readers(product, 0) else { return None };
         let made = self.facts.output(product, 0);
@@ -490,7 +494,8 @@ impl Pass<'_> {
         fits.then_some(reader)
     }
 
-    /// Whether a product of a second weight is added to one of a first: an adapter beside a linear map. No group has it.
+    /// Whether the product of a second weight is added to that of the first: an adapter on a linear layer. No
+    /// group covers this.
     fn is_adapted(&self, product: NodeId) -> bool {
         let &[reader] = self.facts.readers(product, 0) else { return false };
         let is_sum = matches!(self.graph().node(reader).op, Op::Binary(Binary::Add));
@@ -505,7 +510,7 @@ impl Pass<'_> {
             && is_product(self.facts.input(reader, 1)).is_some()
     }
 
-    /// The gate that is all that reads two products, with the one that goes through its function first.
+    /// Gate that is the only reader of two products. The product that its function applies to comes first.
     fn gate(&self, parts: &[ProductPart]) -> Option<(NodeId, Vec<ProductPart>)> {
         let &[a, b] = parts else { return None };
         let result = |part: ProductPart| part.bias.unwrap_or(part.product);
@@ -524,7 +529,7 @@ impl Pass<'_> {
     }
 }
 
-/// Products with weights, those of the same rows together, in canonical order.
+/// Matrix products with weights, grouped by activation, in canonical order.
 fn products(facts: &GraphFacts<'_>, order: &[NodeId]) -> Vec<Vec<NodeId>> {
     let mut sets: Vec<Vec<NodeId>> = Vec::new();
     let mut by_source: HashMap<_, Vec<usize>> = HashMap::new();
@@ -550,8 +555,8 @@ fn is_empty(seen: &Seen) -> bool {
     seen.layout.shape().n_elements() == 0
 }
 
-/// An attention, the ropes of its queries and keys, and the appends to its caches, all at the same positions of the
-/// same sequences.
+/// An attention, the ropes of its queries and keys, and the appends to its caches, all with the same
+/// positions and sequences.
 struct Chain {
     rope_append: RopeAppend,
     attention: NodeId,
@@ -574,7 +579,7 @@ impl Chain {
         let (k, also_turned) = rope(facts.input(keys, 1))?;
         let places = facts.inputs_from(keys, 2);
         let state = |node: NodeId| facts.graph.state_of(facts.graph.node(node).inputs[0]);
-        // Members of the group run at once: none of them may read another but along the chain.
+        // Members run concurrently, so none may read another except along the chain.
         let made_outside = |seen: Seen| facts.producer(&seen).is_none_or(|(node, _)| node != q && node != k);
         let rows = [facts.input(q, 0), facts.input(k, 0), facts.input(values, 1)];
         let same = q != k
@@ -592,7 +597,8 @@ impl Chain {
         same.then_some(Chain { rope_append, attention })
     }
 
-    /// The chain as one group, with and without the norms before it; none where others read what lies between.
+    /// The chain as one group, with and without the norms before it; empty if other nodes read intermediate
+    /// results.
     fn attend(&self, facts: &GraphFacts<'_>) -> Vec<Attend> {
         let RopeAppend { ropes: [q, k], appends } = self.rope_append;
         let is_alone = facts.is_only_reader(self.attention, q, 0) && facts.is_only_reader(appends[0], k, 0);
@@ -621,7 +627,7 @@ impl Chain {
 }
 
 impl AttendStored {
-    /// Around an attention, with and without the norm of its queries.
+    /// Groups around an attention, with and without the norm of its queries.
     fn of(facts: &GraphFacts<'_>, attention: NodeId) -> Vec<AttendStored> {
         let op = |node: NodeId| &facts.graph.node(node).op;
         if !matches!(op(attention), Op::Attention(_)) || is_empty(&facts.output(attention, 0)) {

@@ -8,34 +8,34 @@ use refrain_tensor::{DType, Layout, Shape, TensorError};
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum InferError {
-    /// Too few or too many inputs.
+    /// Wrong number of inputs.
     #[error("{op} takes {want} inputs, got {got}")]
     Arity {
         /// Name of the op.
         op: &'static str,
-        /// Inputs it takes.
+        /// Expected number.
         want: usize,
-        /// Inputs it got.
+        /// Actual number.
         got: usize,
     },
-    /// An input with the wrong rank, dimension or dtype.
+    /// Wrong rank, dimension or dtype of an input.
     #[error("{op}: input {index} is {got}, expected {want}")]
     Input {
         /// Name of the op.
         op: &'static str,
-        /// Which input.
+        /// Index of the input.
         index: usize,
-        /// What came.
+        /// Type of the input.
         got: TensorType,
-        /// What the rule asks for.
+        /// Expected type or shape.
         want: String,
     },
-    /// A view that does not exist.
+    /// An invalid view.
     #[error("{op}: {source}")]
     View {
         /// Name of the op.
         op: &'static str,
-        /// The layout's objection.
+        /// Cause.
         source: TensorError,
     },
     /// A host function refused the types.
@@ -43,12 +43,12 @@ pub enum InferError {
     Host {
         /// Name of the call.
         op: &'static str,
-        /// Its author's words.
+        /// Reason from its author.
         because: String,
     },
 }
 
-/// The inputs of an op, as its rule looks at them.
+/// Inputs of an op during inference.
 pub(crate) struct RuleInputs<'a> {
     pub(crate) op: &'static str,
     pub(crate) inputs: &'a [TensorType],
@@ -74,7 +74,7 @@ impl RuleInputs<'_> {
         Err(InferError::Input { op: self.op, index, got: self.inputs[index], want: want.into() })
     }
 
-    /// The shape of a result. Inputs of no elements can have dimensions that a result cannot.
+    /// Checks a result shape. Inputs without elements can have dimensions that a result cannot.
     pub(crate) fn shape(&self, dims: &[usize]) -> Result<Shape, InferError> {
         Shape::new(dims).map_err(|source| InferError::View { op: self.op, source })
     }
@@ -95,7 +95,7 @@ impl RuleInputs<'_> {
 }
 
 impl Op {
-    /// The types of the outputs for those inputs, or why there are none.
+    /// Returns the output types for these input types, or why there are none.
     pub fn infer(&self, inputs: &[TensorType]) -> Result<Vec<TensorType>, InferError> {
         let rule = RuleInputs { op: self.name(), inputs };
         match self {
@@ -117,7 +117,7 @@ impl Op {
                 rule.require(0, to.is_float() || integer(*to), format!("a cast to floats or I32, not {to}"))?;
                 let from = inputs[0].dtype;
                 let is_number = !is_integer(from) || (integer(from) && to.is_float());
-                rule.require(0, is_number, "F32, F16, BF16, a quantised dtype, or I32 that becomes floats")?;
+                rule.require(0, is_number, "F32, F16, BF16, a quantised dtype, or I32 cast to floats")?;
                 Ok(vec![TensorType { dtype: *to, shape: inputs[0].shape }])
             }
             Op::Unary(_) | Op::Softmax => {
@@ -179,7 +179,11 @@ impl Op {
                 let d = rule.rank(0, 2)?[1];
                 let n = rule.rank(1, 1)?[0];
                 rule.require(1, inputs[1].dtype == DType::I32, "I32")?;
-                rule.require(0, to.is_float() && !is_integer(inputs[0].dtype), "a table of numbers")?;
+                rule.require(
+                    0,
+                    to.is_float() && !is_integer(inputs[0].dtype),
+                    "a table that is not of integers",
+                )?;
                 Ok(vec![TensorType { dtype: *to, shape: rule.shape(&[n, d])? }])
             }
             Op::ScatterAddRows { n_rows } => {
@@ -280,7 +284,7 @@ impl Op {
 }
 
 impl View {
-    /// The view of a layout.
+    /// Returns the layout of the view.
     pub fn apply(&self, layout: &Layout) -> Result<Layout, TensorError> {
         match self {
             View::Reshape(shape) => layout.reshape(*shape),
@@ -297,7 +301,7 @@ fn infer_binary(rule: &RuleInputs<'_>) -> Result<Vec<TensorType>, InferError> {
     Ok(vec![infer_broadcast(rule, [0, 1])?])
 }
 
-/// The type of two inputs of one dtype, broadcast to one shape.
+/// Broadcast type of two inputs of one dtype.
 fn infer_broadcast(rule: &RuleInputs<'_>, [i, j]: [usize; 2]) -> Result<TensorType, InferError> {
     let [a, b] = [rule.inputs[i], rule.inputs[j]];
     rule.require(j, a.dtype == b.dtype, format!("{}", a.dtype))?;
@@ -306,7 +310,7 @@ fn infer_broadcast(rule: &RuleInputs<'_>, [i, j]: [usize; 2]) -> Result<TensorTy
     Ok(TensorType { dtype: a.dtype, shape: shape.unwrap_or(a.shape) })
 }
 
-/// The rule of a rotation and of its gradient.
+/// Rule of a rope and of its gradient.
 pub(crate) fn infer_rope(rule: &RuleInputs<'_>, rope: &Rope) -> Result<Vec<TensorType>, InferError> {
     rule.arity(3)?;
     rule.float(0)?;
@@ -323,7 +327,7 @@ fn infer_matmul(rule: &RuleInputs<'_>) -> Result<Vec<TensorType>, InferError> {
     rule.float(0)?;
     let [a, b] = [rule.inputs[0], rule.inputs[1]];
     rule.require(0, a.shape.rank() >= 2, "at least two dimensions")?;
-    rule.require(1, b.shape.rank() >= 2 && !is_integer(b.dtype), "a matrix of numbers")?;
+    rule.require(1, b.shape.rank() >= 2 && !is_integer(b.dtype), "a matrix that is not of integers")?;
     let k = a.shape.dim_back(0);
     rule.require(1, b.shape.dim_back(1) == k, format!("{k} rows"))?;
     let outer = |s: Shape| Shape::new(&s.dims()[..s.rank() - 2]);

@@ -1,34 +1,34 @@
-//! What the inputs of a model's step mean.
+//! Meaning of the inputs of a model's step.
 //!
-//! A step is rows: `n_tokens` tokens of `n_seqs` sequences, of which `n_choices` are followed by a choice of the next
-//! token. One sequence is the case of one. The model builder declares each input here once, together with the graph;
-//! the plan carries the declaration, and whoever fills, checks, feeds back or verifies a step reads it. Nothing
-//! recovers the meaning of an input from its name.
+//! A step has rows: `n_tokens` tokens of `n_seqs` sequences, `n_choices` of which are followed by sampling. A
+//! single sequence is not a special case. The model builder declares each input here once, together with the
+//! graph. The plan carries this declaration to all code that fills, checks, feeds back or verifies a step; no
+//! code derives the meaning of an input from its name.
 
 use crate::control::{ControlBlock, ControlError, ControlLayout};
 use crate::graph::InputId;
 
-/// What a step is for.
+/// Kind of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum StepKind {
-    /// One token of each sequence, each followed by a choice.
+    /// One token per sequence, each followed by sampling.
     Decode,
-    /// A piece of one prompt.
+    /// A chunk of one prompt.
     Prompt,
-    /// Tokens of running sequences beside pieces of prompts.
+    /// Tokens of running sequences together with chunks of prompts.
     Mixed,
-    /// Several proposed tokens of each sequence, to be accepted or not.
+    /// Several proposed tokens per sequence, to accept or reject.
     Verify,
     /// Forward, loss, backward and update.
     Train,
 }
 
 impl StepKind {
-    /// Every kind, in the order of [`StepKind::idx`].
+    /// All kinds, in the order of [`StepKind::idx`].
     pub const ALL: [StepKind; 5] =
         [StepKind::Decode, StepKind::Prompt, StepKind::Mixed, StepKind::Verify, StepKind::Train];
 
-    /// Position in [`StepKind::ALL`].
+    /// Index in [`StepKind::ALL`].
     pub fn idx(self) -> usize {
         match self {
             StepKind::Decode => 0,
@@ -39,7 +39,7 @@ impl StepKind {
         }
     }
 
-    /// The kind's name, for summaries and metrics.
+    /// Name of the kind, for summaries and metrics.
     pub fn name(self) -> &'static str {
         match self {
             StepKind::Decode => "decode",
@@ -51,25 +51,25 @@ impl StepKind {
     }
 }
 
-/// How many rows a step has.
+/// Kind and size of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct StepShape {
-    /// What the step is for.
+    /// Kind.
     pub kind: StepKind,
-    /// Rows that are evaluated, padding included.
+    /// Evaluated rows, including padding.
     pub n_tokens: usize,
-    /// Sequences that the rows may belong to.
+    /// Maximum number of sequences.
     pub n_seqs: usize,
-    /// Rows that are followed by a choice.
+    /// Rows followed by sampling.
     pub n_choices: usize,
 }
 
-/// The inputs of a model's step, by meaning. All are 32-bit words.
+/// Inputs of a model's step, by meaning. All consist of 32-bit words.
 ///
-/// Rows beyond the tokens at hand are padding: their token and position are -1, and they write nothing.
+/// Unused rows are padding: their token and position are -1, and they write nothing.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StepInputs {
-    /// Its rows.
+    /// Kind and size of the step.
     pub shape: StepShape,
     /// Token of each row.
     pub tokens: InputId, // [n_tokens] I32
@@ -77,48 +77,48 @@ pub struct StepInputs {
     pub positions: InputId, // [n_tokens] I32
     /// Sequence of each row: its row in `tables` and `adapters`.
     pub seqs: InputId, // [n_tokens] I32
-    /// KV blocks of each sequence; -1 where there is none.
+    /// KV blocks of each sequence; -1 for unused entries.
     pub tables: Option<InputId>, // [n_seqs, max_blocks] I32
-    /// The two slots of each sequence in the states of recurrent layers, as [`crate::Recurrent`] reads them; -1 where
-    /// there is none. Absent where no layer has such a state.
+    /// The two slots of each sequence in the states of recurrent layers, see [`crate::Recurrent`]; -1 for
+    /// none. Absent if no layer has such a state.
     pub slots: Option<InputId>, // [n_seqs, 2] I32
-    /// Adapter of each sequence; -1 for none. Absent where the graph applies none.
+    /// Adapter of each sequence; -1 for none. Absent if the graph has no adapters.
     pub adapters: Option<InputId>, // [n_seqs] I32
-    /// Rows whose logits are computed; absent where that is every row, in order.
+    /// Rows whose logits are computed. Absent if that is every row, in order.
     pub rows: Option<InputId>, // [n_logits] I32
-    /// How the next tokens are chosen, where the step chooses.
+    /// Inputs and outputs of sampling, if the step samples.
     pub sampling: Option<SamplingInputs>,
-    /// Which output of the graph holds the logits, where they are read back.
+    /// Index of the output with the logits, if the host reads them.
     pub logits: Option<usize>, // [n_logits, vocab] F32
 }
 
-/// Inputs and outputs of the choice behind each of `n_choices` rows.
+/// Inputs and outputs of sampling the next token of `n_choices` rows.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SamplingInputs {
-    /// Sampling parameters, laid out by [`crate::SampleParam`].
+    /// Sampling parameters, in the layout of [`crate::SampleParam`].
     pub params: InputId, // [n_choices, SAMPLE_PARAMS] F32
     /// Seed low, seed high, random position, unused.
     pub rng: InputId, // [n_choices, 4] U32
-    /// Tokens that penalties look at; -1 where there is none.
+    /// Tokens that penalties apply to; -1 for unused entries.
     pub history: InputId, // [n_choices, n_history] I32
-    /// Tokens with a bias; -1 where there is none. Tokens that may not be chosen at first have the last places in use: these
-    /// lapse on the device, at the choice that [`crate::LapsingBias`] names.
+    /// Tokens with a bias; -1 for unused entries. Initially banned tokens come last; their ban lapses on the
+    /// device, at the choice that [`crate::LapsingBias`] names.
     pub bias_ids: InputId, // [n_choices, n_bias] I32
     /// Their biases.
     pub bias: InputId, // [n_choices, n_bias] F32
-    /// One bit for each token that may be chosen. Absent where every token may.
+    /// One bit per token: whether it may be chosen. Absent if every token may.
     pub mask: Option<InputId>, // [n_choices, vocab.div_ceil(32)] U32
-    /// Which output of the graph is the chosen token.
+    /// Index of the output with the chosen tokens.
     pub token: usize, // [n_choices] I32
-    /// Which is its log-probability; not finite when the row's logits were not.
+    /// Index of the output with their log-probabilities; not finite if the row's logits were not.
     pub logprob: usize, // [n_choices] F32
-    /// Which outputs are the most probable tokens and their log-probabilities, where they are asked for.
+    /// Indices of the outputs with the most probable tokens and their log-probabilities, if requested.
     pub top: Option<[usize; 2]>, // [n_choices, n_top] I32 and F32
 }
 
 impl StepInputs {
-    /// Whether each row is one sequence's newest token and is followed by its choice, so that choices can become the
-    /// next step's inputs without the host.
+    /// Whether every row is the newest token of its sequence and is followed by sampling. Then choices can
+    /// become the next step's inputs without the host.
     pub fn is_decode(&self) -> bool {
         let StepShape { kind, n_tokens, n_seqs, n_choices } = self.shape;
         kind == StepKind::Decode && n_tokens == n_choices && n_tokens <= n_seqs && self.sampling.is_some()
@@ -130,23 +130,23 @@ impl StepInputs {
 pub struct Field {
     /// Byte offset.
     pub offset: usize,
-    /// Words.
+    /// Number of words.
     pub len: usize,
 }
 
 impl Field {
-    /// Where an input of 32-bit elements lies.
+    /// Field of an input of 32-bit elements.
     pub fn of(layout: &ControlLayout, input: InputId) -> Field {
         let slot = layout.slot(input);
         Field { offset: slot.offset, len: slot.bytes / 4 }
     }
 
-    /// Its bytes in the block.
+    /// Byte range in the block.
     pub fn range(self) -> std::ops::Range<usize> {
         self.offset..self.offset + 4 * self.len
     }
 
-    /// One of `n_rows` rows of equal length.
+    /// Field of one of `n_rows` rows of equal length.
     pub fn row(self, n_rows: usize, row: usize) -> Field {
         let len = self.len / n_rows.max(1);
         Field { offset: self.offset + 4 * row * len, len }
@@ -156,20 +156,20 @@ impl Field {
         self.offset / 4..self.offset / 4 + self.len
     }
 
-    /// Its values in a block; none when the block is too short.
+    /// Values of the field in a block; empty if the block is too short.
     pub fn read(self, control: &[u8]) -> impl Iterator<Item = i32> + '_ {
         let bytes = control.get(self.range()).unwrap_or_default();
         bytes.as_chunks::<4>().0.iter().map(|w| i32::from_le_bytes(*w))
     }
 
-    /// One value; -1 outside of the field or the block.
+    /// Value at index `i`; -1 outside the field or the block.
     pub fn at(self, control: &[u8], i: usize) -> i32 {
         let start = self.offset + 4 * i;
         let word = control.get(start..start + 4).filter(|_| i < self.len);
         word.map_or(-1, |w| i32::from_le_bytes([w[0], w[1], w[2], w[3]]))
     }
 
-    /// Puts values in place, as many as there are or fit.
+    /// Writes values, as many as fit.
     pub fn put<T: bytemuck::Pod>(self, control: &mut [u8], values: &[T]) {
         let bytes: &[u8] = bytemuck::cast_slice(values);
         if let Some(to) = control.get_mut(self.range()) {
@@ -179,19 +179,19 @@ impl Field {
     }
 }
 
-/// Fills inputs of a control block row by row, -1 behind the values given.
+/// Fills inputs of a control block row by row; unused entries are -1.
 pub struct Filler<'a> {
     control: &'a mut ControlBlock,
     scratch: Vec<i32>,
 }
 
 impl<'a> Filler<'a> {
-    /// A filler of that block.
+    /// Returns a filler for this block.
     pub fn new(control: &'a mut ControlBlock) -> Filler<'a> {
         Filler { control, scratch: Vec::new() }
     }
 
-    /// Sets a whole input of I32; places without a value hold -1.
+    /// Sets a whole I32 input; unused entries are -1.
     pub fn padded(
         &mut self,
         input: InputId,
@@ -204,7 +204,7 @@ impl<'a> Filler<'a> {
         Ok(self)
     }
 
-    /// Sets a whole input of I32, `[n, width]`, row by row; places without a value hold -1.
+    /// Sets a whole I32 input, `[n, width]`, row by row; unused entries are -1.
     pub fn padded_rows<'v>(
         &mut self,
         input: InputId,
@@ -221,7 +221,7 @@ impl<'a> Filler<'a> {
         Ok(self)
     }
 
-    /// Sets one row of an input of I32, `[n, width]`; places without a value hold -1.
+    /// Sets one row of an I32 input, `[n, width]`; unused entries are -1.
     pub fn padded_row(
         &mut self,
         input: InputId,
@@ -236,7 +236,7 @@ impl<'a> Filler<'a> {
         Ok(self)
     }
 
-    /// Sets one row of an input; the others stay as they are.
+    /// Sets one row of an input; the others are unchanged.
     pub fn row<T: bytemuck::Pod>(
         &mut self,
         input: InputId,

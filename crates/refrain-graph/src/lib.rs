@@ -1,38 +1,39 @@
 //! The graph IR: ops, shape rules, passes, memory plan, segments and the [`Backend`] trait.
 //!
-//! A model builds a [`Graph`]: SSA values, nodes with one or more outputs, and state (KV cache, counters) that is
-//! threaded through the nodes that change it, so that no edge is hidden. [`fuse`] joins nodes into one, [`Plan::fused`]
-//! forms groups that a backend runs as one unit, orders them, cuts the order into segments and fixes the address of
-//! every buffer. A backend turns the plan into something that runs, group by group.
+//! A model builds a [`Graph`]: SSA values, nodes with one or more outputs, and state (KV cache, counters).
+//! State is threaded through the nodes that change it, so every dependency is an edge. [`fuse`] merges nodes.
+//! [`Plan::fused`] forms groups that a backend runs as one unit, orders them, cuts the order into segments
+//! and fixes the address of every buffer. A backend turns the plan into something it can run, group by group.
 //!
-//! Invariant: no device, no input or output, no `unsafe`.
-//! Invariant: every `match` on [`Op`] is exhaustive, so that a new op fails to compile in each place that must decide.
+//! Invariant: no device, no I/O, no `unsafe`.
+//! Invariant: every `match` on [`Op`] is exhaustive, so a new op fails to compile wherever it must be
+//! handled.
 #![forbid(unsafe_code)]
 #![deny(clippy::wildcard_enum_match_arm)]
 
-mod op; // what a node computes
-mod recurrent; // what recurrent layers compute
-mod train_op; // what only training computes
-mod moe; // what mixtures of experts compute
-mod infer; // which types come out
-mod inputs; // what a step's inputs mean
-mod graph; // values, nodes, state
+mod op; // ops and their capturability
+mod recurrent; // ops of recurrent layers
+mod train_op; // ops of training steps
+mod moe; // ops of mixtures of experts
+mod infer; // shape and dtype inference
+mod inputs; // meaning of step inputs
+mod graph; // values, nodes, states
 mod grad; // the backward pass
-mod fuse; // nodes that run better as one
-mod facts; // who reads what
-mod group; // which nodes are one unit
-mod schedule; // in which order, cut where
-mod arena; // in which memory
-mod plan; // the three together
-mod bounds; // what a step's inputs may point at
-mod crossing; // what host steps cost
-mod control; // what changes from step to step
+mod fuse; // fusing nodes
+mod facts; // views resolved, readers
+mod group; // nodes that run as one unit
+mod schedule; // order and segments
+mod arena; // buffer placement
+mod plan; // order, segments and memory together
+mod bounds; // limits of index inputs
+mod crossing; // copies across the bus in host steps
+mod control; // inputs that change every step
 mod run; // steps that feed themselves
-mod queue; // steps sent before the results of others are known
-mod state_part; // states slot by slot
-mod backend; // who runs it
+mod queue; // steps queued before earlier results are known
+mod state_part; // parts and slots of states
+mod backend; // the trait that runs plans
 mod report; // how a step ran, and why
-mod dot; // as a picture
+mod dot; // Graphviz output
 
 pub use arena::{Arena, Span};
 pub use backend::{

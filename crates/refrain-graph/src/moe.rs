@@ -1,29 +1,29 @@
-//! Ops of a mixture of experts: a router, and products with the experts that it chose for each row.
+//! Ops of a mixture of experts: a router, and matrix products with the experts it chooses for each row.
 //!
-//! A choice is an expert of a row. Ids of choices are computed inside the step, so no backend can check them beforehand: a
-//! negative id is an empty choice, and kernels take an id past the last expert for an empty choice too, where they cannot
-//! report it. Neither reads a weight.
+//! A choice is an expert of a row. The ids of choices are computed within the step, so no backend can check
+//! them beforehand. A negative id is an empty choice. Kernels that cannot report an error treat an id past the
+//! last expert as an empty choice too. Neither reads a weight.
 
 use crate::infer::{InferError, RuleInputs};
 use crate::op::{Indexing, TensorType};
 use refrain_tensor::DType;
 
-/// What a node of a mixture of experts computes.
+/// An op of a mixture of experts.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum MoeOp {
-    /// `logits[n, n_experts]` F32, then as [`Route`] says `bias[n_experts]` and `scales[n_experts]` (F32) ->
-    /// `ids[n, n_choices]` I32 and `weights[n, n_choices]` F32, the best choice first.
+    /// `logits[n, n_experts]` F32, then, depending on [`Route`], `bias[n_experts]` and `scales[n_experts]`
+    /// (F32) -> `ids[n, n_choices]` I32 and `weights[n, n_choices]` F32, best choice first.
     Route(Route),
     /// `x[n, d]`, `ids[n, n_choices]` I32, `gate[n_experts, f, d]`, `up[n_experts, f, d]`, then with biases
-    /// `gate_bias[n_experts, f]` and `up_bias[n_experts, f]` -> `[n, n_choices, f]`: for each choice the gated product of
-    /// the row with that expert. An empty choice gives zeros.
+    /// `gate_bias[n_experts, f]` and `up_bias[n_experts, f]` -> `[n, n_choices, f]`: gate and up projection of the row
+    /// by each chosen expert, joined by the activation. An empty choice gives zeros.
     ///
-    /// [`ExpertGate::joined`]: one weight `[n_experts, 2 f, d]` (and one bias `[n_experts, 2 f]`) has the rows of the gate,
-    /// then those of up.
+    /// [`ExpertGate::joined`]: one weight `[n_experts, 2 f, d]` (and one bias `[n_experts, 2 f]`) holds the
+    /// rows of the gate, then those of up.
     Gated(ExpertGate),
-    /// `h[n, n_choices, f]`, `ids[n, n_choices]` I32, `weights[n, n_choices]` F32, `down[n_experts, d, f]`, then with biases
-    /// `down_bias[n_experts, d]` -> `[n, d]`: the sum over the choices of a row, each product with its expert (plus the
-    /// bias) times its weight. An empty choice adds nothing.
+    /// `h[n, n_choices, f]`, `ids[n, n_choices]` I32, `weights[n, n_choices]` F32, `down[n_experts, d, f]`,
+    /// then with biases `down_bias[n_experts, d]` -> `[n, d]`: the sum over a row's choices of the product with
+    /// the chosen expert (plus the bias), times the choice's weight. An empty choice adds nothing.
     Summed {
         /// Whether experts have biases.
         biased: bool,
@@ -32,81 +32,82 @@ pub enum MoeOp {
 
 /// How a router turns a row of logits into choices.
 ///
-/// In order: scores of all experts; what is compared, which is the score plus a bias; whole groups drop out; the experts
-/// with the most remain, the lower id first where two are equal; weights of these are their scores without the bias,
-/// divided by their sum, times `scale`, times the expert's own scale.
+/// In order: compute the scores of all experts; add the bias for the comparison; drop whole groups; keep the
+/// experts with the highest values, lower ids first in ties. The weights of the chosen experts are their scores
+/// without the bias, divided by their sum, times `scale`, times the expert's own scale.
 ///
-/// A row that holds a NaN, whose largest logit is infinite, or for which the comparison meets a NaN has no choice to make:
-/// its ids are `0..n_choices`, and all its weights are NaN.
+/// A row with a NaN, with an infinite largest logit, or with a NaN in the comparison has no valid choice: its
+/// ids are `0..n_choices`, and all its weights are NaN.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Route {
-    /// Experts of a row.
+    /// Experts per row.
     pub n_choices: usize,
-    /// What a score is.
+    /// Score function.
     pub score: RouteScore,
-    /// Takes a bias as an input, which decides about the choice alone.
+    /// Whether there is a bias input. It affects the choice but not the weights.
     pub biased: bool,
-    /// Takes a scale of each expert as its last input.
+    /// Whether the last input is a scale per expert.
     pub scaled: bool,
-    /// Only experts of some groups are chosen.
+    /// Restricts the choice to the best groups.
     pub groups: Option<RouteGroups>,
-    /// Divides the weights of a row by their sum.
+    /// Whether to divide the weights of a row by their sum.
     pub renormalise: bool,
     /// Factor on all weights.
     pub scale: f32,
 }
 
-/// What a router makes of logits.
+/// Score function of a router.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RouteScore {
-    /// The softmax over all experts.
+    /// Softmax over all experts.
     Softmax,
-    /// The sigmoid of each.
+    /// Sigmoid of each logit.
     Sigmoid,
-    /// The softmax over the chosen experts alone.
+    /// Softmax over the chosen experts only.
     SoftmaxOfChosen,
 }
 
-/// Experts in groups of consecutive ids. A group is as good as the sum of its best experts; lower groups win ties.
+/// Groups of experts with consecutive ids. A group's value is the sum of its best experts; lower groups win
+/// ties.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RouteGroups {
-    /// Groups; they divide the experts evenly.
+    /// Number of groups; divides the number of experts.
     pub n_groups: usize,
-    /// Groups that stay.
+    /// Number of groups to keep.
     pub n_kept: usize,
-    /// How many of its experts a group is judged by.
+    /// Number of experts whose values are summed.
     pub n_best: usize,
 }
 
-/// The first half of an expert's feed-forward.
+/// First half of an expert's feed-forward.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ExpertGate {
-    /// What joins the two products.
+    /// Function that joins the two products.
     pub activation: ExpertActivation,
-    /// Gate and up are one weight.
+    /// Whether gate and up are one weight.
     pub joined: bool,
     /// Whether experts have biases.
     pub biased: bool,
 }
 
-/// What joins the gate of an expert with its up projection.
+/// Function that joins an expert's gate and up projections.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum ExpertActivation {
     /// `silu(gate) * up`
     Silu,
     /// `gelu(gate) * up`, with the tanh approximation.
     GeluTanh,
-    /// `g * sigmoid(alpha * g) * (u + 1)` with `g = min(gate, limit)` and `u` = up within `-limit..limit`.
+    /// `g * sigmoid(alpha * g) * (u + 1)` with `g = min(gate, limit)` and `u` = up clamped to `-limit..limit`.
     ClampedSilu {
         /// Factor inside the sigmoid.
         alpha: f32,
-        /// Largest gate, and largest magnitude of up.
+        /// Upper bound of the gate, and of the magnitude of up.
         limit: f32,
     },
 }
 
 impl ExpertActivation {
-    /// The function, in double precision.
+    /// Computes the function in double precision.
     #[must_use]
     pub fn apply(self, gate: f64, up: f64) -> f64 {
         match self {
@@ -117,7 +118,7 @@ impl ExpertActivation {
             }
             ExpertActivation::ClampedSilu { alpha, limit } => {
                 let limit = f64::from(limit);
-                // A NaN stays one.
+                // NaN must stay NaN.
                 let g = if gate > limit { limit } else { gate };
                 let u = if up.is_nan() { up } else { up.clamp(-limit, limit) };
                 g / (1.0 + (-f64::from(alpha) * g).exp()) * (u + 1.0)
@@ -127,7 +128,7 @@ impl ExpertActivation {
 }
 
 impl ExpertGate {
-    /// How many weights follow the ids.
+    /// Number of weights after the ids.
     #[must_use]
     pub fn n_weights(&self) -> usize {
         if self.joined { 1 } else { 2 }
@@ -135,7 +136,7 @@ impl ExpertGate {
 }
 
 impl MoeOp {
-    /// The op's name, for messages and tables.
+    /// Name of the op, for messages and tables.
     #[must_use]
     pub fn name(&self) -> &'static str {
         match self {
@@ -200,7 +201,11 @@ impl ExpertGate {
         for index in 2..2 + n_weights {
             experts(rule, index, [n_experts, rows, d])?;
         }
-        rule.require(2, !self.joined || rows.is_multiple_of(2), "as many rows for the gate as for up")?;
+        rule.require(
+            2,
+            !self.joined || rows.is_multiple_of(2),
+            "an even number of rows, half for the gate and half for up",
+        )?;
         for index in 2 + n_weights..rule.inputs.len() {
             rule.float(index)?;
             bias(rule, index, [n_experts, rows])?;
@@ -226,11 +231,11 @@ fn infer_summed(rule: &RuleInputs<'_>, biased: bool) -> Result<Vec<TensorType>, 
     Ok(vec![TensorType { dtype: rule.inputs[0].dtype, shape: rule.shape(&[n, d])? }])
 }
 
-/// A matrix for each expert, of any type that products take.
+/// Checks a weight with one matrix per expert, of any dtype that matrix products support.
 fn experts(rule: &RuleInputs<'_>, index: usize, dims: [usize; 3]) -> Result<(), InferError> {
     let ty = rule.inputs[index];
     let numbers = ty.dtype.is_float() || ty.dtype.is_quantized();
-    rule.require(index, numbers, "matrices of numbers")?;
+    rule.require(index, numbers, "matrices that are not of integers")?;
     rule.require(index, ty.shape.dims() == dims, format!("{dims:?}"))
 }
 

@@ -1,4 +1,4 @@
-//! Every op there is, and for each whether it can be recorded.
+//! All ops, and whether each can be recorded.
 
 use crate::moe::MoeOp;
 use crate::recurrent::Recurrent;
@@ -7,7 +7,7 @@ use refrain_tensor::{DType, Shape};
 use std::fmt;
 use std::sync::Arc;
 
-/// The type of a value: what its elements are and how many lie in each dimension.
+/// Type of a value: element type and shape.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct TensorType {
     /// Element type.
@@ -17,7 +17,7 @@ pub struct TensorType {
 }
 
 impl TensorType {
-    /// A type written in code.
+    /// Returns the type with this dtype and shape.
     pub fn new(dtype: DType, shape: impl Into<Shape>) -> TensorType {
         TensorType { dtype, shape: shape.into() }
     }
@@ -35,24 +35,24 @@ impl fmt::Display for TensorType {
     }
 }
 
-/// Whether an op may run inside a recording.
+/// Whether a recording may contain an op.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Capture {
-    /// It only enqueues work on the device.
+    /// Only enqueues work on the device.
     Safe,
-    /// It needs the host between its inputs and its outputs.
+    /// Needs the host between its inputs and its outputs, for this reason.
     Unsafe(&'static str),
 }
 
-/// What a node computes. Shapes in the comments are of the inputs in order, then `->` the outputs.
+/// Operation of a node. The comments give the shapes of the inputs in order, then `->` the outputs.
 #[derive(Clone, Debug)]
 pub enum Op {
-    /// Another layout over the same bytes; costs nothing at run time on any backend, for any dtype.
+    /// Another layout over the same bytes. Free at run time on every backend and for every dtype.
     View(View),
     /// `x` -> a dense copy of `x`.
     Copy,
-    /// `x` -> `x` in another dtype: floats are rounded to nearest even, floats to I32 towards zero, and saturate there. A
-    /// quantised `x` is decoded.
+    /// `x` -> `x` in another dtype. Floats round to nearest even; floats to I32 truncate and saturate. A
+    /// quantised `x` is dequantised.
     Cast(DType),
     /// `x` -> `f(x)`, element by element.
     Unary(Unary),
@@ -60,40 +60,42 @@ pub enum Op {
     Binary(Binary),
     /// `x` -> `x` with one dimension reduced to size 1.
     Reduce {
-        /// How.
+        /// Kind of reduction.
         kind: Reduce,
-        /// Which dimension.
+        /// Reduced dimension.
         axis: usize,
     },
-    /// `a`, `b` of one dtype, floats or I32 -> I32: 1 where the comparison holds, else 0, with broadcasting.
+    /// `a`, `b` of one dtype, floats or I32 -> I32: 1 where the comparison holds, else 0. Broadcasts.
     Compare(Compare),
     /// `mask` I32, `a`, `b` -> `a` where the mask is not 0, else `b`; all three broadcast.
     Select,
-    /// `x[n, m]`, `ids[n]` I32 -> `[n, 1]`: one element of each row. A negative id gives 0.
+    /// `x[n, m]`, `ids[n]` I32 -> `[n, 1]`: the element of each row that `ids` selects. A negative id gives
+    /// 0.
     Pick,
-    /// `ids[n]` I32, `x[n, 1]` -> `[n, width]`: each element in its column, zeros around it. The reverse of `Pick`.
+    /// `ids[n]` I32, `x[n, 1]` -> `[n, width]`: each element in the column that `ids` selects, zeros
+    /// elsewhere. The gradient of `Pick`.
     PlaceColumns {
         /// Columns of the result.
         width: usize,
     },
-    /// `x` -> `x` with zeros before and after it along one dimension. The reverse of a slice.
+    /// `x` -> `x` zero-padded along one dimension. The gradient of a slice.
     Pad {
-        /// Which dimension.
+        /// Padded dimension.
         axis: usize,
-        /// Zeros before.
+        /// Zeros in front.
         before: usize,
-        /// Zeros after.
+        /// Zeros at the end.
         after: usize,
     },
     /// `x[.., n]` -> `[.., n]`: softmax over the last dimension.
     Softmax,
-    /// `a[.., m, k]`, `b[.., k, n]` -> `[.., m, n]` in F32 or the dtype of `a`. A weight `[n, k]` enters as its
-    /// transposed view.
+    /// `a[.., m, k]`, `b[.., k, n]` -> `[.., m, n]` in F32 or the dtype of `a`. A weight `[n, k]` is passed
+    /// as its transposed view.
     MatMul,
     /// `table[v, d]`, `ids[n]` I32 -> `[n, d]` in the given dtype. A negative id gives a row of zeros.
     GatherRows(DType),
-    /// `ids[n]` I32, `x[n, d]` -> `[n_rows, d]`: rows of `x` that share an id are summed in their order, in F32, and
-    /// rounded once. Rows without an id are zero; a negative id counts for none.
+    /// `ids[n]` I32, `x[n, d]` -> `[n_rows, d]`: sums the rows of `x` with the same id, in order, in F32,
+    /// rounded once. Rows without an id are zero; rows with a negative id are ignored.
     ScatterAddRows {
         /// Rows of the result.
         n_rows: usize,
@@ -103,47 +105,49 @@ pub enum Op {
         /// Added to the mean square.
         eps: f32,
     },
-    /// `a[.., d]`, `b[.., d]`, `w[d]` -> `a + b`, and its RMS norm.
+    /// `a[.., d]`, `b[.., d]`, `w[d]` -> `a + b`, and the RMS norm of that sum.
     AddRmsNorm {
         /// Added to the mean square.
         eps: f32,
     },
     /// `gate`, `up` -> `f(gate) * up`.
     Gate(Gate),
-    /// `x[n, n_heads, head_dim]`, `positions[n]` I32, `inv_freq[n_dims / 2]` F32 -> `x` rotated. Rows with a negative
-    /// position are padding and come out as they went in.
+    /// `x[n, n_heads, head_dim]`, `positions[n]` I32, `inv_freq[n_dims / 2]` F32 -> `x` rotated. Rows with a
+    /// negative position are padding and pass through unchanged.
     Rope(Rope),
     /// `cache[n_blocks, n_kv_heads, kv_block, head_dim]` (state), `x[n, n_kv_heads, head_dim]`, `positions[n]`,
     /// `seqs[n]`, `tables[n_seqs, max_blocks]` (all I32) -> `cache`. Rows with a negative position write nothing.
     KvAppend,
-    /// `q[n, n_heads, head_dim]`, `k_cache`, `v_cache` (states), `positions[n]`, `seqs[n]`, `tables[n_seqs, max_blocks]`
-    /// -> `[n, n_heads, head_dim]`. Row `i` sees positions `0..=positions[i]` of its sequence (fewer with a window);
-    /// rows with a negative position give zeros.
+    /// `q[n, n_heads, head_dim]`, `k_cache`, `v_cache` (states), `positions[n]`, `seqs[n]`,
+    /// `tables[n_seqs, max_blocks]` -> `[n, n_heads, head_dim]`. Row `i` attends to positions
+    /// `0..=positions[i]` of its sequence (fewer with a window). Rows with a negative position give zeros.
     Attention(Attention),
-    /// `q[n, n_heads, head_dim]`, `k[n, n_kv_heads, head_dim]`, `v` like `k`, `spans[n, 2]` I32 -> `y` like `q`, and the
-    /// log-sum-exp of the scores `[n, n_heads]` F32. Attention among the rows of a step: row `i` belongs to the document
-    /// of rows `spans[i][0]..spans[i][1]` and sees nothing outside it. All rows of a document have the same span; an
-    /// empty one marks padding, which gives zeros and a log-sum-exp of minus infinity.
+    /// `q[n, n_heads, head_dim]`, `k[n, n_kv_heads, head_dim]`, `v` like `k`, `spans[n, 2]` I32 -> `y` like
+    /// `q`, and the log-sum-exp of the scores `[n, n_heads]` F32. Attention among the rows of a step: row `i`
+    /// belongs to the document of rows `spans[i][0]..spans[i][1]` and attends to nothing outside it. All rows
+    /// of a document have the same span. An empty span marks padding, which gives zeros and a log-sum-exp of
+    /// minus infinity.
     SpanAttention(SpanAttention),
-    /// `logits[n, vocab]` F32, `params[n, SAMPLE_PARAMS]` F32, `rng[n, 4]` U32 (seed low, seed high, position, unused),
-    /// `history[n, w]` I32, `bias_ids[n, b]` I32, `bias[n, b]` F32 -> `token[n]` I32, `logprob[n]` F32. Negative ids in
-    /// `history` and `bias_ids` are empty places. [`SampleParam`] says what lies where in a row of `params`. [`Sample`] adds
-    /// an input and outputs. A row with a NaN or +inf among its logits has no probabilities: its `logprob` is NaN.
+    /// `logits[n, vocab]` F32, `params[n, SAMPLE_PARAMS]` F32, `rng[n, 4]` U32 (seed low, seed high,
+    /// position, unused), `history[n, w]` I32, `bias_ids[n, b]` I32, `bias[n, b]` F32 -> `token[n]` I32,
+    /// `logprob[n]` F32. Negative ids in `history` and `bias_ids` are unused entries. [`SampleParam`] gives
+    /// the layout of a row of `params`. [`Sample`] can add an input and outputs. A row with a NaN or +inf
+    /// among its logits has no probabilities: its `logprob` is NaN.
     Sample(Sample),
-    /// `state[..]` F32 (state), `x[..]`, floats of the same shape -> `state + x`.
+    /// `state[..]` F32 (state), `x[..]` of the same shape, any float type -> `state + x`.
     Accumulate,
-    /// A router, and products with the experts that it chose.
+    /// Router of a mixture of experts, and the matrix products of the chosen experts.
     Moe(MoeOp),
-    /// What a recurrent layer computes; its state is in slots.
+    /// An op of a recurrent layer; its state is in slots.
     Recurrent(Recurrent),
-    /// What only a training step computes.
+    /// An op that only training steps contain.
     Train(TrainOp),
-    /// A function on the host: a table too large for the device, or a caller's own code.
+    /// A host function: a lookup in a table too large for the device, or user code.
     HostCall(HostCall),
 }
 
 impl Op {
-    /// Whether this op may run inside a recording, and if not, why.
+    /// Returns whether a recording may contain this op, and if not, why.
     pub fn capture(&self) -> Capture {
         match self {
             Op::View(_)
@@ -177,7 +181,7 @@ impl Op {
         }
     }
 
-    /// The op's name, for messages and tables.
+    /// Name of the op, for messages and tables.
     pub fn name(&self) -> &'static str {
         match self {
             Op::View(View::Reshape(_)) => "reshape",
@@ -218,7 +222,7 @@ impl Op {
         }
     }
 
-    /// Pairs (output, input) where the output continues the state of the input: same bytes, new version.
+    /// Pairs (output, input) where the output is a new version of the input's state, in the same bytes.
     pub fn state_updates(&self) -> Vec<(usize, usize)> {
         match self {
             Op::KvAppend | Op::Accumulate => vec![(0, 0)],
@@ -252,7 +256,7 @@ impl Op {
         }
     }
 
-    /// Inputs whose numbers a kernel follows to memory, and what they may point at.
+    /// Inputs that kernels use as indices, and the range each must stay in.
     pub fn indexing(&self) -> Vec<Indexing> {
         match self {
             Op::GatherRows(_) => vec![Indexing::Rows { ids: 1, table: 0, axis: 0, strict: true }],
@@ -305,8 +309,9 @@ impl Op {
         }
     }
 
-    /// Pairs (output, input) where the output may take the input's bytes when nobody else needs them. Kernels of these
-    /// ops read a row of that input to its end before they write the row; for `AddRmsNorm` the sum is written first.
+    /// Pairs (output, input) where the output may reuse the input's bytes if nothing else reads them. Kernels
+    /// of these ops finish reading a row of that input before they write the row; `AddRmsNorm` writes the sum
+    /// first.
     pub(crate) fn may_overwrite(&self) -> &'static [(usize, usize)] {
         match self {
             Op::Unary(_) | Op::Rope(_) | Op::RmsNorm { .. } | Op::Softmax => &[(0, 0)],
@@ -347,80 +352,82 @@ impl Op {
     }
 }
 
-/// Numbers in an op's inputs that point into another of its inputs.
+/// Index inputs of an op and the input they index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Indexing {
-    /// Ids of entries of one dimension; negative ones are empty.
+    /// Indices along one dimension; negative ones are unused.
     Rows {
-        /// Which input holds the ids.
+        /// Input that holds the indices.
         ids: usize,
-        /// Which input they point into.
+        /// Input they index.
         table: usize,
-        /// Along which of its dimensions.
+        /// Dimension they index.
         axis: usize,
-        /// Whether an id outside is an error; otherwise the op ignores it.
+        /// Whether an out-of-range id is an error. If not, the op ignores it.
         strict: bool,
     },
-    /// Rows of a paged cache, found by three inputs: positions, sequences and block tables.
+    /// Rows of a paged cache, addressed by three inputs: positions, sequences and block tables.
     Paged {
-        /// Which input is the cache.
+        /// Cache input.
         cache: usize,
-        /// Which holds the positions; sequences and tables follow it.
+        /// Positions input; sequences and tables follow it.
         positions: usize,
-        /// How many positions back from its own a row looks; its own counts.
+        /// How many positions a row attends to, counting back from and including its own.
         reach: usize,
     },
-    /// Slots of a recurrent state, found by three inputs: positions, sequences and the two slots of each sequence.
+    /// Slots of a recurrent state, addressed by three inputs: positions, sequences and the two slots of each
+    /// sequence.
     Slots {
-        /// Which input is the state.
+        /// State input.
         state: usize,
-        /// Which holds the positions; sequences and slots follow it.
+        /// Positions input; sequences and slots follow it.
         positions: usize,
     },
-    /// Ids below a fixed number; negative ones are empty.
+    /// Indices below a fixed number; negative ones are unused.
     Below {
-        /// Which input holds the ids.
+        /// Input that holds the indices.
         ids: usize,
-        /// What every id is below.
+        /// Exclusive upper bound of the indices.
         limit: usize,
     },
-    /// The documents that rows belong to: pairs of first row and end.
+    /// Documents of rows: pairs of first row and end.
     Spans {
-        /// Which input holds them.
+        /// Input that holds the spans.
         spans: usize,
     },
 }
 
-/// What a choice takes and tells besides the usual.
+/// Optional inputs and outputs of [`Op::Sample`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Sample {
-    /// Takes `mask[n, vocab.div_ceil(32)]` U32 as its last input: tokens whose bit is 0 are never chosen.
+    /// Whether the last input is `mask[n, vocab.div_ceil(32)]` U32: tokens whose bit is 0 are never chosen.
     pub masked: bool,
-    /// Tells the most probable tokens as well: `ids[n, n_top]` I32 and `logprobs[n, n_top]` F32, best first.
+    /// Number of most probable tokens to return as well: `ids[n, n_top]` I32 and `logprobs[n, n_top]` F32,
+    /// best first. 0 for none.
     pub n_top: usize,
 }
 
-/// A change of layout.
+/// Change of layout.
 #[derive(Clone, Debug, PartialEq)]
 pub enum View {
-    /// The same elements under another shape.
+    /// Same elements, another shape.
     Reshape(Shape),
-    /// The dimensions in another order.
+    /// Reordered dimensions.
     Permute(Vec<usize>),
-    /// Some entries of one dimension.
+    /// A range of one dimension.
     Slice {
-        /// Dimension sliced.
+        /// Sliced dimension.
         axis: usize,
         /// First entry.
         start: usize,
-        /// Entries.
+        /// Number of entries.
         len: usize,
     },
-    /// Dimensions of size 1 repeated.
+    /// Repeats dimensions of size 1.
     Broadcast(Shape),
 }
 
-/// Functions of one element.
+/// Elementwise functions of one argument.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Unary {
     /// `-x`
@@ -451,7 +458,7 @@ pub enum Unary {
 }
 
 impl Unary {
-    /// The function's name.
+    /// Name of the function.
     pub fn name(self) -> &'static str {
         match self {
             Unary::Neg => "neg",
@@ -468,7 +475,7 @@ impl Unary {
     }
 }
 
-/// Functions of two elements.
+/// Elementwise functions of two arguments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs)] // The names are the documentation.
 pub enum Binary {
@@ -480,7 +487,7 @@ pub enum Binary {
 }
 
 impl Binary {
-    /// The function's name.
+    /// Name of the function.
     pub fn name(self) -> &'static str {
         match self {
             Binary::Add => "add",
@@ -492,7 +499,7 @@ impl Binary {
     }
 }
 
-/// Comparisons of two elements.
+/// Elementwise comparisons.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs)] // The names are the documentation.
 pub enum Compare {
@@ -509,7 +516,7 @@ pub enum Reduce {
     Max,
 }
 
-/// The activation of a gated feed-forward.
+/// Activation of a gated feed-forward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Gate {
     /// SwiGLU.
@@ -518,7 +525,7 @@ pub enum Gate {
     GeluTanh,
 }
 
-/// Which pairs of elements a rotary embedding turns.
+/// Pairing of elements in a rotary embedding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RopeStyle {
     /// Element `i` with `i + n_dims / 2`.
@@ -530,40 +537,40 @@ pub enum RopeStyle {
 /// Rotary position embedding over the first `n_dims` elements of each head.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Rope {
-    /// Which pairs turn.
+    /// Pairing of the rotated elements.
     pub style: RopeStyle,
-    /// How many elements of a head turn.
+    /// Number of rotated elements in a head.
     pub n_dims: usize,
-    /// Factor on sine and cosine (1 except under YaRN).
+    /// Factor on sine and cosine (1 except with YaRN).
     pub magnitude: f32,
 }
 
-/// Causal attention over a paged KV cache, with grouped query heads.
+/// Causal attention over a paged KV cache, with grouped-query heads.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Attention {
     /// Factor on the scores.
     pub scale: f32,
-    /// How many positions a row sees, itself included; all of them when `None`.
+    /// Number of positions a row attends to, including its own; `None` for all.
     pub window: Option<usize>,
     /// `cap * tanh(score / cap)` before the softmax.
     pub softcap: Option<f32>,
 }
 
-/// Attention among the rows of a step, each inside its document.
+/// Attention among the rows of a step, within each document.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SpanAttention {
     /// Factor on the scores.
     pub scale: f32,
-    /// Whether a row sees only itself and rows before it.
+    /// Whether a row attends only to itself and earlier rows.
     pub causal: bool,
-    /// How many rows a causal row sees, itself included; all of them when `None`.
+    /// Number of rows a causal row attends to, including itself; `None` for all.
     pub window: Option<usize>,
     /// `cap * tanh(score / cap)` before the softmax.
     pub softcap: Option<f32>,
 }
 
 impl SpanAttention {
-    /// The rows that row `i` of a document sees.
+    /// Returns the rows of the document `first..end` that row `i` attends to.
     pub fn seen(&self, i: usize, [first, end]: [usize; 2]) -> std::ops::Range<usize> {
         match (self.causal, self.window) {
             (false, _) => first..end,
@@ -573,41 +580,41 @@ impl SpanAttention {
     }
 }
 
-/// How many numbers a row of sampling parameters has.
+/// Number of sampling parameters per row.
 pub const SAMPLE_PARAMS: usize = 8;
 
-/// What lies where in a row of sampling parameters. Each has a value that switches it off.
+/// Index of each parameter in a row of sampling parameters. Each has a value that turns it off.
 ///
-/// The order of application is: bias, penalties over `history`, then top-k, top-p and min-p on the probabilities at
-/// temperature 1, then the temperature.
+/// Parameters apply in this order: bias, penalties over `history`, then top-k, top-p and min-p on the
+/// probabilities at temperature 1, then the temperature.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(usize)]
 pub enum SampleParam {
     /// 0: greedy.
     Temperature = 0,
-    /// 0: off. A whole number held as a float.
+    /// 0: off. An integer stored as a float.
     TopK = 1,
     /// 1: off.
     TopP = 2,
     /// 0: off.
     MinP = 3,
-    /// 1: off. Divides positive and multiplies negative logits of tokens in `history`.
+    /// 1: off. Divides the positive and multiplies the negative logits of tokens in `history`.
     RepeatPenalty = 4,
-    /// 0: off. Subtracted once for each time a token stands in `history`.
+    /// 0: off. Subtracted once per occurrence of the token in `history`.
     FrequencyPenalty = 5,
-    /// 0: off. Subtracted once if a token stands in `history`.
+    /// 0: off. Subtracted once if the token occurs in `history`.
     PresencePenalty = 6,
 }
 
 /// A function that runs on the host in the middle of a plan.
 pub trait HostFn: Send + Sync {
-    /// The types that come out for those that go in.
+    /// Returns the output types for these input types.
     fn infer(&self, inputs: &[TensorType]) -> Result<Vec<TensorType>, HostCallError>;
-    /// Fills `outputs` from `inputs`; all are dense.
+    /// Computes `outputs` from `inputs`; all are contiguous.
     fn call(&self, inputs: &[HostBuf<'_>], outputs: &mut [&mut [u8]]) -> Result<(), HostCallError>;
 }
 
-/// One dense input of a host function.
+/// One contiguous input of a host function.
 #[derive(Clone, Copy, Debug)]
 pub struct HostBuf<'a> {
     /// Type of the value.
@@ -616,19 +623,19 @@ pub struct HostBuf<'a> {
     pub bytes: &'a [u8],
 }
 
-/// Why a host function failed, in its author's words.
+/// Error of a host function, in its author's words.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct HostCallError(pub String);
 
-/// A named host function, with the reason why it cannot be recorded.
+/// A named host function, and why it cannot be recorded.
 #[derive(Clone)]
 pub struct HostCall {
     /// Shown in plans, timings and errors.
     pub name: &'static str,
-    /// Why the host is needed.
+    /// Why the op needs the host.
     pub because: &'static str,
-    /// What runs.
+    /// The function.
     pub function: Arc<dyn HostFn>,
 }
 

@@ -1,4 +1,4 @@
-//! A plan: steps in order, each operand at a fixed place, cut into segments.
+//! Plans: ordered steps with fixed addresses, cut into segments.
 
 use crate::arena::{Arena, Span};
 use crate::bounds::Bounds;
@@ -16,13 +16,13 @@ use refrain_tensor::{DType, Layout, TensorError};
 pub struct BufferId(u32);
 
 impl BufferId {
-    /// Position in [`Plan::buffers`].
+    /// Index in [`Plan::buffers`].
     pub fn idx(self) -> usize {
         self.0 as usize
     }
 }
 
-/// Where a buffer lies.
+/// Location of a buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Place {
     /// In the plan's arena.
@@ -32,7 +32,7 @@ pub enum Place {
     },
     /// In the control block.
     Control {
-        /// The step input it holds.
+        /// Step input in the buffer.
         input: InputId,
         /// Byte offset.
         offset: usize,
@@ -43,89 +43,90 @@ pub enum Place {
     State(StateId),
 }
 
-/// Bytes that one or more values share: a value, its views, and what overwrites it in place.
+/// Bytes shared by a value, its views, and values that overwrite it in place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Buffer {
-    /// Where it lies.
+    /// Location.
     pub place: Place,
-    /// Size.
+    /// Size in bytes.
     pub bytes: usize,
-    /// The first step that touches it, or the first of those that run with that one; 0 for what exists before the step.
+    /// First step that touches it, including steps that run concurrently with that one; 0 if it exists before
+    /// the first step.
     pub first: usize,
-    /// The last step that touches it, or the last of those that run with that one; the number of steps for what is read
-    /// afterwards.
+    /// Last step that touches it, including steps that run concurrently with that one; the number of steps if
+    /// it is read afterwards.
     pub last: usize,
 }
 
-/// An input or output of a step: a buffer, seen through a layout.
+/// Input or output of a step: a buffer seen through a layout.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Operand {
-    /// The bytes.
+    /// Buffer.
     pub buffer: BufferId,
     /// Element type.
     pub dtype: DType,
-    /// Where each element lies in the buffer.
+    /// Layout of the elements within the buffer.
     pub layout: Layout,
 }
 
 impl Operand {
-    /// The operand's type.
+    /// Type of the operand.
     pub fn ty(&self) -> TensorType {
         TensorType { dtype: self.dtype, shape: self.layout.shape() }
     }
 }
 
-/// One thing to run.
+/// One operation of a plan.
 #[derive(Clone, Debug)]
 pub struct Step {
-    /// What to compute.
+    /// Operation.
     pub op: Op,
-    /// The node it came from.
+    /// Node of the graph.
     pub node: NodeId,
-    /// The node's label.
+    /// Label of the node.
     pub label: String,
-    /// Where it reads.
+    /// Operands it reads.
     pub inputs: Vec<Operand>,
-    /// Where it writes.
+    /// Operands it writes.
     pub outputs: Vec<Operand>,
 }
 
-/// How to plan.
+/// Options of planning.
 #[derive(Clone, Copy, Debug)]
 pub struct PlanOptions {
     /// Alignment of every buffer in the arena and in the control block.
     pub align: usize,
-    /// Let ops overwrite inputs that nobody reads afterwards.
+    /// Whether ops may overwrite inputs that nothing reads afterwards.
     pub in_place: bool,
 }
 
 impl Default for PlanOptions {
     fn default() -> PlanOptions {
-        // 256 bytes: what cudaMalloc promises, and whole cache lines everywhere.
+        // 256 bytes: the alignment that cudaMalloc guarantees, and a multiple of the cache line everywhere.
         PlanOptions { align: 256, in_place: true }
     }
 }
 
-/// What a step reads from memory that does not fit any cache.
+/// Bytes that a step reads from data too large for any cache.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Traffic {
-    /// Bytes of weights, each counted as often as it is read.
+    /// Bytes of weights, counted once per read.
     pub weight_bytes: usize,
-    /// What attention reads, one entry for each window that layers look back through.
+    /// KV cache reads of attention, one entry per window size.
     pub kv: Vec<KvTraffic>,
 }
 
-/// What attention reads of the KV cache in all layers of one window.
+/// KV cache reads of attention in all layers with the same window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvTraffic {
-    /// Positions that are looked back on at most; all when `None`.
+    /// Maximum number of positions attended to; `None` for all.
     pub window: Option<usize>,
-    /// Bytes for each position that is looked back on.
+    /// Bytes per position attended to.
     pub bytes_per_position: usize,
 }
 
 impl Traffic {
-    /// Bytes of KV cache that a sequence of `n_positions` reads to evaluate its last one.
+    /// Returns the bytes of KV cache read to evaluate the last token of a sequence of `n_positions`.
     pub fn kv_bytes(&self, n_positions: usize) -> usize {
         self.kv
             .iter()
@@ -141,19 +142,19 @@ impl Traffic {
     }
 }
 
-/// Why a graph has no plan.
+/// Why a graph could not be planned.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PlanError {
-    /// A view of something that is itself laid out in a way that does not allow it.
+    /// A view that the layout of its source does not allow.
     #[error("{label}: {source}")]
     NotAView {
         /// Label of the node.
         label: String,
-        /// The layout's objection.
+        /// Cause.
         source: TensorError,
     },
-    /// Rows of a quantised value that are not whole blocks.
+    /// A quantised value whose rows are not a whole number of blocks.
     #[error("{label}: {ty} is not whole blocks")]
     PartialBlocks {
         /// Label of the node.
@@ -164,7 +165,7 @@ pub enum PlanError {
 }
 
 impl PlanError {
-    /// What to do about it.
+    /// Suggested fix.
     pub fn hint(&self) -> &'static str {
         match self {
             PlanError::NotAView { .. } => "insert a copy before the view",
@@ -173,7 +174,7 @@ impl PlanError {
     }
 }
 
-/// A graph in running order, with every address fixed.
+/// A graph in execution order, with all addresses fixed.
 #[derive(Clone, Debug)]
 pub struct Plan {
     steps: Vec<Step>,
@@ -192,13 +193,14 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// A plan of steps that run one by one.
+    /// Plans steps that run one by one.
     pub fn new(graph: &Graph, options: PlanOptions) -> Result<Plan, PlanError> {
         Plan::fused(graph, options, &|_| Fusion::Smaller)
     }
 
-    /// Forms groups that a backend runs as one unit, orders them, cuts the order into segments and gives every buffer its
-    /// place. `fuses` is the backend's word on each group of several nodes, from the largest: see [`crate::Backend::fuses`].
+    /// Forms groups that a backend runs as one unit, orders them, cuts the order into segments and places all
+    /// buffers. `fuses` is the backend's answer for each group of several nodes, largest first: see
+    /// [`crate::Backend::fuses`].
     pub fn fused(
         graph: &Graph,
         options: PlanOptions,
@@ -252,22 +254,22 @@ impl Plan {
         Ok(plan)
     }
 
-    /// What the inputs of a model's step mean; `None` for a plan that is no step of a model.
+    /// Meaning of the inputs of a model's step; `None` for other plans.
     pub fn step_inputs(&self) -> Option<&StepInputs> {
         self.step_inputs.as_ref()
     }
 
-    /// What the numbers of the control block index.
+    /// Limits of the index values in the control block.
     pub fn bounds(&self) -> &Bounds {
         &self.bounds
     }
 
-    /// Where an input of 32-bit elements lies in the control block.
+    /// Field of an input of 32-bit elements.
     pub fn field(&self, input: InputId) -> Field {
         Field::of(&self.control, input)
     }
 
-    /// Where a dense operand of 32-bit elements lies in the control block, if it does.
+    /// Field of a contiguous operand of 32-bit elements, if it is in the control block.
     pub fn field_of(&self, operand: &Operand) -> Option<Field> {
         let Place::Control { offset, .. } = self.buffer(operand.buffer).place else { return None };
         let dense = operand.layout.is_contiguous() && operand.dtype.block_bytes() == 4;
@@ -275,74 +277,74 @@ impl Plan {
         dense.then(|| Field { offset: offset + 4 * operand.layout.offset(), len })
     }
 
-    /// What runs, in order.
+    /// Steps in execution order.
     pub fn steps(&self) -> &[Step] {
         &self.steps
     }
 
-    /// The step of a node that is no view.
+    /// Step of a node that is not a view.
     pub fn step(&self, node: NodeId) -> &Step {
         &self.steps[self.step_of[node.idx()]]
     }
 
-    /// Which steps run as one unit, in order. Each step is in one group, and no group lies in two segments.
+    /// Groups in execution order. Each step is in one group, and no group spans two segments.
     pub fn groups(&self) -> &[Group] {
         &self.groups
     }
 
-    /// The groups of a segment.
+    /// Groups of a segment.
     pub fn groups_of(&self, segment: &Segment) -> &[Group] {
         let at = |step: usize| self.groups.partition_point(|group| group.steps.start < step);
         &self.groups[at(segment.steps.start)..at(segment.steps.end)]
     }
 
-    /// The groups that the backend has no kernel for: their members run in smaller ones.
+    /// Groups that the backend has no kernel for; their members run in smaller groups.
     pub fn refusals(&self) -> &[Refusal] {
         &self.refusals
     }
 
-    /// Runs of steps that can be recorded, and host steps between them.
+    /// Recordable segments and the host steps between them.
     pub fn segments(&self) -> &[Segment] {
         &self.segments
     }
 
-    /// Every buffer.
+    /// All buffers.
     pub fn buffers(&self) -> &[Buffer] {
         &self.buffers
     }
 
-    /// The buffer of that id.
+    /// Buffer with this id.
     pub fn buffer(&self, id: BufferId) -> &Buffer {
         &self.buffers[id.idx()]
     }
 
-    /// What is read after the step, in the order of the graph's outputs.
+    /// Outputs, in the order of the graph's outputs.
     pub fn outputs(&self) -> &[Operand] {
         &self.outputs
     }
 
-    /// The position of the output of that name.
+    /// Index of the output with this name.
     pub fn output(&self, name: &str) -> Option<usize> {
         self.output_names.iter().position(|n| n == name)
     }
 
-    /// Buffers that a host step and a recordable segment share. Each has its place to itself for the whole plan, so
-    /// that what the host writes lands where the recording reads.
+    /// Buffers that a host step and a recordable segment share. Each keeps its address to itself throughout the
+    /// plan, so the host writes where the recording reads.
     pub fn boundaries(&self) -> &[BufferId] {
         &self.boundaries
     }
 
-    /// Where each step input lies.
+    /// Layout of the control block.
     pub fn control(&self) -> &ControlLayout {
         &self.control
     }
 
-    /// Bytes of the arena.
+    /// Size of the arena in bytes.
     pub fn arena_bytes(&self) -> usize {
         self.arena_bytes
     }
 
-    /// What one run of the plan reads.
+    /// Bytes that one run of the plan reads.
     pub fn traffic(&self) -> Traffic {
         let mut traffic = Traffic::default();
         for step in &self.steps {
@@ -353,9 +355,9 @@ impl Plan {
                         let n = step.outputs[0].layout.shape().n_elements();
                         traffic.weight_bytes += n / operand.dtype.block_len() * operand.dtype.block_bytes();
                     }
-                    // What a function on the host looks up there never reaches the device's memory but as its result.
+                    // The device reads only the result of a host lookup, not the table.
                     Place::Weight(_) if matches!(step.op, Op::HostCall(_)) => {}
-                    // Of experts what the choices of all rows name, at most each once.
+                    // Experts: at most one read of each chosen expert, for all rows.
                     Place::Weight(_)
                         if matches!(step.op, Op::Moe(_)) && operand.layout.shape().rank() > 1 =>
                     {
@@ -379,27 +381,27 @@ impl Plan {
     }
 }
 
-/// Bytes of a value that is whole blocks.
+/// Bytes of a value that is a whole number of blocks.
 pub(crate) fn whole_bytes(label: &str, ty: TensorType) -> Result<usize, PlanError> {
     let partial = || PlanError::PartialBlocks { label: label.into(), ty };
     ty.dtype.bytes_for(ty.shape.n_elements()).ok_or_else(partial)
 }
 
-/// Bytes that a view shows; what it repeats counts once.
+/// Bytes that a view covers; broadcast bytes count once.
 fn distinct_bytes(operand: &Operand) -> usize {
     let dims = operand.layout.shape();
     let shown = dims.dims().iter().zip(operand.layout.strides()).filter(|(_, s)| **s != 0).map(|(d, _)| d);
     shown.product::<usize>().div_ceil(operand.dtype.block_len()) * operand.dtype.block_bytes()
 }
 
-/// When each node runs, and which run at once.
+/// Step of each node, and which steps run concurrently.
 struct RunOrder<'a> {
     order: &'a [NodeId],
-    /// For each node its step.
+    /// Per node, its step.
     step_of: Vec<usize>,
-    /// For each step the first and the last of those that run at the same time.
+    /// Per step, the first and last step that run concurrently with it.
     span_of: Vec<(usize, usize)>,
-    /// For each step whether it may overwrite what it alone reads.
+    /// Per step, whether it may overwrite inputs that only it reads.
     in_place: Vec<bool>,
 }
 
@@ -422,7 +424,7 @@ impl<'a> RunOrder<'a> {
         RunOrder { order, step_of, span_of, in_place: overwrites }
     }
 
-    /// Nodes that run at the same time as a step.
+    /// Nodes that run concurrently with a step.
     fn together(&self, step: usize) -> &'a [NodeId] {
         let (first, last) = self.span_of[step];
         &self.order[first..=last]
@@ -433,9 +435,10 @@ struct Placer<'g> {
     facts: &'g GraphFacts<'g>,
     run: &'g RunOrder<'g>,
     buffers: Vec<Buffer>,
-    // For each value that is no view, its bytes; versions of a state share them.
+    // Per value that is not a view, its buffer; versions of a state share one.
     places: Vec<Option<BufferId>>,
-    // For each value, the last step that runs with one that reads it or a view of it; the step count for outputs.
+    // Per value, the last step that runs concurrently with a reader of it or of a view of it; the step count
+    // for outputs.
     last_use: Vec<usize>,
 }
 
@@ -473,7 +476,7 @@ impl<'g> Placer<'g> {
     fn operand(&self, value: ValueId) -> Operand {
         let seen = self.facts.value(value);
         let Some(buffer) = self.places[seen.source.idx()] else {
-            panic!("value {value:?} is read before it is made");
+            panic!("value {value:?} is read before it is computed");
         };
         Operand { buffer, dtype: seen.dtype, layout: seen.layout }
     }
@@ -522,8 +525,9 @@ impl<'g> Placer<'g> {
         Ok(())
     }
 
-    /// The buffer of an input that this output may overwrite: an arena buffer that dies with this step, seen whole (not a
-    /// part of it that is broadcast to the output's size), and through no other input of what runs at the same time.
+    /// Returns the input buffer that this output may overwrite: an arena buffer that dies with this step, is
+    /// read whole (not a part that is broadcast to the output's size), and is no other input of the concurrent
+    /// steps.
     fn overwritable(
         &self,
         id: NodeId,
@@ -541,7 +545,7 @@ impl<'g> Placer<'g> {
             let seen = operand.dtype.bytes_for(operand.layout.shape().n_elements());
             let whole = operand.layout.is_contiguous() && seen == Some(bytes) && buffer.bytes == bytes;
             let dies = matches!(buffer.place, Place::Arena { .. }) && buffer.last == self.run.span_of[step].1;
-            // Members that run later may read what is not placed yet, which is no buffer of an input.
+            // Members that run later may read values that have no buffer yet; those cannot conflict.
             let place = |v: ValueId| self.places[self.facts.value(v).source.idx()];
             let reads = |&member: &NodeId| {
                 let inputs = graph.node(member).inputs.iter().enumerate();
@@ -566,7 +570,7 @@ impl<'g> Placer<'g> {
         self.run.order.iter().map(step).collect()
     }
 
-    /// A view's uses count as uses of what it views.
+    /// Uses of a view count as uses of its source.
     fn last_uses(&self) -> Vec<usize> {
         let graph = self.facts.graph;
         let source = |value: ValueId| self.facts.value(value).source.idx();

@@ -1,58 +1,58 @@
-//! Steps that are queued: the next ones are sent before the results of those in flight are asked for.
+//! Queued steps: the next steps are launched before earlier results are read.
 //!
-//! Unlike the steps of a [`crate::Run`], queued steps do not feed each other through their control blocks: each comes with
-//! its own, and only states carry over. A training loop queues step n + 1 while step n runs, and collects a few small
-//! outputs of each, in order.
+//! Unlike the steps of a [`crate::Run`], queued steps do not feed each other through the control block: each
+//! has its own, and only states carry over. A training loop queues step n + 1 while step n runs, and collects a
+//! few small outputs of each, in order.
 
 use crate::backend::{Backend, Io, RunError};
 use crate::report::Ran;
 use std::collections::VecDeque;
 
-/// What came of a queued step.
+/// Result of a queued step.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Collected {
     /// How it ran.
     pub ran: Ran,
-    /// The outputs that were asked for, dense, in the order in which they were named.
+    /// Requested outputs, contiguous, in the requested order.
     pub outputs: Vec<Vec<u8>>,
 }
 
-/// The caller's end of a queue of steps, oldest first.
+/// The caller's side of a queue of steps, oldest first.
 #[derive(Debug, Default)]
 pub struct StepQueue {
-    /// Bytes of the outputs of each step that the backend has in flight.
+    /// Output sizes of each step in flight.
     in_flight: VecDeque<Vec<usize>>,
-    /// Steps that ran before `queue` returned.
+    /// Steps that finished before `queue` returned.
     ready: VecDeque<Collected>,
 }
 
 impl StepQueue {
-    /// Without steps.
+    /// Returns an empty queue.
     pub fn new() -> StepQueue {
         StepQueue::default()
     }
 
-    /// Steps that were queued and not collected.
+    /// Number of steps that were queued and not yet collected.
     pub fn len(&self) -> usize {
         self.in_flight.len() + self.ready.len()
     }
 
-    /// Whether nothing is to be collected.
+    /// Whether there is nothing to collect.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// For backends: counts a step in flight, with the size of each of its outputs.
+    /// For backends: adds a step in flight, with the sizes of its outputs.
     pub fn sent(&mut self, sizes: Vec<usize>) {
         self.in_flight.push_back(sizes);
     }
 
-    /// For backends: whether steps are in flight.
+    /// For backends: whether any step is in flight.
     pub fn has_in_flight(&self) -> bool {
         !self.in_flight.is_empty()
     }
 
-    /// For backends: takes the oldest step in flight off the count and cuts its outputs, which came as one, apart.
+    /// For backends: removes the oldest step in flight and splits `bytes` into its outputs.
     pub fn arrived(&mut self, ran: Ran, bytes: &[u8]) -> Option<Collected> {
         let sizes = self.in_flight.pop_front()?;
         let mut rest = bytes;
@@ -65,17 +65,17 @@ impl StepQueue {
         Some(Collected { ran, outputs })
     }
 
-    /// For backends: a step that is done.
+    /// For backends: adds a finished step.
     pub fn done(&mut self, step: Collected) {
         self.ready.push_back(step);
     }
 
-    /// For backends: the oldest step that is done.
+    /// For backends: removes the oldest finished step.
     pub fn take_done(&mut self) -> Option<Collected> {
         self.ready.pop_front()
     }
 
-    /// Forgets all steps, and says how many they were.
+    /// Discards all steps and returns how many there were.
     pub fn clear(&mut self) -> usize {
         let n = self.len();
         *self = StepQueue::default();
@@ -83,7 +83,8 @@ impl StepQueue {
     }
 }
 
-/// [`Backend::queue`] for a backend, or a plan, whose steps have to be waited for: the step is run and read here.
+/// [`Backend::queue`] for backends or plans that must wait for each step: runs the step and reads its outputs
+/// immediately.
 pub fn queue_stepwise<B: Backend + ?Sized>(
     backend: &mut B,
     compiled: &mut B::Compiled,
@@ -108,12 +109,12 @@ pub fn queue_stepwise<B: Backend + ?Sized>(
     Ok(())
 }
 
-/// [`Backend::collect`] to [`queue_stepwise`].
+/// [`Backend::collect`] for [`queue_stepwise`].
 pub fn collect_stepwise(queue: &mut StepQueue) -> Result<Collected, RunError> {
     queue.take_done().ok_or_else(nothing_queued)
 }
 
-/// The error for collecting from an empty queue.
+/// Error for collecting from an empty queue.
 pub fn nothing_queued() -> RunError {
     RunError::Mismatch { what: "queues", because: "no step is queued".into() }
 }
@@ -127,7 +128,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn outputs_that_came_as_one_are_cut_apart_in_order() {
+    fn outputs_are_split_in_order() {
         let mut queue = StepQueue::new();
         queue.sent(vec![2, 0, 3]);
         queue.sent(vec![1]);
@@ -137,6 +138,6 @@ mod tests {
         assert_eq!(queue.arrived(Ran::REPLAYED, &[9]).unwrap().outputs, [vec![9]]);
         assert_eq!(queue.arrived(Ran::REPLAYED, &[9]), None);
         queue.sent(vec![4]);
-        assert_eq!(queue.arrived(Ran::REPLAYED, &[1, 2]), None, "fewer bytes than were asked for");
+        assert_eq!(queue.arrived(Ran::REPLAYED, &[1, 2]), None, "fewer bytes than requested");
     }
 }

@@ -1,31 +1,31 @@
-//! Ops of recurrent layers, whose state lies in slots.
+//! Ops of recurrent layers, whose state is in slots.
 //!
-//! A slot state is `[n_slots, ..]`. Each sequence has two slots, its two *versions*, in a row of `slots[n_seqs, 2]`. The
-//! rows of one sequence stand together in a step, in the order of their positions, and sequences in the order of their
-//! numbers. With `p` the position of a sequence's first row in the step, the step reads version `p % 2` and writes the
-//! other one: it can run twice with the same result. After a step of one row the next one finds what it wrote, since
-//! its position is one further, so steps that feed themselves change nothing in `slots`. A sequence whose first row has
-//! position 0 starts from zeros, whatever its slot holds. Rows with a negative position are padding: they write to no
-//! slot, and what comes out of them is zero.
+//! A slot state is `[n_slots, ..]`. Each sequence has two slots, its two *versions*, in a row of
+//! `slots[n_seqs, 2]`. The rows of a sequence are contiguous in a step, in the order of their positions, and
+//! sequences are in the order of their numbers. With `p` the position of a sequence's first row in the step,
+//! the step reads version `p % 2` and writes the other: running it twice gives the same result. After a step of
+//! one row the next step reads the version just written, since its position is one higher, so steps that feed
+//! themselves never change `slots`. A sequence whose first row has position 0 starts from zeros, whatever its
+//! slots hold. Rows with a negative position are padding: they write no slot and give zeros.
 
 use crate::infer::{InferError, RuleInputs};
 use crate::op::TensorType;
 use refrain_tensor::DType;
 
-/// What a node of a recurrent layer computes. `paging` is `positions[n]`, `seqs[n]`, `slots[n_seqs, 2]`, all I32.
+/// An op of a recurrent layer. `paging` is `positions[n]`, `seqs[n]`, `slots[n_seqs, 2]`, all I32.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Recurrent {
     /// `state[n_slots, width - 1, d]` F32 (state), `x[n, d]`, `w[width, d]` F32, `paging` -> `y[n, d]` like `x`, and
     /// `state`.
     ///
-    /// A causal convolution of each channel with a filter of its own: `y[i]` is `f` of the sum over
-    /// `j` of `w[j] x[i - width + 1 + j]`. The slot holds the last inputs before the step, from the oldest.
+    /// A causal convolution with one filter per channel: `y[i]` is `f` of the sum over `j` of
+    /// `w[j] x[i - width + 1 + j]`. The slot holds the last inputs before the step, oldest first.
     ShortConv(ShortConv),
     /// `state[n_slots, n_heads, v_dim, k_dim]` F32 (state), `q[n, n_key_heads, k_dim]`, `k` like `q`,
     /// `v[n, n_heads, v_dim]`, `a[n, n_heads]`, `b[n, n_heads]`, `decay[n_heads]` F32, `dt_bias[n_heads]` F32, `paging`
     /// -> `y` like `v`, and `state`.
     ///
-    /// The gated delta rule, for each head and row by row:
+    /// The gated delta rule, per head and row by row:
     ///
     /// ```text
     /// q = scale * q / |q|,  k = k / |k|                 |x| = sqrt(sum of x^2 + eps)
@@ -39,7 +39,7 @@ pub enum Recurrent {
 /// A short convolution.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ShortConv {
-    /// Whether SiLU is applied to the result.
+    /// Whether to apply SiLU to the result.
     pub silu: bool,
 }
 
@@ -48,23 +48,23 @@ pub struct ShortConv {
 pub struct GatedDelta {
     /// Factor on the normalised queries.
     pub scale: f32,
-    /// Added to the squares of queries and keys before the root.
+    /// Added to the sum of squares of queries and keys before the square root.
     pub eps: f32,
-    /// Which key head a head uses.
+    /// Assignment of key heads to heads.
     pub key_heads: KeyHeads,
 }
 
-/// How heads share key heads, of which there are fewer or as many.
+/// How heads share key heads; there are at most as many key heads as heads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KeyHeads {
-    /// Neighbouring heads share one: head `h` of `n` uses `h / (n / n_key_heads)`.
+    /// Adjacent heads share one: head `h` of `n` uses `h / (n / n_key_heads)`.
     Grouped,
     /// Head `h` uses `h % n_key_heads`, as GGUF files order them.
     Tiled,
 }
 
 impl KeyHeads {
-    /// The key head of a head.
+    /// Returns the key head of a head.
     pub fn of(self, head: usize, n_heads: usize, n_key_heads: usize) -> usize {
         match self {
             KeyHeads::Grouped => head / (n_heads / n_key_heads.max(1)).max(1),
@@ -74,7 +74,7 @@ impl KeyHeads {
 }
 
 impl Recurrent {
-    /// Which input is the positions; sequences and slots follow it.
+    /// Index of the positions input; sequences and slots follow it.
     pub fn positions(&self) -> usize {
         match self {
             Recurrent::ShortConv(_) => 3,
@@ -98,7 +98,7 @@ impl Recurrent {
                 let (state, x, w) = (rule.rank(0, 3)?, rule.rank(1, 2)?, rule.rank(2, 2)?);
                 rule.float(1)?;
                 let is_filter = inputs[2].dtype == DType::F32 && w[1] == x[1] && w[0] >= 2;
-                rule.require(2, is_filter, format!("F32[width, {}], at least two wide", x[1]))?;
+                rule.require(2, is_filter, format!("F32[width, {}], with a width of at least 2", x[1]))?;
                 let fits = state[1] + 1 == w[0] && state[2] == x[1];
                 rule.require(0, fits, format!("slots of [{}, {}]", w[0] - 1, x[1]))?;
                 1

@@ -1,4 +1,4 @@
-//! How a step ran, and why if not as a graph. One enum serves logs, summaries, metrics and errors.
+//! How a step ran, and if it was not replayed, why. Logs, summaries, metrics and errors share one enum.
 
 use std::fmt;
 use std::time::Duration;
@@ -6,20 +6,20 @@ use std::time::Duration;
 /// How a step ran.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Ran {
-    /// From recorded graphs alone: everything that runs on the device was replayed. A step that was compared with its eager
-    /// run and came out equal counts as well, though the eager run's results are the ones kept.
+    /// Replayed from recorded graphs: all device work was in a graph. Includes a step that verification
+    /// compared with its eager run and found equal, although the results of the eager run are kept.
     Replayed {
-        /// Graphs that were launched; 1 for a plan without host steps.
+        /// Number of graph launches; 1 for a plan without host steps.
         n_launches: u32,
-        /// Host steps that ran between them.
+        /// Number of host steps between them.
         n_host_steps: u32,
     },
-    /// Step by step, for a reason.
+    /// Run eagerly, for this reason.
     Eager(Reason),
 }
 
 impl Ran {
-    /// As one launch.
+    /// Replayed as one launch.
     pub const REPLAYED: Ran = Ran::Replayed { n_launches: 1, n_host_steps: 0 };
 }
 
@@ -27,7 +27,7 @@ impl Ran {
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Reason {
-    /// The backend has no graphs to replay: it calls its kernels directly.
+    /// The backend has no graphs: it calls its kernels directly.
     NoGraphsHere {
         /// Name of the backend.
         backend: &'static str,
@@ -36,44 +36,44 @@ pub enum Reason {
     SwitchedOff,
     /// Per-op timings need the eager path.
     Profiling,
-    /// Something that a recording needs is not there yet.
+    /// Something that recording needs is not ready.
     NotReady {
-        /// What is missing.
+        /// Missing part.
         what: &'static str,
     },
-    /// A step of the plan needs the host, and graphs are required without host steps.
+    /// A step of the plan needs the host, and graphs without host steps are required.
     NotCapturable {
         /// Label of the step.
         label: String,
-        /// The op's own reason.
+        /// Reason of the op.
         because: &'static str,
     },
     /// Recording failed.
     CaptureFailed {
         /// The driver's code.
         code: u32,
-        /// The last launch before it.
+        /// Last launch before the failure.
         last_launch: String,
     },
-    /// Recording took longer than its deadline and was broken off.
+    /// Recording exceeded its deadline and was aborted.
     CaptureTimedOut {
-        /// The deadline.
+        /// Deadline.
         deadline: Duration,
-        /// The last launch before it.
+        /// Last launch before the deadline.
         last_launch: String,
     },
-    /// The recording could not be made executable.
+    /// The recording could not be instantiated.
     InstantiateFailed {
         /// The driver's code.
         code: u32,
     },
     /// The replay differed from the eager run.
     VerifyMismatch {
-        /// The buffer that differed.
+        /// Buffer that differs.
         buffer: String,
         /// Its first differing element.
         element: usize,
-        /// The launch that wrote it.
+        /// Launch that wrote it.
         launch: String,
     },
     /// A replay failed.
@@ -81,42 +81,43 @@ pub enum Reason {
         /// The driver's code.
         code: u32,
     },
-    /// The step failed for a reason that has nothing to do with graphs.
+    /// The step failed for a reason unrelated to graphs.
     StepFailed {
-        /// What went wrong.
+        /// Cause.
         what: String,
     },
-    /// An earlier failure is being waited out.
+    /// Waiting after an earlier failure.
     BackingOff {
         /// Steps until the next attempt.
         steps_left: u32,
-        /// What had failed.
+        /// Earlier failure.
         after: Box<Reason>,
     },
-    /// The device has no memory left for a recording.
+    /// The device does not have enough memory for a recording.
     OutOfMemory {
-        /// Bytes asked for.
+        /// Bytes needed.
         need_bytes: u64,
         /// Bytes free.
         free_bytes: u64,
     },
-    /// The context is lost; nothing runs on this device in this process any more.
+    /// The context is lost. Nothing can run on this device again in this process.
     ContextLost {
         /// The driver's code.
         code: u32,
-        /// The step at which it was lost.
+        /// Step at which it was lost.
         step: String,
     },
 }
 
 impl Reason {
-    /// A failure that has nothing to do with graphs, in the words of the error and of everything behind it.
+    /// Returns the reason for a failure unrelated to graphs, with the messages of the error and all its
+    /// sources.
     pub fn step_failed(error: &(dyn std::error::Error + 'static)) -> Reason {
         let mut what = error.to_string();
         let mut next = error.source();
         while let Some(cause) = next {
             let text = cause.to_string();
-            // Some messages end in their cause.
+            // Some messages already include their source.
             if !what.contains(&text) {
                 what = format!("{what}: {text}");
             }
@@ -125,7 +126,7 @@ impl Reason {
         Reason::StepFailed { what }
     }
 
-    /// A short fixed word for metrics.
+    /// Short fixed identifier for metrics.
     pub fn label(&self) -> &'static str {
         match self {
             Reason::NoGraphsHere { .. } => "no_graphs_here",
@@ -151,14 +152,14 @@ impl fmt::Display for Reason {
         match self {
             Reason::NoGraphsHere { backend } => write!(f, "{backend} calls its kernels directly"),
             Reason::SwitchedOff => write!(f, "graphs are switched off"),
-            Reason::Profiling => write!(f, "profiling times each op, which one launch would hide"),
+            Reason::Profiling => write!(f, "profiling times each op, which a graph launch would hide"),
             Reason::NotReady { what } => write!(f, "{what} is not ready"),
             Reason::NotCapturable { label, because } => write!(f, "{label} cannot be recorded: {because}"),
             Reason::CaptureFailed { code, last_launch } => {
                 write!(f, "recording failed with error {code} after {last_launch}")
             }
             Reason::CaptureTimedOut { deadline, last_launch } => {
-                write!(f, "recording was broken off after {deadline:?}; the last launch was {last_launch}")
+                write!(f, "recording was aborted after {deadline:?}; the last launch was {last_launch}")
             }
             Reason::InstantiateFailed { code } => {
                 write!(f, "instantiating the graph failed with error {code}")
@@ -168,10 +169,10 @@ impl fmt::Display for Reason {
             }
             Reason::ReplayFailed { code } => write!(f, "replay failed with error {code}"),
             Reason::StepFailed { what } => write!(f, "the step failed: {what}"),
-            Reason::BackingOff { steps_left: 0, after } => write!(f, "the next step tries again: {after}"),
+            Reason::BackingOff { steps_left: 0, after } => write!(f, "retrying at the next step: {after}"),
             Reason::BackingOff { steps_left, after } => {
                 let s = if *steps_left == 1 { "" } else { "s" };
-                write!(f, "{steps_left} step{s} until the next try: {after}")
+                write!(f, "{steps_left} step{s} until the next attempt: {after}")
             }
             Reason::OutOfMemory { need_bytes, free_bytes } => {
                 write!(f, "a recording needs {need_bytes} bytes, {free_bytes} are free")
@@ -192,7 +193,7 @@ mod tests {
     struct Layer(&'static str, #[source] Option<Box<Layer>>);
 
     #[test]
-    fn a_failed_step_tells_every_cause_once() {
+    fn a_failed_step_reports_every_cause_once() {
         let error = Layer(
             "reading",
             Some(Box::new(Layer("the pipe: broken", Some(Box::new(Layer("broken", None)))))),

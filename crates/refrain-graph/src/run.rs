@@ -1,13 +1,15 @@
-//! Runs: decode steps whose choices are the next step's inputs.
+//! Runs: decode steps whose choices become the next step's inputs.
 //!
-//! A decode step feeds itself: of its inputs only tokens, positions, random positions, recent tokens and lapsing biases
-//! change, and all of them follow from the choices. [`Feedback`] says where they lie. A [`Run`] is a sequence of such
-//! steps over a fixed number of rows, and the one owner of its state on the host: which rows are in use, where each ends,
-//! what was sent and what was taken. A backend that changes the inputs on the device keeps several steps in flight; for
-//! any other, [`Run::commit`] changes them here, one step after the other.
+//! A decode step feeds itself: only tokens, positions, random positions, recent tokens and lapsing biases
+//! change between steps, and all of them follow from the choices. [`Feedback`] describes where they are. A
+//! [`Run`] is a sequence of such steps over a fixed number of rows. It alone owns the host-side state: which
+//! rows are in use, where each ends, which steps were launched and which collected. A backend that updates the
+//! inputs on the device keeps several steps in flight. For other backends, [`Run::commit`] updates them on the
+//! host, one step at a time.
 //!
-//! Rows come and go while a run goes on. [`Run::set_row`] and [`Run::clear_row`] take effect between the steps that were
-//! sent before and those that are sent after. A row that ends, by itself or because it is cleared, is padding from then on.
+//! Rows may join and leave during a run. [`Run::set_row`] and [`Run::clear_row`] take effect after the steps
+//! already launched and before all later ones. A row that ends, on its own or because it is cleared, is padding
+//! from then on.
 
 use crate::bounds::{Bounds, OutOfBounds};
 use crate::control::ControlBlock;
@@ -18,18 +20,18 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// What a step reports besides its choice: one word, the same on every device.
+/// Flags that a step reports with each choice: one word, the same on every device.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub struct StepFlags(pub u32);
 
 impl StepFlags {
-    /// The token is one that ends the sequence.
+    /// The token ends the sequence.
     pub const ENDED: StepFlags = StepFlags(1);
     /// The sequence has no tokens or positions left.
     pub const LENGTH: StepFlags = StepFlags(2);
-    /// The sequence had ended before, or the row is padding: nothing was committed.
+    /// The sequence had already ended, or the row is padding: nothing was committed.
     pub const PAST_END: StepFlags = StepFlags(4);
-    /// The row's logits were not finite: the token means nothing.
+    /// The row's logits were not finite: the token is meaningless.
     pub const NON_FINITE: StepFlags = StepFlags(8);
 
     /// Whether a flag is set.
@@ -37,7 +39,7 @@ impl StepFlags {
         self.0 & flag.0 != 0
     }
 
-    /// With another flag set where `set` says so.
+    /// Returns the flags, with another one added if `set`.
     #[must_use]
     pub fn with(self, flag: StepFlags, set: bool) -> StepFlags {
         StepFlags(self.0 | if set { flag.0 } else { 0 })
@@ -56,16 +58,16 @@ impl fmt::Debug for StepFlags {
     }
 }
 
-/// Where the inputs lie that a decode step's choices change for the next step.
+/// Locations of the inputs that a decode step's choices update for the next step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Feedback {
-    /// Rows: sequences that are decoded together.
+    /// Rows: sequences decoded together.
     pub n_rows: usize,
-    /// Which output of the plan is the choice.
+    /// Index of the plan's output with the choices.
     pub token: usize, // [n_rows]
-    /// Which is its log-probability.
+    /// Index of the output with their log-probabilities.
     pub logprob: usize, // [n_rows]
-    /// The tokens that are evaluated.
+    /// Evaluated tokens.
     pub tokens: Field, // [n_rows]
     /// Their positions.
     pub positions: Field, // [n_rows]
@@ -75,16 +77,17 @@ pub struct Feedback {
     pub history: Field, // [n_rows, n_history]
     /// Tokens with a bias.
     pub bias_ids: Field, // [n_rows, n_bias]
-    /// The sequences' KV blocks, which the host owns.
+    /// KV blocks of the sequences; only the host changes them.
     pub tables: Field, // [n_seqs, max_blocks]
-    /// The sequences' recurrent slots, which the host owns.
+    /// Recurrent slots of the sequences; only the host changes them.
     pub slots: Option<Field>, // [n_seqs, 2]
-    /// Sequences that there are tables for, at least `n_rows`.
+    /// Number of sequences with block tables, at least `n_rows`.
     pub n_seqs: usize,
 }
 
 impl Feedback {
-    /// What a plan's steps change for the next one; `None` for a plan that is not a decode step.
+    /// Returns the inputs that a plan's steps update for the next one; `None` for a plan that is not a decode
+    /// step.
     pub fn of(plan: &Plan) -> Option<Feedback> {
         let step = plan.step_inputs().filter(|step| step.is_decode())?;
         let (sampling, tables) = (step.sampling.as_ref()?, step.tables?);
@@ -103,48 +106,48 @@ impl Feedback {
         })
     }
 
-    /// The block table of a row.
+    /// Block table of a row.
     fn table(&self, row: usize) -> Field {
         self.tables.row(self.n_seqs, row)
     }
 }
 
-/// Biases that hold for the first choices only.
+/// Biases that apply to the first choices only.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LapsingBias {
-    /// How many places of the bias, from the first, stay.
+    /// Number of bias entries, from the first, that stay.
     pub n_kept: usize,
-    /// The random position of the first choice without the others; not 0.
+    /// Random position of the first choice without the others; not 0.
     pub until: u32,
 }
 
-/// Where a row ends by itself, and how its inputs change from choice to choice.
+/// Where a row ends on its own, and how its inputs change with each choice.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RowLimits {
-    /// Positions of the sequence: the step at the last of them is the row's last.
+    /// Number of positions of the sequence: the step at the last one is the row's last.
     pub n_positions: usize,
-    /// Choices that the row may make.
+    /// Number of choices that the row may make.
     pub n_choices: usize,
-    /// Tokens that end it.
+    /// Tokens that end the row.
     pub end: Vec<u32>,
-    /// Places of the history in use, from the first.
+    /// Number of history entries in use, from the first.
     pub window: usize,
-    /// Which of them the next token goes to.
+    /// History entry that the next token is written to.
     pub history_next: usize,
-    /// Biases that do not stay.
+    /// Biases that lapse.
     pub lapsing: Option<LapsingBias>,
 }
 
-/// What one step of a run came to for one row.
+/// Result of one step of a run for one row.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Committed {
-    /// The choice.
+    /// Chosen token.
     pub token: u32,
     /// Its log-probability.
     pub logprob: f32,
-    /// The position of the token that was evaluated.
+    /// Position of the evaluated token.
     pub position: usize,
-    /// Whether the row ends with it, and why.
+    /// Whether the row ends with this step, and why.
     pub flags: StepFlags,
 }
 
@@ -155,10 +158,10 @@ impl Committed {
     }
 }
 
-/// What one step of a run came to.
+/// Result of one step of a run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CommittedStep {
-    /// By row; `None` for padding, and for a row that had ended before.
+    /// Results by row; `None` for padding and for a row that had already ended.
     pub rows: Vec<Option<Committed>>,
     /// How the step ran.
     pub ran: Ran,
@@ -167,14 +170,14 @@ pub struct CommittedStep {
 /// Changes of a run's inputs that take effect between two steps.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RunEdits {
-    /// Places of the control block with new values.
+    /// Fields of the control block with new values.
     pub fields: Vec<Field>,
-    /// Rows with new limits, or without any: those have ended.
+    /// Rows with new limits, or with none: those have ended.
     pub rows: Vec<usize>,
 }
 
 impl RunEdits {
-    /// Whether nothing has changed.
+    /// Whether there are no changes.
     pub fn is_empty(&self) -> bool {
         self.fields.is_empty() && self.rows.is_empty()
     }
@@ -184,9 +187,9 @@ impl RunEdits {
 #[derive(Clone, Debug)]
 struct LiveRow {
     limits: RowLimits,
-    /// Position of the next step that is sent, as if nothing but its length ended the row.
+    /// Position of the next step to launch, assuming that only its length ends the row.
     next: usize,
-    /// Behind the last position that it can have.
+    /// One past its last possible position.
     end: usize,
 }
 
@@ -197,14 +200,14 @@ impl LiveRow {
     }
 }
 
-/// Steps that take their inputs from the ones before. See the module's documentation.
+/// Steps that take their inputs from the previous ones. See the module documentation.
 #[derive(Clone, Debug)]
 pub struct Run {
     id: u64,
     feedback: Feedback,
     rows: Vec<Option<LiveRow>>,
-    /// The inputs of the first step, with the newest block tables and what rows joined with; where steps go one by one,
-    /// the inputs of the next.
+    /// Inputs of the first step, with the newest block tables and the inputs of rows that joined. If steps go
+    /// one by one, the inputs of the next step.
     control: ControlBlock,
     edits: RunEdits,
     n_sent: u64,
@@ -213,7 +216,8 @@ pub struct Run {
 }
 
 impl Run {
-    /// A run whose first step has the inputs in `control`; rows without limits are padding. Nothing is sent yet.
+    /// Returns a run whose first step has the inputs in `control`. Rows without limits are padding. No step is
+    /// launched yet.
     pub fn new(feedback: Feedback, control: ControlBlock, rows: Vec<Option<RowLimits>>) -> Run {
         static N_RUNS: AtomicU64 = AtomicU64::new(0);
         let mut run = Run {
@@ -232,37 +236,37 @@ impl Run {
         run
     }
 
-    /// Names the run; never given twice in a process.
+    /// Id of the run, unique in the process.
     pub fn id(&self) -> u64 {
         self.id
     }
 
-    /// Where its inputs lie.
+    /// Locations of its inputs.
     pub fn feedback(&self) -> &Feedback {
         &self.feedback
     }
 
-    /// Where a row ends; `None` for padding.
+    /// Limits of a row; `None` for padding.
     pub fn limits(&self, row: usize) -> Option<&RowLimits> {
         self.rows.get(row)?.as_ref().map(|row| &row.limits)
     }
 
-    /// The first step's inputs, or the next one's where steps go one by one, with all changes so far.
+    /// Inputs of the first step, or of the next one if steps go one by one, with all changes so far.
     pub fn control(&self) -> &[u8] {
         self.control.bytes()
     }
 
-    /// Steps sent so far.
+    /// Number of steps launched so far.
     pub fn n_sent(&self) -> u64 {
         self.n_sent
     }
 
-    /// Steps taken so far.
+    /// Number of steps collected so far.
     pub fn n_taken(&self) -> u64 {
         self.n_taken
     }
 
-    /// Counts steps that were sent.
+    /// Counts launched steps.
     pub fn sent(&mut self, n: usize) {
         self.n_sent += n as u64;
         for row in self.rows.iter_mut().flatten() {
@@ -270,12 +274,12 @@ impl Run {
         }
     }
 
-    /// Counts a step that was taken.
+    /// Counts a collected step.
     pub fn taken(&mut self) {
         self.n_taken += 1;
     }
 
-    /// Puts a sequence into a row, from the next step that is sent on. `fill` writes its inputs.
+    /// Assigns a sequence to a row, starting with the next launched step. `fill` writes its inputs.
     pub fn set_row<E>(
         &mut self,
         row: usize,
@@ -295,7 +299,7 @@ impl Run {
         Ok(())
     }
 
-    /// Ends a row: it is padding from the next step that is sent on.
+    /// Ends a row: it is padding starting with the next launched step.
     pub fn clear_row(&mut self, row: usize) {
         let Feedback { n_rows, tokens, positions, .. } = self.feedback;
         for field in [tokens, positions].map(|field| field.row(n_rows, row)) {
@@ -306,7 +310,7 @@ impl Run {
         self.edits.rows.push(row);
     }
 
-    /// Puts a row's block table in place for the steps that are not sent yet; places behind it hold -1.
+    /// Writes a row's block table for the steps not launched yet; unused entries are -1.
     pub fn set_table(&mut self, row: usize, table: &[u32]) {
         let field = self.feedback.table(row);
         let words = &mut self.control.words_mut()[field.words()];
@@ -323,13 +327,13 @@ impl Run {
         }
     }
 
-    /// What has changed since this was last asked.
+    /// Returns the changes since the last call.
     pub fn take_edits(&mut self) -> RunEdits {
         std::mem::take(&mut self.edits)
     }
 
-    /// Refuses to send `n` more steps if one of them would leave what its inputs index: a row stays inside of its blocks
-    /// as far as its length lets it go.
+    /// Refuses to launch `n` more steps if one of them would exceed the limits of its index inputs. Checks each
+    /// row up to the last position that its length allows.
     pub fn check(&mut self, bounds: &Bounds, n: usize) -> Result<(), OutOfBounds> {
         let field = self.feedback.positions;
         let words = &mut self.control.words_mut()[field.words()];
@@ -343,7 +347,7 @@ impl Run {
         checked
     }
 
-    /// Makes choices the next step's inputs, as a device does that feeds itself.
+    /// Makes the choices the next step's inputs, as a device does for steps that feed themselves.
     pub fn commit(&mut self, tokens: &[u32], logprobs: &[f32], ran: Ran) {
         let rows = (0..self.feedback.n_rows).map(|row| self.commit_row(row, tokens[row], logprobs[row]));
         let rows = rows.collect();
@@ -382,26 +386,26 @@ impl Run {
         Some(Committed { token, logprob, position, flags })
     }
 
-    /// Whether no row goes on: what is sent now would be padding only.
+    /// Whether all rows have ended: further steps would contain only padding.
     pub fn has_ended(&self) -> bool {
         (0..self.feedback.n_rows).all(|row| self.position(row).is_none())
     }
 
-    /// The oldest step committed here that was not taken yet.
+    /// Removes the oldest step committed on the host and not yet collected.
     pub fn take(&mut self) -> Option<CommittedStep> {
         let step = self.ready.pop_front()?;
         self.taken();
         Some(step)
     }
 
-    /// Forgets the steps committed here that were not taken, and says how many they were.
+    /// Discards the steps committed on the host and not yet collected; returns how many there were.
     pub fn forget(&mut self) -> usize {
         let n = self.ready.len();
         self.ready.clear();
         n
     }
 
-    /// The position of a row in the control block; `None` for padding.
+    /// Position of a row in the control block; `None` for padding.
     fn position(&self, row: usize) -> Option<usize> {
         usize::try_from(self.feedback.positions.at(self.control.bytes(), row)).ok()
     }

@@ -1,36 +1,36 @@
-//! The order in which nodes run, and where the plan is cut.
+//! Execution order of nodes, and the cuts between segments.
 //!
-//! A recording holds a run of nodes that only enqueue work. A node that needs the host ends it. Nodes are ordered so
-//! that there are few cuts: host nodes that depend only on step inputs run before everything, so that the usual plan
-//! with such a node is one host segment and one recordable segment.
+//! A recording holds consecutive nodes that only enqueue work; a node that needs the host ends it. The order
+//! minimises the number of cuts: host nodes that depend only on step inputs run first, so a typical plan with
+//! such a node is one host segment and one recordable segment.
 //!
-//! The order follows from the data dependencies: a node runs right before what needs it, operands from left to right.
-//! In which order a model builds independent nodes makes no difference.
+//! The order follows from the data dependencies: a node runs right before its first reader, operands from left
+//! to right. The order in which a model builds independent nodes does not matter.
 
 use crate::graph::{Graph, NodeId, StateId, ValueId, ValueOrigin};
 use crate::op::Op;
 use std::collections::BTreeSet;
 use std::ops::Range;
 
-/// What a segment may be run as.
+/// How a segment can run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SegmentKind {
-    /// Every step in it can be recorded.
+    /// All its steps can be recorded.
     Recordable,
-    /// One step on the host, with the reason why it cannot be recorded.
+    /// One step on the host, and why it cannot be recorded.
     Host(&'static str),
 }
 
-/// A run of steps.
+/// Consecutive steps that run in the same way.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Segment {
-    /// How it may run.
+    /// How the segment can run.
     pub kind: SegmentKind,
-    /// Which steps of the plan it holds.
+    /// Its steps in the plan.
     pub steps: Range<usize>,
 }
 
-/// The value whose elements a value shows: itself, or what it is a view of.
+/// Returns the value behind views: the value itself, or the source of the view.
 pub(crate) fn source(graph: &Graph, value: ValueId) -> ValueId {
     let mut value = value;
     while let ValueOrigin::Node { node, .. } = graph.value(value).origin
@@ -41,12 +41,12 @@ pub(crate) fn source(graph: &Graph, value: ValueId) -> ValueId {
     value
 }
 
-/// Which nodes must run before which. Views are looked through: they depend on nothing, and nothing depends on them.
+/// Which nodes must run before which. Views are resolved: they have no dependencies and no dependents.
 pub(crate) struct Dependencies {
-    /// For each node those before it: what makes its operands from left to right, then what reads the version of a state
-    /// that it replaces, then the host call before it, since host calls keep the order they were built in.
+    /// Per node, its predecessors: the producers of its operands from left to right, then the readers of the
+    /// state version that it replaces, then the previous host call, because host calls keep their build order.
     pub(crate) before: Vec<Vec<usize>>,
-    /// What a walk from the results starts with.
+    /// Start nodes of a walk from the results.
     roots: Vec<usize>,
 }
 
@@ -89,18 +89,18 @@ impl Dependencies {
             ValueOrigin::Node { node, .. } => Some(node.idx()),
             ValueOrigin::Input(_) | ValueOrigin::Weight(_) | ValueOrigin::State(_) => None,
         });
-        // What is left is there for what it does on the host, or nobody needs it.
+        // The remaining nodes run for their side effects on the host, or are dead.
         let roots = makers.chain(changes.iter().map(|c| c.1)).chain(0..graph.nodes().len());
         let roots = roots.filter(|&idx| !is_view(graph, idx)).collect();
         Dependencies { before: all, roots }
     }
 
-    /// All nodes but views, each behind what it depends on, in an order that the way they were built has no part in.
+    /// Returns all nodes except views, each after its dependencies, in an order independent of the build order.
     pub(crate) fn canonical(&self) -> Vec<usize> {
         post_order(&self.before, self.roots.iter().copied())
     }
 
-    /// For each node the nodes right behind it.
+    /// Returns the direct successors of each node.
     pub(crate) fn after(&self) -> Vec<Vec<usize>> {
         let mut after = vec![Vec::new(); self.before.len()];
         for (idx, before) in self.before.iter().enumerate() {
@@ -109,11 +109,11 @@ impl Dependencies {
         after
     }
 
-    /// For each node in how many recordable segments something must have run, itself included, before it is done.
+    /// Per node, how many recordable segments must have run once it is done, including its own.
     pub(crate) fn levels(&self, graph: &Graph) -> Vec<usize> {
         let is_host = |idx: usize| graph.nodes()[idx].not_capturable().is_some();
         let mut levels = vec![0; self.before.len()];
-        // A graph's nodes stand in an order in which they could run.
+        // A graph's nodes are in a valid execution order.
         for (idx, before) in self.before.iter().enumerate() {
             levels[idx] = match is_host(idx) {
                 true => before.iter().map(|&b| levels[b]).max().unwrap_or(0),
@@ -132,7 +132,7 @@ fn push_new(list: &mut Vec<usize>, idx: usize) {
     }
 }
 
-/// Each index behind those before it, reached from the roots from left to right.
+/// Lists each index after its predecessors, visiting the roots from left to right.
 fn post_order(before: &[Vec<usize>], roots: impl Iterator<Item = usize>) -> Vec<usize> {
     let mut seen = vec![false; before.len()];
     let mut out = Vec::with_capacity(before.len());
@@ -160,8 +160,8 @@ fn post_order(before: &[Vec<usize>], roots: impl Iterator<Item = usize>) -> Vec<
     out
 }
 
-/// All nodes but views, in running order. Nodes of one unit run one after the other in the order that the unit gives
-/// them; `units` holds each node but views once, and no unit waits for itself through another.
+/// Orders all nodes except views for execution. Nodes of a unit run consecutively, in the unit's order. `units`
+/// holds each node except views once, and no unit depends on itself through another.
 pub(crate) fn order(graph: &Graph, dependencies: &Dependencies, units: &[Vec<NodeId>]) -> Vec<NodeId> {
     let mut unit_of = vec![usize::MAX; graph.nodes().len()];
     for (unit, nodes) in units.iter().enumerate() {
@@ -182,13 +182,13 @@ pub(crate) fn order(graph: &Graph, dependencies: &Dependencies, units: &[Vec<Nod
     ranked.iter().enumerate().for_each(|(r, &unit)| rank[unit] = r);
     let is_host = |unit: usize| graph.node(units[unit][0]).not_capturable().is_some();
     let mut waits_for: Vec<usize> = before.iter().map(Vec::len).collect();
-    // Ranks of what could run, on the device and on the host.
+    // Ranks of ready units, on the device and on the host.
     let mut ready = [BTreeSet::new(), BTreeSet::new()];
     for unit in (0..units.len()).filter(|&unit| waits_for[unit] == 0) {
         ready[usize::from(is_host(unit))].insert(rank[unit]);
     }
     let mut out = Vec::with_capacity(graph.nodes().len());
-    // In each turn what is of one kind runs until nothing of it is ready.
+    // Each round runs one kind until none of it is ready.
     let mut turn = 1;
     while ready.iter().any(|ready| !ready.is_empty()) {
         while let Some(r) = ready[turn].pop_first() {
@@ -203,11 +203,11 @@ pub(crate) fn order(graph: &Graph, dependencies: &Dependencies, units: &[Vec<Nod
         }
         turn = 1 - turn;
     }
-    assert!(waits_for.iter().all(|&n| n == 0), "units of nodes wait for each other");
+    assert!(waits_for.iter().all(|&n| n == 0), "units of nodes depend on each other");
     out
 }
 
-/// Cuts an order into maximal recordable runs and single host steps.
+/// Cuts an order into maximal recordable segments and single host steps.
 pub(crate) fn cut(graph: &Graph, order: &[NodeId]) -> Vec<Segment> {
     let mut segments: Vec<Segment> = Vec::new();
     for (i, &id) in order.iter().enumerate() {

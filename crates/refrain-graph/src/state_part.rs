@@ -1,25 +1,25 @@
-//! Parts of a state, and edits of states between two steps.
+//! Parts of states, and edits of states between two steps.
 //!
-//! The first dimension of a state counts what can be read, written, copied and cleared apart: blocks of a paged cache,
-//! slots of sequences, rows of anything else. [`crate::Backend::read_state`], [`crate::Backend::write_state`] and
-//! [`crate::Backend::edit_states`] are the one way to get at them.
+//! The first dimension of a state counts the units that can be read, written, copied and cleared separately:
+//! blocks of a paged cache, slots of sequences, rows of other states. [`crate::Backend::read_state`],
+//! [`crate::Backend::write_state`] and [`crate::Backend::edit_states`] are the only access to them.
 
 use std::ops::Range;
 
 use crate::backend::RunError;
 use crate::graph::{State, StateId};
 
-/// Some of a state's slots, or all of them.
+/// A range of a state's slots, or all of them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StatePart {
     /// The state.
     pub state: StateId,
-    /// Which of its slots: indices of its first dimension. `None` for all.
+    /// Range of slots: indices along the first dimension. `None` for all.
     pub slots: Option<Range<usize>>,
 }
 
 impl StatePart {
-    /// Some slots of a state.
+    /// Returns a range of a state's slots.
     pub fn slots(state: StateId, slots: Range<usize>) -> StatePart {
         StatePart { state, slots: Some(slots) }
     }
@@ -31,40 +31,40 @@ impl From<StateId> for StatePart {
     }
 }
 
-/// A change of a state that takes effect between two steps: behind all that were sent or queued before it, in front of
-/// all that come after it.
+/// A change of a state that takes effect between two steps: after all steps launched or queued so far, and
+/// before all later ones.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum StateEdit {
-    /// Copies slots onto others of the same state; the two ranges do not overlap.
+    /// Copies slots to others of the same state; the two ranges must not overlap.
     Copy {
         /// The state.
         state: StateId,
-        /// The slots to copy.
+        /// Slots to copy.
         from: Range<usize>,
-        /// The first slot to copy to.
+        /// First slot to copy to.
         to: usize,
     },
     /// Fills slots with zeros.
     Clear(StatePart),
 }
 
-/// Where slots of a state lie in its bytes.
+/// Layout of slots in a state's bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SlotLayout {
-    /// How many there are.
+    /// Number of slots.
     pub n_slots: usize,
-    /// Bytes of each.
+    /// Bytes per slot.
     pub slot_bytes: usize,
 }
 
-/// An edit as ranges of a state's bytes.
+/// An edit in terms of a state's bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ByteEdit {
-    /// Copies one range to the other, which is as long and apart from it.
+    /// Copies one range to another of the same length; they do not overlap.
     Copy {
-        /// Where from.
+        /// Source.
         from: Range<usize>,
-        /// Where to.
+        /// Destination.
         to: Range<usize>,
     },
     /// Zeroes a range.
@@ -72,34 +72,34 @@ pub enum ByteEdit {
 }
 
 impl SlotLayout {
-    /// That of a state; no slots where its size is unheard of.
+    /// Layout of a state; no slots if its size overflows.
     pub fn of(state: &State) -> SlotLayout {
         let n_slots = state.ty.shape.dims().first().copied().unwrap_or(1);
         let bytes = state.ty.dtype.bytes_for(state.ty.shape.n_elements()).unwrap_or(0);
         SlotLayout { n_slots, slot_bytes: bytes.checked_div(n_slots).unwrap_or(0) }
     }
 
-    /// All of it.
+    /// Size of the whole state.
     pub fn bytes(self) -> usize {
         self.n_slots * self.slot_bytes
     }
 
-    /// The bytes of some slots; refused where there are none such.
+    /// Byte range of some slots; an error if they do not exist.
     pub fn range(self, slots: Option<&Range<usize>>) -> Result<Range<usize>, RunError> {
         let slots = slots.cloned().unwrap_or(0..self.n_slots);
         if slots.start > slots.end || slots.end > self.n_slots {
-            let because = format!("one has {} slots, asked for {slots:?}", self.n_slots);
+            let because = format!("one has {} slots, but slots {slots:?} were requested", self.n_slots);
             return Err(RunError::Mismatch { what: "states", because });
         }
         Ok(slots.start * self.slot_bytes..slots.end * self.slot_bytes)
     }
 
-    /// The bytes of a part, which a caller's buffer must be as long as.
+    /// Byte range of a part; an error unless the caller's buffer has that length.
     pub fn range_for(self, part: &StatePart, given: usize) -> Result<Range<usize>, RunError> {
         let range = self.range(part.slots.as_ref())?;
         if range.len() != given {
             let what = if part.slots.is_some() { "the part of one" } else { "one" };
-            let because = format!("{what} has {} bytes, {given} were given", range.len());
+            let because = format!("{what} has {} bytes, but {given} were given", range.len());
             return Err(RunError::Mismatch { what: "states", because });
         }
         Ok(range)
@@ -107,14 +107,15 @@ impl SlotLayout {
 }
 
 impl StateEdit {
-    /// The state that is changed.
+    /// State that the edit changes.
     pub fn state(&self) -> StateId {
         match self {
             StateEdit::Copy { state, .. } | StateEdit::Clear(StatePart { state, .. }) => *state,
         }
     }
 
-    /// What changes of the state's bytes; refused where it has no such slots, or where the two ends of a copy overlap.
+    /// Converts the edit to byte ranges. An error if the slots do not exist, or if source and destination of a
+    /// copy overlap.
     pub fn in_bytes(&self, layout: SlotLayout) -> Result<ByteEdit, RunError> {
         match self {
             StateEdit::Clear(part) => Ok(ByteEdit::Clear(layout.range(part.slots.as_ref())?)),
@@ -122,7 +123,7 @@ impl StateEdit {
                 let end = to.saturating_add(from.len());
                 let apart = from.end <= *to || end <= from.start;
                 if !apart && !from.is_empty() {
-                    let because = format!("slots {from:?} are copied onto {:?}, which overlap", *to..end);
+                    let because = format!("slots {from:?} and {:?} of a copy overlap", *to..end);
                     return Err(RunError::Mismatch { what: "states", because });
                 }
                 let (from, to) = (layout.range(Some(from))?, layout.range(Some(&(*to..end)))?);
@@ -154,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn slots_that_are_not_there_and_copies_onto_themselves_are_refused() {
+    fn missing_slots_and_overlapping_copies_are_refused() {
         let copy = |from, to| StateEdit::Copy { state: StateId::from_idx(0), from, to }.in_bytes(layout());
         for refused in [copy(0..3, 2), copy(2..4, 1), copy(4..6, 0), copy(0..2, 4), copy(0..2, usize::MAX)] {
             assert!(matches!(refused, Err(RunError::Mismatch { what: "states", .. })), "{refused:?}");
@@ -165,6 +166,6 @@ mod tests {
         let part = StatePart::slots(StateId::from_idx(0), 1..3);
         assert!(layout().range_for(&part, 12).is_ok());
         let error = layout().range_for(&part, 13).unwrap_err();
-        assert!(error.to_string().contains("12 bytes, 13 were given"), "{error}");
+        assert!(error.to_string().contains("12 bytes, but 13 were given"), "{error}");
     }
 }

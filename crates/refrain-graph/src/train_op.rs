@@ -1,68 +1,68 @@
-//! Ops that only a training step has: gradients, the loss, the optimiser.
+//! Ops of training steps only: gradients, the loss, the optimiser.
 //!
-//! Gradients take what comes from the output first: a node runs right before what needs it, operands from left to
-//! right, so that values which are computed again are not computed before they are needed.
+//! The first input of a gradient op is the incoming gradient: a node runs right before its first reader,
+//! operands from left to right, so recomputed values are not computed too early.
 
 use crate::infer::{InferError, RuleInputs, infer_rope};
 use crate::op::{Gate, Rope, SpanAttention, TensorType, Unary};
 use refrain_tensor::{DType, Shape};
 use std::sync::Arc;
 
-/// What a node of a training step computes. `dy` is the gradient of the loss with respect to an output `y`.
+/// An op of a training step. `dy` is the gradient of the loss with respect to an output `y`.
 #[derive(Clone, Debug, PartialEq)]
 pub enum TrainOp {
     /// `dy`, `x` -> `dy * f'(x)`.
     UnaryGrad(Unary),
     /// `dy`, `gate`, `up` -> the gradients of `gate` and `up`.
     GateGrad(Gate),
-    /// `dy[.., n]`, `y[.., n]` (the softmax) -> the gradient of what the softmax was taken of.
+    /// `dy[.., n]`, `y[.., n]` (the softmax) -> the gradient of the softmax's input.
     SoftmaxGrad,
-    /// `dy[.., d]`, `x[.., d]`, `w[d]` -> the gradients of `x` and `w`. Sums over rows are in F32 and always in the same
-    /// order.
+    /// `dy[.., d]`, `x[.., d]`, `w[d]` -> the gradients of `x` and `w`. Sums over rows are in F32 and in a
+    /// fixed order.
     RmsNormGrad {
         /// Added to the mean square.
         eps: f32,
-        /// Takes what else flows to `x` as its last input, and adds it to the gradient of `x`.
+        /// Whether the last input is another contribution to the gradient of `x`, to be added to it.
         adds: bool,
     },
     /// `c[m, n]`, `a[m, k]`, `b[k, n]` of one dtype -> `c + a b`, summed in F32 and rounded once.
     AddProduct,
-    /// `dy[n, n_heads, head_dim]`, `positions[n]` I32, `inv_freq[n_dims / 2]` F32 -> `dy` turned back: by minus the angle,
-    /// with the same factor.
+    /// `dy[n, n_heads, head_dim]`, `positions[n]` I32, `inv_freq[n_dims / 2]` F32 -> `dy` rotated back: by the
+    /// negative angle, with the same factor.
     RopeGrad(Rope),
-    /// `dy`, `q`, `k`, `v`, `spans`, `y`, `lse` as [`crate::Op::SpanAttention`] has them -> the gradients of `q`, `k` and
-    /// `v`.
+    /// `dy`, `q`, `k`, `v`, `spans`, `y`, `lse` as in [`crate::Op::SpanAttention`] -> the gradients of `q`, `k`
+    /// and `v`.
     SpanAttentionGrad(SpanAttention),
-    /// `logits[n, vocab]`, `targets[n]` I32, `scale[1]` F32 -> `loss[n]` F32 and the gradient of their sum with respect to
-    /// the logits, in the dtype of these. The loss of a row is `scale * -log softmax(logits)[target]`; a row with a
-    /// negative target has none.
+    /// `logits[n, vocab]`, `targets[n]` I32, `scale[1]` F32 -> `loss[n]` F32 and the gradient of the sum of the
+    /// losses with respect to the logits, in their dtype. The loss of a row is
+    /// `scale * -log softmax(logits)[target]`; a row with a negative target has none.
     ///
-    /// The gradient takes the place of the logits, so that they are never there twice.
+    /// The gradient overwrites the logits, so memory never holds both.
     CrossEntropy,
-    /// `x`, `rng[4]` U32 (seed low, seed high, two words that count steps) -> `x` with some elements set to zero and the
-    /// others divided by the probability to stay. Its own gradient.
+    /// `x`, `rng[4]` U32 (seed low, seed high, two words that count steps) -> `x` with some elements set to
+    /// zero and the others divided by the keep probability. It is its own gradient.
     Dropout(Dropout),
-    /// Any number of tensors of floats -> `[1]` F32: the sum of the squares of all elements.
+    /// Any number of float tensors -> `[1]` F32: the sum of the squares of all elements.
     SumSquares,
     /// One step of AdamW over many tensors at once.
     AdamW(AdamW),
 }
 
-/// Which elements [`TrainOp::Dropout`] keeps: element `i` by word `i % 4` of Philox with the counter
-/// `[i / 4, site, rng[2], rng[3]]` and the key `[rng[0], rng[1]]`.
+/// Parameters of [`TrainOp::Dropout`]. Element `i` is kept or dropped by word `i % 4` of Philox with the
+/// counter `[i / 4, site, rng[2], rng[3]]` and the key `[rng[0], rng[1]]`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Dropout {
-    /// The probability that an element is dropped.
+    /// Probability that an element is dropped.
     pub p: f32,
-    /// Tells this place in the model from others.
+    /// Distinguishes this location in the model from others.
     pub site: u32,
 }
 
-/// How many numbers [`AdamParam`] names.
+/// Number of optimiser parameters.
 pub const ADAM_PARAMS: usize = 10;
 
-/// What lies where in the optimiser's parameters. They are in the control block: nothing here is fixed when a step is
-/// recorded. Differences and logarithms come from the host, which has them in higher precision.
+/// Index of each of the optimiser's parameters. They are in the control block, so nothing here is baked into a
+/// recording. Differences and logarithms are computed on the host, in higher precision.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(usize)]
 pub enum AdamParam {
@@ -80,11 +80,11 @@ pub enum AdamParam {
     OneMinusBeta2 = 5,
     /// `ln(beta2)`
     LnBeta2 = 6,
-    /// Added to the root of the second moment.
+    /// Added to the square root of the second moment.
     Eps = 7,
-    /// Weight decay, of tensors that decay.
+    /// Weight decay, for the tensors that decay.
     WeightDecay = 8,
-    /// The largest norm of all gradients together; larger ones are scaled down to it. 0: as they are.
+    /// Maximum norm of all gradients together; larger ones are scaled down to it. 0: no limit.
     MaxNorm = 9,
 }
 
@@ -99,18 +99,19 @@ pub enum AdamParam {
 /// `w = w (1 - lr decay) - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)`. All of it is in F32; each state
 /// is rounded to its dtype once.
 ///
-/// When the sum of squares is not finite nothing is applied: weights, moments and count stay as they are.
+/// If the sum of squares is not finite, nothing is applied: weights, moments and count are unchanged.
 #[derive(Clone, Debug, PartialEq)]
 pub struct AdamW {
     /// Whether each tensor decays.
     pub decays: Arc<[bool]>,
-    /// Whether weights have masters in F32.
+    /// Whether weights have F32 masters.
     pub masters: bool,
-    /// Whether gradients are accumulators in F32 (states), which come out as zeros whether the step is applied or not.
+    /// Whether gradients are F32 accumulators (states), which are zero afterwards whether or not the step is
+    /// applied.
     pub clears: bool,
 }
 
-/// Where a tensor of [`AdamW`] lies among its inputs.
+/// Inputs of [`AdamW`] for one tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AdamSlots {
     /// The gradient.
@@ -126,19 +127,19 @@ pub struct AdamSlots {
 }
 
 impl AdamW {
-    /// Input that counts steps.
+    /// Input with the step count.
     pub const COUNT: usize = 0;
-    /// Input that holds the parameters.
+    /// Input with the parameters.
     pub const PARAMS: usize = 1;
-    /// Input that holds the sum of the gradients' squares.
+    /// Input with the sum of the gradients' squares.
     pub const SUM_SQUARES: usize = 2;
 
-    /// Inputs there are.
+    /// Number of inputs.
     pub fn n_inputs(&self) -> usize {
         3 + self.decays.len() * self.stride()
     }
 
-    /// The inputs of a tensor.
+    /// Inputs of a tensor.
     pub fn slots(&self, tensor: usize) -> AdamSlots {
         let grad = 3 + tensor * self.stride();
         let m = grad + 2 + usize::from(self.masters);
@@ -165,7 +166,7 @@ impl AdamW {
 }
 
 impl TrainOp {
-    /// The op's name, for messages and tables.
+    /// Name of the op, for messages and tables.
     pub fn name(&self) -> &'static str {
         match self {
             TrainOp::UnaryGrad(_) => "unary_grad",
@@ -182,7 +183,7 @@ impl TrainOp {
         }
     }
 
-    /// The types of the outputs.
+    /// Types of the outputs.
     pub(crate) fn infer(&self, rule: &RuleInputs<'_>) -> Result<Vec<TensorType>, InferError> {
         let ins = rule.inputs;
         match self {
@@ -256,7 +257,7 @@ impl TrainOp {
     }
 }
 
-/// Rules for `q`, `k`, `v` and `spans`, which begin at input `first`.
+/// Rules for `q`, `k`, `v` and `spans`, starting at input `first`.
 pub(crate) fn infer_span_attention(
     rule: &RuleInputs<'_>,
     attention: &SpanAttention,

@@ -1,4 +1,4 @@
-//! Placing buffers, and the control block.
+//! Buffer placement and the control block.
 
 use proptest::prelude::*;
 use refrain_graph::{Arena, ControlBlock, ControlLayout, Input, InputId, PlanError, Span, TensorType};
@@ -31,7 +31,7 @@ proptest! {
     }
 
     #[test]
-    fn buffers_that_never_meet_share_one_place(bytes in 1usize..1000, n in 1usize..20) {
+    fn buffers_with_disjoint_lifetimes_share_an_offset(bytes in 1usize..1000, n in 1usize..20) {
         let spans: Vec<Span> = (0..n).map(|i| Span { bytes, first: i, last: i }).collect();
         prop_assert_eq!(Arena::place(&spans, 1).bytes, bytes);
     }
@@ -92,9 +92,10 @@ fn a_step_input_of_partial_blocks_is_refused_by_name() {
     assert_eq!(error.to_string(), "scales: Q8_0[33] is not whole blocks");
 }
 
-/// Queries, keys, values, the row before them and the residual sum of two layers: placing the largest first leaves holes.
+/// Queries, keys, values, the row before them and the residual sum of two layers: placing the largest first
+/// leaves gaps.
 #[test]
-fn the_order_of_placing_that_needs_the_least_memory_is_taken() {
+fn the_placement_order_with_the_smallest_arena_wins() {
     let lives: [(usize, usize, usize); 19] = [
         (2, 0, 31),
         (2, 1, 4),

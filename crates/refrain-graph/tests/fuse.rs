@@ -13,7 +13,8 @@ fn count(graph: &Graph, op: impl Fn(&Op) -> bool) -> usize {
     graph.nodes().iter().filter(|n| op(&n.op)).count()
 }
 
-/// Short floats turn the last bit of an f32 into a visible step, which a comparison could not tell from a bug.
+/// Low-precision floats turn a difference in the last bit of an f32 into a large one, which a comparison could
+/// not distinguish from a bug.
 fn without_casts(choices: Vec<NodeSeed>) -> Vec<NodeSeed> {
     choices
         .into_iter()
@@ -25,7 +26,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(1000))]
 
     #[test]
-    fn joined_graphs_compute_the_same(choices in choices(60)) {
+    fn fused_graphs_compute_the_same(choices in choices(60)) {
         let random = random_graph(&without_casts(choices), true);
         let fused = fuse(&random.graph).unwrap();
         prop_assert_eq!(fused.inputs().len(), random.graph.inputs().len());
@@ -42,7 +43,7 @@ proptest! {
     }
 
     #[test]
-    fn the_order_in_which_nodes_are_built_makes_no_difference(choices in choices(40), seed in any::<u64>()) {
+    fn the_build_order_of_nodes_does_not_matter(choices in choices(40), seed in any::<u64>()) {
         let random = random_graph(&choices, false);
         let other = reordered(&random.graph, &mut Rng::new(seed)).unwrap();
         let names = |graph: &Graph| {
@@ -55,7 +56,7 @@ proptest! {
     }
 
     #[test]
-    fn what_nobody_reads_is_dropped_and_a_second_pass_finds_nothing(choices in choices(60)) {
+    fn dead_nodes_are_dropped_and_a_second_pass_changes_nothing(choices in choices(60)) {
         let random = random_graph(&choices, true);
         let fused = fuse(&random.graph).unwrap();
         let mut read = vec![false; fused.values().len()];
@@ -63,7 +64,7 @@ proptest! {
         fused.outputs().iter().for_each(|o| read[o.value.idx()] = true);
         for node in fused.nodes() {
             let kept = matches!(node.op, Op::KvAppend | Op::HostCall(_)) || node.outputs.iter().any(|o| read[o.idx()]);
-            prop_assert!(kept, "{} is read by nobody", node.label);
+            prop_assert!(kept, "{} has no reader", node.label);
         }
         prop_assert_eq!(fuse(&fused).unwrap().nodes().len(), fused.nodes().len());
     }
@@ -85,7 +86,7 @@ fn sketch() -> Sketch {
     Sketch { b, x, y, w }
 }
 
-/// The names of the ops that are left.
+/// Names of the remaining ops.
 fn fused(mut b: GraphBuilder, outputs: &[ValueId]) -> Vec<&'static str> {
     for (i, &value) in outputs.iter().enumerate() {
         b.output(&format!("out{i}"), value).unwrap();
@@ -109,7 +110,7 @@ fn an_activation_and_its_product_become_a_gate_in_either_order() {
 }
 
 #[test]
-fn an_activation_that_others_need_stays() {
+fn an_activation_with_other_readers_stays() {
     let Sketch { mut b, x, y, .. } = sketch();
     let act = b.unary(Unary::Silu, x).unwrap();
     let product = b.binary(Binary::Mul, act, y).unwrap();
@@ -127,7 +128,7 @@ fn an_activation_that_others_need_stays() {
 }
 
 #[test]
-fn a_factor_that_is_made_later_joins_all_the_same() {
+fn a_factor_that_is_computed_later_fuses_too() {
     let Sketch { mut b, x, y, .. } = sketch();
     let act = b.unary(Unary::Silu, x).unwrap();
     let late = b.unary(Unary::Tanh, y).unwrap();
@@ -137,18 +138,18 @@ fn a_factor_that_is_made_later_joins_all_the_same() {
     let Sketch { mut b, x, y, .. } = sketch();
     let [p, q] = [x, y].map(|v| b.unary(Unary::Silu, v).unwrap());
     let product = b.binary(Binary::Mul, p, q).unwrap();
-    assert_eq!(fused(b, &[product]), ["silu", "silu_gate"], "one of two activations is the gate's");
+    assert_eq!(fused(b, &[product]), ["silu", "silu_gate"], "the gate absorbs one of two activations");
 }
 
 #[test]
-fn a_norm_whose_weights_a_node_makes_is_not_joined() {
+fn a_norm_with_computed_weights_is_not_fused() {
     let Sketch { mut b, x, y, w } = sketch();
     let made = b.unary(Unary::Exp, w).unwrap();
     let sum = b.add(x, y).unwrap();
     let norm = b.rms_norm(sum, made, 1e-5, "norm").unwrap();
     assert_eq!(fused(b, &[norm]), ["add", "exp", "rms_norm"]);
 
-    // Through a view they are there all the same.
+    // A view of the weights is available from the start.
     let Sketch { mut b, x, y, w } = sketch();
     let sum = b.add(x, y).unwrap();
     let seen = b.reshape(w, &[8]).unwrap();
@@ -157,7 +158,7 @@ fn a_norm_whose_weights_a_node_makes_is_not_joined() {
 }
 
 #[test]
-fn a_sum_and_its_norm_become_one_node_that_still_gives_the_sum() {
+fn a_sum_and_its_norm_become_one_node_that_still_outputs_the_sum() {
     let Sketch { mut b, x, y, w } = sketch();
     let sum = b.add(x, y).unwrap();
     let norm = b.rms_norm(sum, w, 1e-5, "norm").unwrap();
@@ -166,7 +167,7 @@ fn a_sum_and_its_norm_become_one_node_that_still_gives_the_sum() {
 }
 
 #[test]
-fn a_sum_that_broadcasts_or_is_the_weight_is_not_joined() {
+fn a_sum_that_broadcasts_or_is_the_weight_is_not_fused() {
     let Sketch { mut b, x, w, .. } = sketch();
     let sum = b.add(x, w).unwrap();
     let norm = b.rms_norm(sum, w, 1e-5, "norm").unwrap();
@@ -179,7 +180,7 @@ fn a_sum_that_broadcasts_or_is_the_weight_is_not_joined() {
 }
 
 #[test]
-fn dead_nodes_and_what_only_they_need_are_dropped() {
+fn dead_nodes_and_their_operands_are_dropped() {
     let Sketch { mut b, x, y, .. } = sketch();
     let dead = b.unary(Unary::Exp, y).unwrap();
     b.unary(Unary::Log, dead).unwrap();

@@ -1,4 +1,4 @@
-//! Groups: which nodes become one unit, whatever order they were built in, and what happens where a backend refuses.
+//! Groups: which nodes become one unit regardless of build order, and what happens when a backend refuses.
 
 use refrain_graph::{
     Attend, AttendStored, Attention, Binary, Fusion, Gate, Graph, GraphBuilder, GroupKind, GroupQuery,
@@ -11,13 +11,13 @@ use refrain_testkit::{Rng, reordered};
 const D: usize = 16;
 const HEAD_DIM: usize = 8;
 
-/// What a layer has besides the usual.
+/// Optional parts of a layer.
 #[derive(Clone, Copy, Default)]
 struct Extras {
     norms: bool,
     biases: bool,
     post_norm: bool,
-    // Names these values as outputs.
+    // Marks these values as outputs.
     rows_are_output: bool,
     rope_is_output: bool,
     product_is_output: bool,
@@ -27,7 +27,7 @@ fn ty(dtype: DType, dims: &[usize]) -> TensorType {
     TensorType::new(dtype, Shape::new(dims).unwrap())
 }
 
-/// Two layers as models have them, for `n` tokens.
+/// Two typical model layers, for `n` tokens.
 fn layers(n: usize, extras: Extras) -> Graph {
     let (mut weights, states) = (Vec::new(), ["k0", "v0", "k1", "v1"]);
     let f32 = |dims: &[usize]| ty(DType::F32, dims);
@@ -104,7 +104,7 @@ fn everything(_: &GroupQuery<'_>) -> Fusion {
     Fusion::Joined
 }
 
-/// The labels of each group, in the order in which they run.
+/// Labels of each group, in execution order.
 fn groups(graph: &Graph, fuses: &dyn Fn(&GroupQuery<'_>) -> Fusion) -> Vec<String> {
     let plan = Plan::fused(&fuse(graph).unwrap(), PlanOptions::default(), fuses).unwrap();
     let labels = |steps: std::ops::Range<usize>| {
@@ -132,13 +132,13 @@ fn a_layer_is_five_groups() {
     let all = Extras { norms: true, biases: true, post_norm: true, ..Extras::default() };
     let got = groups(&layers(1, all), &everything);
     assert_eq!(got.len(), want.len(), "{got:?}");
-    assert_eq!(got[0], "0.norm 0.q 0.add 0.k 0.add 0.v 0.add", "sums with biases are members");
+    assert_eq!(got[0], "0.norm 0.q 0.add 0.k 0.add 0.v 0.add", "bias sums are members");
     assert_eq!(got[1], "0.q_norm 0.k_norm 0.rope 0.rope 0.kv_append 0.kv_append 0.attention");
-    assert_eq!(got[3], "0.post 0.add 0.gate 0.up 0.mul", "the norm inside a sum is one");
+    assert_eq!(got[3], "0.post 0.add 0.gate 0.up 0.mul", "the norm before the sum is a member");
 }
 
 #[test]
-fn the_order_in_which_nodes_are_built_does_not_change_a_group_or_the_order_they_run_in() {
+fn the_build_order_of_nodes_changes_neither_groups_nor_execution_order() {
     let mut rng = Rng::new(4);
     for extras in [
         Extras::default(),
@@ -157,14 +157,14 @@ fn the_order_in_which_nodes_are_built_does_not_change_a_group_or_the_order_they_
 }
 
 #[test]
-fn what_others_read_stays_outside_a_chain() {
-    // Ropes and appends still are a group; the attention makes the rows of the next product.
+fn nodes_with_other_readers_stay_outside_a_chain() {
+    // Ropes and appends are still a group; the attention becomes the producer of the next product.
     let got = groups(&layers(1, Extras { rope_is_output: true, ..Extras::default() }), &everything);
     assert_eq!(got[1..3], ["0.rope 0.rope 0.kv_append 0.kv_append", "0.attention 0.o"]);
     let with_norms = Extras { rope_is_output: true, norms: true, ..Extras::default() };
     let got = groups(&layers(1, with_norms), &everything);
     assert_eq!(got[1..4], ["0.q_norm", "0.k_norm", "0.rope 0.rope 0.kv_append 0.kv_append"]);
-    // A bias is a member only where nobody wants the product without it.
+    // A bias is a member only if nothing reads the product without it.
     let biased = Extras { biases: true, ..Extras::default() };
     assert!(groups(&layers(1, biased), &everything)[0].contains("add"));
     let mut b = GraphBuilder::new(
@@ -184,7 +184,7 @@ fn what_others_read_stays_outside_a_chain() {
 }
 
 #[test]
-fn a_backend_is_told_whether_others_read_the_rows_and_may_refuse_them() {
+fn a_backend_knows_about_other_readers_of_the_rows_and_may_refuse_them() {
     let exclusive = |q: &GroupQuery<'_>| match q.kind {
         GroupKind::Products(Products { producer: Some(producer @ Producer::Norm(_)), .. }) => {
             match q.is_internal(producer.node(), 0) {
@@ -244,9 +244,9 @@ fn smaller_groups_are_proposed_until_one_has_a_kernel() {
     assert_eq!(first[8..12], ["2 of sum with a norm", "2 of sum", "2 of plain", "1 of gate"]);
 }
 
-/// A node outside that needs one member and is needed by another.
+/// A node outside the group that depends on one member and that another member depends on.
 #[test]
-fn nodes_that_wait_for_each_other_through_another_are_no_group() {
+fn nodes_that_depend_on_each_other_through_an_outsider_are_no_group() {
     let cache = ty(DType::F32, &[4, 1, 4, HEAD_DIM]);
     let states = ["k", "v"].map(|name| State::paged(name, cache)).to_vec();
     let weights = vec![Weight { name: "inv_freq".into(), ty: ty(DType::F32, &[HEAD_DIM / 2]) }];
@@ -259,7 +259,7 @@ fn nodes_that_wait_for_each_other_through_another_are_no_group() {
     let [q, k] = [0, 1].map(|_| b.rope(rope, x, places[0], inv_freq).unwrap());
     let [keys, values] = [0, 1].map(|i| b.state(StateId::from_idx(i)));
     let keys = b.kv_append(keys, k, places).unwrap();
-    // Values are made of what is in the cache of keys.
+    // Values are computed from the content of the key cache.
     let seen = b.slice(keys, 0, 0, 1).unwrap();
     let seen = b.slice(seen, 2, 0, 1).unwrap();
     let seen = b.reshape(seen, &[1, 1, HEAD_DIM]).unwrap();
@@ -272,11 +272,11 @@ fn nodes_that_wait_for_each_other_through_another_are_no_group() {
     assert!(got.iter().all(|group| !group.contains(' ') || group == STORED), "{got:?}");
 }
 
-/// Queries and attention, which are a group wherever the caches are filled.
+/// Queries and attention: a group wherever the caches are filled.
 const STORED: &str = "rope attention";
 
 #[test]
-fn attention_over_caches_that_another_fills_is_a_group_with_its_queries() {
+fn attention_over_caches_filled_by_another_layer_is_a_group_with_its_queries() {
     let cache = ty(DType::F32, &[4, 1, 4, HEAD_DIM]);
     let states = ["k", "v"].map(|name| State::paged(name, cache)).to_vec();
     let weights = vec![
@@ -300,7 +300,7 @@ fn attention_over_caches_that_another_fills_is_a_group_with_its_queries() {
     let keys = b.kv_append(keys, k, places).unwrap();
     let values = b.kv_append(values, v, places).unwrap();
     let y = b.attention(attention, q, [keys, values], places).unwrap();
-    // A later layer, with queries of its own.
+    // A later layer with its own queries.
     let q = turned(&mut b, y);
     let y = b.attention(attention, q, [keys, values], places).unwrap();
     b.output("y", y).unwrap();
@@ -309,9 +309,9 @@ fn attention_over_caches_that_another_fills_is_a_group_with_its_queries() {
     assert_eq!(got, [own, "norm rope attention"]);
 }
 
-/// Queries made of turned keys, and values that are turned keys.
+/// Queries computed from rotated keys, and values that are rotated keys.
 #[test]
-fn members_that_read_each_other_besides_the_chain_are_no_group() {
+fn members_that_read_each_other_outside_the_chain_are_no_group() {
     for values_are_keys in [false, true] {
         let cache = ty(DType::F32, &[4, 1, 4, HEAD_DIM]);
         let states = ["k", "v"].map(|name| State::paged(name, cache)).to_vec();
@@ -337,7 +337,7 @@ fn members_that_read_each_other_besides_the_chain_are_no_group() {
 }
 
 #[test]
-fn a_plan_for_nobody_in_particular_has_products_as_groups_of_one() {
+fn a_plan_without_a_backend_has_groups_of_one() {
     let graph = fuse(&layers(2, Extras::default())).unwrap();
     let plan = Plan::new(&graph, PlanOptions::default()).unwrap();
     assert_eq!(plan.groups().len(), plan.steps().len());
@@ -374,7 +374,7 @@ fn roles_name_the_nodes() {
                 gated += 1;
                 assert_eq!((op(producer.node()), op(*gate)), ("add_rms_norm", "silu_gate"));
                 let sides: Vec<_> = parts.iter().map(|p| plan.step(p.product).outputs[0]).collect();
-                assert_eq!(sides, plan.step(*gate).inputs, "what goes through the function comes first");
+                assert_eq!(sides, plan.step(*gate).inputs, "the operand of the function comes first");
             }
             GroupKind::One(_)
             | GroupKind::Products(_)

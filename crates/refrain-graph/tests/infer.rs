@@ -1,4 +1,4 @@
-//! Shape rules: what each op refuses, in words that name both sides.
+//! Shape rules: the refusals of each op, with actual and expected type.
 
 use proptest::prelude::*;
 use refrain_graph::{
@@ -49,7 +49,7 @@ impl HostFn for Never {
     }
 }
 
-/// Every op with inputs that it takes and what comes out.
+/// Every op with valid inputs and the expected outputs.
 fn good() -> Vec<(Op, Vec<TensorType>, Vec<TensorType>)> {
     let rope = Rope { style: RopeStyle::Neox, n_dims: 6, magnitude: 1.0 };
     let attention = Attention { scale: 1.0, window: None, softcap: None };
@@ -178,7 +178,7 @@ fn good() -> Vec<(Op, Vec<TensorType>, Vec<TensorType>)> {
 }
 
 #[test]
-fn every_op_takes_what_it_says_and_nothing_with_fewer_or_more_inputs() {
+fn every_op_accepts_its_inputs_and_refuses_fewer_or_more() {
     for (op, inputs, outputs) in good() {
         assert_eq!(op.infer(&inputs).as_ref(), Ok(&outputs), "{}", op.name());
         for n in 0..inputs.len() + 3 {
@@ -194,7 +194,7 @@ fn every_op_takes_what_it_says_and_nothing_with_fewer_or_more_inputs() {
 }
 
 #[test]
-fn every_op_refuses_each_input_in_a_dtype_or_rank_it_has_not() {
+fn every_op_refuses_each_input_of_an_unsupported_dtype_or_rank() {
     for (op, inputs, _) in good() {
         if matches!(op, Op::View(_) | Op::Copy | Op::Cast(_)) {
             continue;
@@ -268,7 +268,7 @@ fn refusals_name_both_sides() {
         ),
         (
             refusal(Op::Cast(DType::F32), &[t(DType::U32, &[32])]),
-            "cast: input 0 is U32[32], expected F32, F16, BF16, a quantised dtype, or I32 that becomes floats",
+            "cast: input 0 is U32[32], expected F32, F16, BF16, a quantised dtype, or I32 cast to floats",
         ),
         (refusal(Op::Copy, &[q(&[32, 3])]), "copy: input 0 is Q8_0[32, 3], expected rows of whole blocks"),
         (
@@ -321,7 +321,7 @@ fn refusals_name_both_sides() {
 }
 
 #[test]
-fn a_result_that_cannot_be_counted_is_refused() {
+fn a_result_with_too_many_elements_is_refused() {
     let inputs = [t(DType::F32, &[0, 32]), t(DType::I32, &[usize::MAX])];
     let refusal = Op::GatherRows(DType::F32).infer(&inputs).unwrap_err().to_string();
     assert!(refusal.contains("[18446744073709551615, 32] has too many elements"), "{refusal}");
@@ -349,7 +349,7 @@ proptest! {
 }
 
 #[test]
-fn a_router_that_asks_for_more_experts_than_there_are_is_refused_with_both_numbers() {
+fn a_router_with_more_choices_than_experts_is_refused_with_both_numbers() {
     let refused = |route: Route, n_experts: usize| {
         let inputs = [f(&[3, n_experts]), f(&[n_experts]), f(&[n_experts])];
         Op::Moe(MoeOp::Route(route)).infer(&inputs).unwrap_err().to_string()

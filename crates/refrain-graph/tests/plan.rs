@@ -1,4 +1,4 @@
-//! The memory plan: nothing that is still needed is overwritten, and no byte is shared by two that live.
+//! The memory plan: live data is never overwritten, and live buffers share no byte.
 
 mod machine;
 
@@ -26,12 +26,13 @@ fn options() -> impl Strategy<Value = PlanOptions> {
         .prop_map(|(in_place, align)| PlanOptions { in_place, align })
 }
 
-/// Every group that can be one is, in one of two ways.
+/// Forms every valid group, in one of two ways.
 fn fused(graph: &Graph, options: PlanOptions, is_staged: bool) -> Plan {
     Plan::fused(graph, options, &|_| if is_staged { Fusion::Staged } else { Fusion::Joined }).unwrap()
 }
 
-/// When each buffer is really touched, taken from the steps alone. All of a group or of a stage may run at once.
+/// Actual lifetime of each buffer, from the steps alone. All members of a group or of a stage may run
+/// concurrently.
 fn touched(plan: &Plan, is_staged: bool) -> Vec<Option<(usize, usize)>> {
     let mut spans: Vec<Option<(usize, usize)>> = vec![None; plan.buffers().len()];
     let mut touch = |id: BufferId, step: usize| {
@@ -83,7 +84,7 @@ fn check_places(plan: &Plan, options: PlanOptions, is_staged: bool) -> Result<()
         for (j, other) in spans.iter().enumerate().take(i) {
             let (Some(other_range), Some(other)) = (arena_range(plan, j), other) else { continue };
             let together = span.0 <= other.1 && other.0 <= span.1;
-            prop_assert!(!(together && overlap(&range, &other_range)), "buffers {} and {} collide", i, j);
+            prop_assert!(!(together && overlap(&range, &other_range)), "buffers {} and {} overlap", i, j);
         }
     }
     for step in plan.steps() {
@@ -94,7 +95,7 @@ fn check_places(plan: &Plan, options: PlanOptions, is_staged: bool) -> Result<()
         let shares = step.outputs.iter().any(|o| step.inputs.iter().any(|i| i.buffer == o.buffer));
         prop_assert!(
             options.in_place || !shares || matches!(step.op, Op::KvAppend),
-            "{} is in place",
+            "{} overwrites an input",
             step.label
         );
     }
@@ -132,7 +133,7 @@ proptest! {
     }
 
     #[test]
-    fn a_group_is_steps_next_to_each_other_and_owns_its_memory_while_it_runs(
+    fn a_group_is_consecutive_steps_and_owns_its_memory_while_it_runs(
         random in graphs(60, true),
         options in options(),
         is_staged in any::<bool>(),
@@ -142,15 +143,15 @@ proptest! {
         check_boundaries(&plan)?;
         let mut at = 0;
         for group in plan.groups() {
-            prop_assert_eq!(group.steps.start, at, "groups stand one behind the other");
+            prop_assert_eq!(group.steps.start, at, "groups are consecutive");
             at = group.steps.end;
             let nodes: Vec<NodeId> = plan.steps()[group.steps.clone()].iter().map(|step| step.node).collect();
             prop_assert_eq!(&nodes, &group.kind.nodes());
             let whole = |s: &Segment| s.steps.start <= group.steps.start && group.steps.end <= s.steps.end;
-            prop_assert!(plan.segments().iter().any(whole), "{:?} lies in two segments", group);
+            prop_assert!(plan.segments().iter().any(whole), "{:?} spans two segments", group);
             for step in plan.steps()[group.steps.clone()].iter().filter(|_| nodes.len() > 1 && !is_staged) {
                 let shares = step.outputs.iter().any(|o| step.inputs.iter().any(|i| i.buffer == o.buffer));
-                prop_assert!(!shares || matches!(step.op, Op::KvAppend), "{} is in place", step.label);
+                prop_assert!(!shares || matches!(step.op, Op::KvAppend), "{} overwrites an input", step.label);
             }
         }
         prop_assert_eq!(at, plan.steps().len());
@@ -169,7 +170,7 @@ proptest! {
     }
 
     #[test]
-    fn overwriting_in_place_never_needs_more_values(random in graphs(50, false)) {
+    fn overwriting_in_place_never_needs_more_buffers(random in graphs(50, false)) {
         let count = |in_place| {
             let plan = Plan::new(&random.graph, PlanOptions { in_place, align: 1 }).unwrap();
             (0..plan.buffers().len()).filter(|&i| arena_range(&plan, i).is_some()).count()
@@ -179,7 +180,7 @@ proptest! {
 }
 
 #[test]
-fn random_plans_have_what_can_go_wrong_in_them() {
+fn random_plans_contain_all_difficult_cases() {
     let mut rng = Rng::new(1);
     let [mut n_in_place, mut n_boundaries, mut n_views, mut n_appends, mut n_groups] = [0; 5];
     for _ in 0..100 {
@@ -201,7 +202,7 @@ fn random_plans_have_what_can_go_wrong_in_them() {
     );
 }
 
-/// A graph over `x[4, 8]` and its plan, run on a machine.
+/// A graph over `x[4, 8]` and its plan, checked on a machine.
 fn planned(build: impl FnOnce(&mut GraphBuilder, ValueId) -> ValueId) -> (Graph, Plan) {
     let mut b = GraphBuilder::new(vec![], vec![]);
     let x = b.input("x", float([4, 8])).unwrap();
@@ -215,7 +216,7 @@ fn planned(build: impl FnOnce(&mut GraphBuilder, ValueId) -> ValueId) -> (Graph,
 }
 
 #[test]
-fn a_chain_of_functions_lives_in_one_buffer() {
+fn a_chain_of_elementwise_ops_uses_one_buffer() {
     let (_, plan) = planned(|b, x| (0..5).fold(x, |x, _| b.unary(Unary::Tanh, x).unwrap()));
     assert_eq!(plan.arena_bytes(), PlanOptions::default().align, "128 bytes, rounded up");
     let control = plan.buffer(plan.steps()[0].inputs[0].buffer);
@@ -223,7 +224,7 @@ fn a_chain_of_functions_lives_in_one_buffer() {
 }
 
 #[test]
-fn a_row_that_is_broadcast_is_not_overwritten_by_what_is_computed_from_it() {
+fn a_broadcast_row_is_not_overwritten_by_a_result_computed_from_it() {
     let (_, plan) = planned(|b, x| {
         let y = b.unary(Unary::Tanh, x).unwrap();
         let row = b.slice(y, 0, 0, 1).unwrap();
@@ -278,7 +279,7 @@ fn a_reshape_that_needs_a_copy_is_an_error_with_a_hint() {
     let text = "blk.3.reshape: [32] is not a view of [8, 4] with strides [1, 8]; copy it first";
     assert_eq!(error.to_string(), text);
     assert_eq!(error.hint(), "insert a copy before the view");
-    // The way out is not lost on the way up.
+    // Wrapping the error keeps its hint.
     assert_eq!(CompileError::from(error).hint().as_deref(), Some("insert a copy before the view"));
 }
 
@@ -319,7 +320,7 @@ fn traffic_counts_the_rows_and_parts_of_weights_that_are_read() {
     let traffic = Plan::new(&b.finish(), PlanOptions::default()).unwrap().traffic();
     let (rows, norm, half) = (3 * 2 * 34, 64 * 4, 48 * 2 * 18);
     assert_eq!(traffic.weight_bytes, rows + norm + half);
-    // A sliding layer stops at its window, however long the sequence.
+    // A sliding-window layer reads at most its window, however long the sequence.
     let position = 2 * 2 * 32 * 4;
     assert_eq!([0, 5, 100].map(|n| traffic.kv_bytes(n)), [0, (5 + 5) * position, (100 + 5) * position]);
     let windows: Vec<_> = traffic.kv.iter().map(|kv| (kv.window, kv.bytes_per_position)).collect();
@@ -368,7 +369,7 @@ proptest! {
 }
 
 #[test]
-fn quotes_in_labels_do_not_end_the_picture_early() {
+fn quotes_in_labels_are_escaped_in_pictures() {
     let mut b = GraphBuilder::new(vec![], vec![]);
     b.scope("a\"b\\c");
     let x = b.input("x", float([2])).unwrap();

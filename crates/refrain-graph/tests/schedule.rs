@@ -1,4 +1,4 @@
-//! The order of steps, where the plan is cut, and states.
+//! Step order, segments and states.
 
 use proptest::prelude::*;
 use refrain_graph::{
@@ -9,7 +9,7 @@ use refrain_tensor::DType;
 use refrain_testkit::{NodeSeed, random_graph};
 use std::sync::Arc;
 
-/// The node that computes a value, seen through views.
+/// The node that computes a value, with views resolved.
 fn maker(graph: &Graph, value: ValueId) -> Option<NodeId> {
     match graph.value(value).origin {
         ValueOrigin::Node { node, .. } => match &graph.node(node).op {
@@ -43,7 +43,7 @@ fn edges(graph: &Graph) -> Vec<(NodeId, NodeId)> {
     edges
 }
 
-/// The fewest recordable segments that any order can have: device groups that hosts separate on some path.
+/// Minimum number of recordable segments of any order: device groups that host nodes separate on some path.
 fn fewest_recordable(graph: &Graph) -> usize {
     let mut level = vec![0usize; graph.nodes().len()];
     let edges = edges(graph);
@@ -130,7 +130,7 @@ fn on_host(b: &mut GraphBuilder, x: ValueId) -> ValueId {
 
 const N_LAYERS: usize = 5;
 
-/// `H` and `R` for each segment of a plan with layers, where `host` says before which layers the host is called.
+/// `H` or `R` for each segment of a plan with layers; `host` decides before which layers the host is called.
 fn segments(host: impl Fn(usize) -> bool) -> String {
     let mut b = GraphBuilder::new(vec![], vec![]);
     let mut x = b.input("x", TensorType::new(DType::F32, [8])).unwrap();
@@ -172,7 +172,7 @@ fn host_calls_that_need_only_step_inputs_run_before_everything() {
     let extra = b.input("extra", TensorType::new(DType::F32, [2, 4])).unwrap();
     for _ in 0..N_LAYERS {
         x = b.unary(Unary::Tanh, x).unwrap();
-        // Each layer looks something up, through a view, as a table on the host would be.
+        // Each layer looks something up through a view, like a table on the host.
         let seen = b.permute(extra, &[1, 0]).unwrap();
         let looked_up = on_host(&mut b, seen);
         x = b.add(x, looked_up).unwrap();
@@ -215,12 +215,12 @@ fn refused(error: GraphError) -> String {
 }
 
 #[test]
-fn a_version_of_a_state_that_was_changed_can_not_be_used_again() {
+fn an_outdated_version_of_a_state_cannot_be_used() {
     let Cache { mut b, x, control } = with_cache();
     let old = b.state(StateId::from_idx(0));
     let seen = b.slice(old, 0, 1, 1).unwrap();
     let new = b.kv_append(old, x, control).unwrap();
-    let text = |label| format!("{label}: the state it uses is an older version: it was changed since");
+    let text = |label| format!("{label}: its state is an outdated version: a later node has changed it");
     assert_eq!(refused(b.kv_append(old, x, control).unwrap_err()), text("kv_append"));
     assert_eq!(refused(b.copy(old).unwrap_err()), text("copy"));
     assert_eq!(refused(b.unary(Unary::Neg, seen).unwrap_err()), text("neg"));
@@ -231,11 +231,11 @@ fn a_version_of_a_state_that_was_changed_can_not_be_used_again() {
 }
 
 #[test]
-fn a_state_that_is_an_output_is_not_changed_behind_its_back() {
+fn a_state_that_is_an_output_cannot_be_changed() {
     let Cache { mut b, x, control } = with_cache();
     let state = b.state(StateId::from_idx(0));
     b.output("k", state).unwrap();
-    let text = "kv_append: the state it uses is an output in this version; name the output after the change";
+    let text = "kv_append: its state is already an output in this version; add the output after the change";
     assert_eq!(refused(b.kv_append(state, x, control).unwrap_err()), text);
 }
 
@@ -244,10 +244,10 @@ fn only_a_state_itself_can_be_changed() {
     let Cache { mut b, x, control } = with_cache();
     let state = b.state(StateId::from_idx(0));
     let copy = b.copy(state).unwrap();
-    let text = "kv_append: the state it uses is not a state";
+    let text = "kv_append: its state is not a state";
     assert_eq!(refused(b.kv_append(copy, x, control).unwrap_err()), text);
     let view = b.reshape(state, &[4, 1, 2, 4]).unwrap();
-    let text = "kv_append: the state it uses is seen through a view; change the state itself";
+    let text = "kv_append: its state is accessed through a view; change the state itself";
     assert_eq!(refused(b.kv_append(view, x, control).unwrap_err()), text);
 }
 
@@ -261,10 +261,11 @@ fn names_of_inputs_and_outputs_are_unique() {
 }
 
 #[test]
-fn a_host_step_costs_what_it_takes_from_the_device_and_gives_back() {
+fn a_host_step_costs_its_copies_from_and_to_the_device() {
     let mut b = GraphBuilder::new(vec![], vec![]);
     let x = b.input("x", TensorType::new(DType::F32, [8])).unwrap();
-    // From a step input: nothing has to come over. Then from a value that the device made.
+    // The first call reads a step input, which is already on the host. The second reads a value that the device
+    // computed.
     let first = on_host(&mut b, x);
     let made = b.unary(Unary::Exp, first).unwrap();
     let second = on_host(&mut b, made);

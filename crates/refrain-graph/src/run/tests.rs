@@ -8,7 +8,7 @@ const N_ROWS: usize = 3;
 const N_BIAS: usize = 4;
 const N_BLOCKS: usize = 5;
 
-/// Inputs of a decode step of three rows, as a model declares them, and one that is nobody's row.
+/// Inputs of a decode step of three rows, as a model declares them; the third row is unused.
 fn feedback() -> (Feedback, ControlLayout) {
     let input = |name: &str, dims: &[usize]| Input {
         name: name.into(),
@@ -52,7 +52,7 @@ fn put(control: &mut ControlBlock, field: Field, row: usize, values: &[i32]) {
     }
 }
 
-/// Rows at positions 10, 20 and nowhere.
+/// A run with rows at positions 10 and 20, and an unused one.
 fn run(rows: Vec<Option<RowLimits>>) -> Run {
     let (feedback, layout) = feedback();
     let mut control = ControlBlock::new(&layout);
@@ -79,7 +79,7 @@ fn each_row_of_a_step_ends_by_its_own_rules_and_is_padding_from_then_on() {
     };
     let none = StepFlags::default();
     run.commit(&[6, 7, 8], &[-1.0; 3], Ran::REPLAYED);
-    // What ends the first does not end the second; the third is nobody's.
+    // The end token of the first row does not end the second; the third row is unused.
     assert_eq!(flags(&mut run), [Some((6, none)), Some((7, none)), None]);
     run.commit(&[7, 9, 8], &[-1.0; 3], Ran::REPLAYED);
     assert_eq!(flags(&mut run), [Some((7, StepFlags::ENDED)), Some((9, StepFlags::LENGTH)), None]);
@@ -103,11 +103,11 @@ fn logits_that_are_not_finite_end_one_row_and_no_other() {
 }
 
 #[test]
-fn biases_lapse_at_their_choice_and_those_in_front_of_them_stay() {
+fn biases_lapse_at_their_choice_and_those_before_them_stay() {
     let lapsing = Some(LapsingBias { n_kept: 1, until: 13 });
     let mut run = run(vec![Some(RowLimits { lapsing, ..limits(100, 100) }), Some(limits(100, 100))]);
     let bias_ids = run.feedback().bias_ids;
-    // The choice at position 12 still has them.
+    // The choice at position 12 still uses them.
     run.commit(&[1, 2, 3], &[-1.0; 3], Ran::REPLAYED);
     assert_eq!(values(&run, bias_ids, 0), [1, 2, 3, 4]);
     run.commit(&[1, 2, 3], &[-1.0; 3], Ran::REPLAYED);
@@ -116,7 +116,7 @@ fn biases_lapse_at_their_choice_and_those_in_front_of_them_stay() {
 }
 
 #[test]
-fn a_row_that_joins_leaves_or_grows_is_an_edit_of_its_own_places_only() {
+fn a_row_that_joins_leaves_or_grows_changes_only_its_own_fields() {
     let mut run = run(vec![Some(limits(100, 100)), Some(limits(100, 100))]);
     let feedback = *run.feedback();
     assert!(run.take_edits().is_empty());

@@ -1,4 +1,4 @@
-//! Runs plans over one arena, the way a backend does, and checks each step against values that have their own memory.
+//! Runs plans over one arena, as a backend does, and checks each step against values in separate memory.
 
 use proptest::prelude::*;
 use refrain_graph::{Graph, Op, Operand, Place, Plan, Step};
@@ -19,14 +19,15 @@ impl<'a> Machine<'a> {
         Machine {
             plan,
             feed,
-            // NaN in every float type.
+            // NaN in every float dtype.
             arena: vec![0xFF; plan.arena_bytes()],
             control: feed.control(plan.control()).bytes().to_vec(),
             states: feed.states.iter().map(|s| s.bytes().as_slice().to_vec()).collect(),
         }
     }
 
-    /// Runs every step. Before a step all it reads must be intact; after it, what no later step needs is poisoned.
+    /// Runs every step. Before a step all its inputs must be intact; after it, every buffer that no later step
+    /// needs is poisoned.
     pub(crate) fn run(&mut self, graph: &Graph) -> Result<(), TestCaseError> {
         let want = evaluate_values(graph, self.feed).map_err(|e| TestCaseError::fail(e.to_string()))?;
         let plan = self.plan;
@@ -85,7 +86,7 @@ impl<'a> Machine<'a> {
                 0,
             );
         }
-        // In place: row by row, each read to its end before it is written, in an order that nobody promised.
+        // In place: row by row, each read to its end before it is written, in an order that is not guaranteed.
         let shape = step.outputs[0].layout.shape();
         let outer = shape.dims()[..shape.rank().saturating_sub(1)].to_vec();
         let n_rows: usize = outer.iter().product();
@@ -173,7 +174,7 @@ fn whole_of(step: &Step) -> Vec<Layout> {
 fn same(got: &[u8], want: &HostTensor, what: &str) -> Result<(), TestCaseError> {
     let want = In::from(want).to_dense().map_err(|e| TestCaseError::fail(e.to_string()))?;
     let at = got.iter().zip(&want).position(|(g, w)| g != w);
-    prop_assert_eq!(at, None, "{} is not what it should be", what);
+    prop_assert_eq!(at, None, "{} differs", what);
     prop_assert_eq!(got.len(), want.len(), "{}", what);
     Ok(())
 }
