@@ -1,16 +1,16 @@
 //! The raw driver interface: one method per driver call, no policy.
 //!
-//! [`Api`] is implemented twice: by the real driver and by the simulated device. Everything above it is written once,
-//! against this trait, and cannot tell the two apart: results are the driver's own codes, and a call made while a
-//! stream is being captured must behave as `capture-truth.tsv` measured it.
+//! [`Api`] has two implementations: the real driver and the simulated device. Everything above is written once, against
+//! this trait, and cannot tell them apart: both return the driver's own codes, and a call made while a stream is being
+//! captured behaves as measured in `capture-truth.tsv`.
 //!
 //! # The contract of the trait
 //!
-//! Its methods are safe to *write*, because the obligation is taken on once, where a value is obtained: by an `unsafe`
-//! function ([`crate::raw_driver`], [`crate::sim::SimDriver::api`]). Whoever holds it passes only handles that the same
-//! value returned and that were not destroyed since, frees only what it allocated itself, and launches kernels only with
-//! parameters that name live memory. The simulated device checks handles and device memory itself and answers with the
-//! driver's codes. The few methods that take a host address which the driver reads or writes *later* are `unsafe` besides.
+//! Its methods are safe, because the caller takes on the obligation once, when it obtains the value from an `unsafe`
+//! function ([`crate::raw_driver`], [`crate::sim::SimDriver::api`]). From then on it passes only handles that this value
+//! returned and that are not destroyed, frees only its own allocations, and launches kernels only with parameters that
+//! point to live memory. The simulated device checks handles and device memory itself and returns the driver's codes.
+//! The few methods that take a host address for the driver to read or write *later* are `unsafe` in addition.
 //!
 //! Context-dependent calls act on the context that is current on the calling thread ([`Api::ctx_set_current`]).
 
@@ -18,7 +18,7 @@ use std::ffi::c_void;
 use std::fmt;
 use std::path::PathBuf;
 
-/// What a raw call returns: the driver's code when it is not success.
+/// Result of a raw call; the error is the driver's code.
 pub type RawResult<T> = Result<T, Code>;
 
 /// A `CUresult` other than success.
@@ -30,7 +30,7 @@ macro_rules! codes {
         impl Code {
             $($(#[$doc])* pub const $name: Code = Code($value);)*
 
-            /// The driver's name for the code, without `CUDA_ERROR_`, or `UNNAMED` for one that is not in this list.
+            /// The driver's name for the code without `CUDA_ERROR_`, or `UNNAMED` if this list does not have it.
             #[must_use]
             pub const fn name(self) -> &'static str {
                 match self.0 {
@@ -40,7 +40,7 @@ macro_rules! codes {
                 }
             }
 
-            /// The code of a name as [`Code::name`] and `capture-truth.tsv` write it.
+            /// Looks up a code by name, as [`Code::name`] and `capture-truth.tsv` write it.
             #[must_use]
             pub fn from_name(name: &str) -> Option<Code> {
                 match name {
@@ -53,9 +53,9 @@ macro_rules! codes {
 }
 
 codes! {
-    /// A parameter is out of its range.
+    /// A parameter is out of range.
     INVALID_VALUE = 1;
-    /// The device, or the host for pinned memory, has not enough memory left.
+    /// The device (or the host, for pinned memory) has too little memory left.
     OUT_OF_MEMORY = 2;
     /// The driver was not initialised.
     NOT_INITIALIZED = 3;
@@ -63,86 +63,86 @@ codes! {
     DEINITIALIZED = 4;
     /// There is no CUDA device.
     NO_DEVICE = 100;
-    /// The device ordinal is not one of this machine.
+    /// This machine has no device with that ordinal.
     INVALID_DEVICE = 101;
-    /// The module image is not one the device can load.
+    /// The device cannot load the module image.
     INVALID_IMAGE = 200;
-    /// No context is current on the thread, or it is not a live one.
+    /// No context is current on the thread, or it has been destroyed.
     INVALID_CONTEXT = 201;
     /// The image holds no code for this device.
     NO_BINARY_FOR_GPU = 209;
-    /// PTX text does not compile.
+    /// The PTX text does not compile.
     INVALID_PTX = 218;
-    /// PTX is of a version the driver does not know.
+    /// The driver does not know this PTX version.
     UNSUPPORTED_PTX_VERSION = 222;
-    /// The handle is not a live one.
+    /// The handle does not name a live object.
     INVALID_HANDLE = 400;
-    /// The resource is not in the state the call needs (a second capture begin, an end without one).
+    /// The resource is in the wrong state for the call (a second begin-capture, an end-capture without one).
     ILLEGAL_STATE = 401;
-    /// A name was not found in a module.
+    /// The module has no symbol of that name.
     NOT_FOUND = 500;
-    /// Not finished yet; the one code that is not an error.
+    /// Not finished yet. The only code that is not an error.
     NOT_READY = 600;
-    /// A kernel touched an address that is not its to touch. Final for the context.
+    /// A kernel accessed an address outside its memory. Final for the context.
     ILLEGAL_ADDRESS = 700;
-    /// Too many registers, threads or shared bytes for a launch.
+    /// The launch needs too many registers, threads or shared memory.
     LAUNCH_OUT_OF_RESOURCES = 701;
-    /// A kernel ran longer than the device allows.
+    /// A kernel exceeded the device's time limit.
     LAUNCH_TIMEOUT = 702;
     /// The context was destroyed.
     CONTEXT_IS_DESTROYED = 709;
     /// A device-side assertion failed. Final for the context.
     ASSERT = 710;
-    /// A hardware stack error. Final for the context.
+    /// Hardware stack error. Final for the context.
     HARDWARE_STACK_ERROR = 714;
-    /// An instruction the device cannot execute. Final for the context.
+    /// Illegal instruction. Final for the context.
     ILLEGAL_INSTRUCTION = 715;
-    /// An address that is not aligned as its access needs. Final for the context.
+    /// Misaligned access. Final for the context.
     MISALIGNED_ADDRESS = 716;
-    /// An address outside the space an instruction works on. Final for the context.
+    /// An address outside the instruction's address space. Final for the context.
     INVALID_ADDRESS_SPACE = 717;
-    /// A program counter outside code. Final for the context.
+    /// The program counter left the code. Final for the context.
     INVALID_PC = 718;
-    /// A kernel failed in a way with no name of its own. Final for the context.
+    /// A kernel failed without a more specific code. Final for the context.
     LAUNCH_FAILED = 719;
-    /// More blocks than can be resident at once in a cooperative launch.
+    /// A cooperative launch has more blocks than can be resident at once.
     COOPERATIVE_LAUNCH_TOO_LARGE = 720;
     /// The operation is not permitted.
     NOT_PERMITTED = 800;
     /// The device or driver does not support the operation.
     NOT_SUPPORTED = 801;
-    /// The call is not permitted while a stream is being captured; the capture is invalidated.
+    /// The call is not permitted during a capture; it invalidates the capture.
     STREAM_CAPTURE_UNSUPPORTED = 900;
     /// An earlier error invalidated the capture.
     STREAM_CAPTURE_INVALIDATED = 901;
-    /// Two captures would merge.
+    /// The call would merge two captures.
     STREAM_CAPTURE_MERGE = 902;
-    /// The capture does not match the stream's.
+    /// The capture began on another stream.
     STREAM_CAPTURE_UNMATCHED = 903;
     /// A forked stream was not joined before the capture ended.
     STREAM_CAPTURE_UNJOINED = 904;
-    /// A dependency would cross from outside into the capture.
+    /// A dependency would cross the boundary of the capture.
     STREAM_CAPTURE_ISOLATION = 905;
-    /// The legacy stream would depend on a capturing blocking stream.
+    /// The call would make the legacy stream depend on a capturing blocking stream.
     STREAM_CAPTURE_IMPLICIT = 906;
-    /// The event was last recorded in a capture, so it cannot be queried or waited for.
+    /// The event was last recorded in a capture and cannot be queried or waited for.
     CAPTURED_EVENT = 907;
-    /// The capture was begun by another thread.
+    /// Another thread began the capture.
     STREAM_CAPTURE_WRONG_THREAD = 908;
-    /// The driver gave up waiting.
+    /// The driver timed out.
     TIMEOUT = 909;
-    /// The driver does not know what went wrong.
+    /// Unknown error.
     UNKNOWN = 999;
 }
 
 impl Code {
-    /// True for faults after which the context, and the process, can do no more device work.
+    /// True for faults after which the context, and with it the process, can do no more device work.
     #[must_use]
     pub const fn is_sticky(self) -> bool {
         matches!(self.0, 214 | 700 | 702 | 709 | 710 | 714..=719 | 4)
     }
 
-    /// True for the 900 family: the call and a stream capture do not go together.
+    /// True for the 900 family: the call conflicts with a stream capture.
     #[must_use]
     pub const fn is_capture(self) -> bool {
         matches!(self.0, 900..=908)
@@ -189,25 +189,25 @@ handles! {
     ModuleHandle;
     /// A kernel of a loaded module.
     FunctionHandle;
-    /// A graph: nodes and edges, not executable yet.
+    /// A graph of nodes and edges, not yet instantiated.
     GraphHandle;
     /// A node of a graph.
     NodeHandle;
     /// An instantiated graph.
     ExecHandle;
-    /// An address in device memory (or of pinned host memory, which the device sees at its host address).
+    /// A device address. Pinned host memory has one too, equal to its host address.
     DevicePtr;
-    /// An address in host memory, kept as a number so that handles stay `Send`.
+    /// A host address, kept as a number so that it is `Send`.
     HostPtr;
 }
 
 impl StreamHandle {
-    /// The legacy default stream, which every blocking stream waits for and is waited for by.
+    /// The legacy default stream, which synchronises with every blocking stream.
     pub const LEGACY: StreamHandle = StreamHandle(1);
 }
 
 impl DevicePtr {
-    /// The address `bytes` further on.
+    /// Returns the address `bytes` later.
     #[must_use]
     pub const fn add(self, bytes: u64) -> DevicePtr {
         DevicePtr(self.0.wrapping_add(bytes))
@@ -215,69 +215,69 @@ impl DevicePtr {
 }
 
 impl HostPtr {
-    /// As a pointer. Using it is up to the caller.
+    /// Returns the address as a pointer. Dereferencing it is the caller's responsibility.
     #[must_use]
     pub const fn as_ptr(self) -> *mut u8 {
         self.0 as *mut u8
     }
 
-    /// The address of a pointer.
+    /// Converts a pointer.
     #[must_use]
     pub fn of<T>(p: *const T) -> HostPtr {
         HostPtr(p as u64)
     }
 
-    /// The same address as the device sees it: pinned memory only.
+    /// Returns the address as the device sees it; for pinned memory only.
     #[must_use]
     pub const fn device(self) -> DevicePtr {
         DevicePtr(self.0)
     }
 }
 
-/// What one card is.
+/// Properties of one device.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct DeviceInfo {
-    /// The card's name.
+    /// Name.
     pub name: String,
     /// Compute capability, `(9, 0)` for an H200.
     pub compute: (u32, u32),
-    /// Number of multiprocessors.
+    /// Number of SMs.
     pub n_sms: u32,
     /// Total device memory in bytes.
     pub total_bytes: u64,
     /// L2 cache in bytes.
     pub l2_bytes: u64,
-    /// Most shared memory a block can ask for, in bytes (after raising the function attribute).
+    /// Maximum shared memory per block in bytes, once the function attribute has been raised.
     pub shared_block_bytes: u32,
-    /// Shared memory of one multiprocessor in bytes.
+    /// Shared memory per SM in bytes.
     pub shared_sm_bytes: u32,
-    /// Most threads in a block.
+    /// Maximum threads per block.
     pub max_block_threads: u32,
-    /// Width of the memory bus in bits; 0 when the driver does not say.
+    /// Memory bus width in bits; 0 if the driver does not report it.
     pub bus_bits: u32,
-    /// Memory clock in kHz; 0 when the driver does not say.
+    /// Memory clock in kHz; 0 if the driver does not report it.
     pub memory_khz: u32,
-    /// Highest clock of the multiprocessors in kHz; 0 when the driver does not say.
+    /// Maximum SM clock in kHz; 0 if the driver does not report it.
     pub clock_khz: u32,
     /// `domain:bus:device.function`.
     pub pci: String,
-    /// The card's unique id.
+    /// UUID.
     pub uuid: [u8; 16],
-    /// Whether the device uses the host's memory and has none of its own.
+    /// True for an integrated device, which shares the host's memory and has none of its own.
     pub unified: bool,
 }
 
 impl DeviceInfo {
-    /// Bytes per second that its memory could deliver by clock and width; `None` where they are unknown.
+    /// Theoretical memory bandwidth in bytes per second, from clock and bus width; `None` if either is unknown.
     #[must_use]
     pub fn peak_bytes_per_second(&self) -> Option<f64> {
-        // Two transfers per clock.
+        // DDR: two transfers per clock.
         let peak = f64::from(self.memory_khz) * 1e3 * 2.0 * f64::from(self.bus_bits) / 8.0;
         (peak > 0.0).then_some(peak)
     }
 
-    /// A description with everything unknown, to be filled in by an implementation.
+    /// Creates a description with everything but the name unknown, for an implementation to fill in.
     #[must_use]
     pub fn named(name: &str) -> DeviceInfo {
         DeviceInfo {
@@ -304,33 +304,33 @@ impl DeviceInfo {
 pub enum StreamKind {
     /// Synchronises with the legacy stream.
     Blocking,
-    /// Independent of the legacy stream. The only kind the safe layer makes.
+    /// Independent of the legacy stream. The only kind that the safe layer creates.
     NonBlocking,
 }
 
-/// Which unsafe calls the driver refuses while a stream is being captured.
+/// Whose unsafe calls the driver refuses during a capture.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CaptureMode {
-    /// Those of any thread.
+    /// Those of every thread.
     Global,
-    /// Those of the capturing thread.
+    /// Those of the capturing thread only.
     ThreadLocal,
-    /// None.
+    /// Nobody's.
     Relaxed,
 }
 
 /// Whether a stream is being captured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum CaptureStatus {
-    /// It is not.
+    /// Not capturing.
     None,
-    /// It is.
+    /// Capturing.
     Active,
-    /// It was, something broke the capture, and the capture was not ended yet.
+    /// The capture was invalidated and has not been ended yet.
     Invalidated,
 }
 
-/// Where one kernel parameter lies in the packed parameter bytes.
+/// Location of a kernel parameter within the packed parameter bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ParamInfo {
     /// Byte offset.
@@ -339,10 +339,10 @@ pub struct ParamInfo {
     pub size: usize,
 }
 
-/// A function attribute that can be read, and for some of them set.
+/// A function attribute; some are settable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum FunctionAttribute {
-    /// Most threads in a block of this function.
+    /// Maximum threads per block of this function.
     MaxThreadsPerBlock,
     /// Static shared memory in bytes.
     StaticSharedBytes,
@@ -350,17 +350,17 @@ pub enum FunctionAttribute {
     LocalBytes,
     /// Registers per thread.
     Registers,
-    /// Compute capability the code was compiled for, times ten.
+    /// Compute capability that the code was compiled for, times ten.
     BinaryVersion,
-    /// Most dynamic shared memory a launch may ask for, in bytes (settable).
+    /// Maximum dynamic shared memory of a launch in bytes (settable).
     MaxDynamicSharedBytes,
-    /// Share of the L1 that prefers to be shared memory, in percent (settable).
+    /// Preferred share of the L1 to use as shared memory, in percent (settable).
     PreferredSharedCarveout,
     /// Whether clusters of more than eight blocks are allowed (settable).
     NonPortableClusterSize,
 }
 
-/// How a kernel is launched.
+/// Configuration of a kernel launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct LaunchConfig {
     /// Blocks in x, y, z.
@@ -371,51 +371,51 @@ pub struct LaunchConfig {
     pub shared_bytes: u32,
     /// Blocks per cluster in x, y, z.
     pub cluster: Option<[u32; 3]>,
-    /// All blocks are resident at once and may synchronise grid-wide.
+    /// All blocks are resident at once, so the kernel may synchronise its grid.
     pub cooperative: bool,
-    /// Programmatic dependent launch: may start before its predecessor on the stream has finished. In an explicit
-    /// graph the edge says this ([`EdgeKind::Programmatic`]), not the node.
+    /// Programmatic dependent launch: the kernel may start before its predecessor on the stream has finished. In an
+    /// explicit graph this is a property of the edge ([`EdgeKind::Programmatic`]), not of the node.
     pub programmatic: bool,
 }
 
 impl LaunchConfig {
-    /// A plain launch.
+    /// Creates a plain launch.
     #[must_use]
     pub const fn new(grid: [u32; 3], block: [u32; 3]) -> LaunchConfig {
         LaunchConfig { grid, block, shared_bytes: 0, cluster: None, cooperative: false, programmatic: false }
     }
 }
 
-/// How one node waits for another.
+/// How a node waits for another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum EdgeKind {
-    /// Starts when the other has finished.
+    /// The node starts when the other one has finished.
     Full,
-    /// Kernel to kernel: may start early and waits inside the kernel (programmatic dependent launch).
+    /// Kernel to kernel: the node may start early and waits inside the kernel (programmatic dependent launch).
     Programmatic,
 }
 
-/// A dependency of a node that is being added.
+/// A dependency of a node about to be added.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Dependency {
-    /// The node waited for.
+    /// The node to wait for.
     pub on: NodeHandle,
-    /// How.
+    /// Kind of edge.
     pub kind: EdgeKind,
 }
 
 /// An edge of a finished graph.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Edge {
-    /// The node waited for.
+    /// The node to wait for.
     pub from: NodeHandle,
-    /// The node that waits.
+    /// The dependent node.
     pub to: NodeHandle,
-    /// How.
+    /// Kind of edge.
     pub kind: EdgeKind,
 }
 
-/// What a node does.
+/// Kind of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum NodeKind {
@@ -429,7 +429,7 @@ pub enum NodeKind {
     Host,
     /// Runs another graph.
     Child,
-    /// Does nothing but order.
+    /// Only orders other nodes.
     Empty,
     /// Waits for an event.
     EventWait,
@@ -439,7 +439,7 @@ pub enum NodeKind {
     MemAlloc,
     /// Frees stream-ordered memory.
     MemFree,
-    /// Anything newer than this list.
+    /// A kind newer than this list.
     Other,
 }
 
@@ -452,18 +452,18 @@ pub enum CopyEnd {
     Host(HostPtr),
 }
 
-/// Live objects of a simulated device: what a leak test compares before and after.
+/// Counts of live objects on a simulated device, for leak tests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Census {
     /// Contexts (a retained primary context counts once).
     pub contexts: usize,
     /// Device allocations, stream-ordered and managed ones included.
     pub allocations: usize,
-    /// Their bytes.
+    /// Bytes in them.
     pub bytes: u64,
     /// Pinned host allocations.
     pub host_allocations: usize,
-    /// Their bytes.
+    /// Bytes in them.
     pub host_bytes: u64,
     /// Streams, without the legacy one.
     pub streams: usize,
@@ -471,35 +471,35 @@ pub struct Census {
     pub events: usize,
     /// Modules.
     pub modules: usize,
-    /// Graphs that can be edited.
+    /// Graphs that are not instantiated.
     pub graphs: usize,
     /// Instantiated graphs.
     pub execs: usize,
 }
 
-/// A function the driver calls on a thread of its own. It must not call the driver and must not panic.
+/// A host function for the driver to call on a thread of its own. It must not call the driver and must not panic.
 pub type RawHostFn = extern "C" fn(*mut c_void);
 
-/// A CUDA driver, real or simulated. Each method is one driver call of the same name; see the module docs for the
-/// contract.
+/// A CUDA driver, real or simulated. Each method is the driver call of the same name; the module documentation states
+/// the contract.
 pub trait Api: Send + Sync {
     /// `cuda` or `sim`.
     fn backend(&self) -> &'static str;
-    /// The library file the driver was loaded from, where that is known.
+    /// The library file that the driver was loaded from, if known.
     fn library_path(&self) -> Option<PathBuf> {
         None
     }
-    /// Live objects, on the simulated device; the real driver cannot say.
+    /// Counts live objects on the simulated device; `None` for a real driver.
     fn census(&self) -> Option<Census> {
         None
     }
-    /// Free-form reports of the simulated device since the last call: unordered launches that touch the same bytes,
-    /// use after free, guard zones overwritten. Empty on a real one.
+    /// Takes the reports that the simulated device has written since the last call: unordered launches that touch the
+    /// same bytes, use after free, overwritten guard zones. Always empty for a real driver.
     fn take_reports(&self) -> Vec<String> {
         Vec::new()
     }
-    /// A number that changes while device work is being done inside a call, as on the simulated device. 0 on a real one,
-    /// whose calls do not work.
+    /// Units of device work done so far. The simulated device works inside its calls, so this shows that a long call
+    /// makes progress. Always 0 for a real driver, whose device works on its own.
     fn n_done(&self) -> u64 {
         0
     }
@@ -521,7 +521,7 @@ pub trait Api: Send + Sync {
     fn ctx_destroy(&self, ctx: CtxHandle) -> RawResult<()>;
     /// `cuCtxSetCurrent` for the calling thread; `None` detaches it.
     fn ctx_set_current(&self, ctx: Option<CtxHandle>) -> RawResult<()>;
-    /// `cuCtxSynchronize`: waits for everything of the current context, and kills every capture in it.
+    /// `cuCtxSynchronize`: waits for all work of the current context and invalidates every capture in it.
     fn ctx_synchronize(&self) -> RawResult<()>;
 
     /// `cuMemGetInfo`: free and total bytes.
@@ -548,7 +548,7 @@ pub trait Api: Send + Sync {
     /// `cuMemcpyHtoDAsync`.
     ///
     /// # Safety
-    /// `src..src + bytes` stays readable and unwritten until the copy has run (in a capture: until the last replay).
+    /// `src..src + bytes` stays readable and unmodified until the copy has run (in a capture: until the last replay).
     unsafe fn memcpy_htod_async(
         &self,
         dst: DevicePtr,
@@ -559,8 +559,8 @@ pub trait Api: Send + Sync {
     /// `cuMemcpyDtoHAsync`.
     ///
     /// # Safety
-    /// `dst..dst + bytes` stays writable and otherwise unused until the copy has run (in a capture: until the last
-    /// replay).
+    /// `dst..dst + bytes` stays writable, and nobody else uses it, until the copy has run (in a capture: until the
+    /// last replay).
     unsafe fn memcpy_dtoh_async(
         &self,
         dst: HostPtr,
@@ -585,45 +585,47 @@ pub trait Api: Send + Sync {
     fn stream_destroy(&self, stream: StreamHandle) -> RawResult<()>;
     /// `cuStreamSynchronize`.
     fn stream_synchronize(&self, stream: StreamHandle) -> RawResult<()>;
-    /// `cuStreamQuery`: `Err(NOT_READY)` while work is left.
+    /// `cuStreamQuery`: `Err(NOT_READY)` while work is pending.
     fn stream_query(&self, stream: StreamHandle) -> RawResult<()>;
     /// `cuStreamWaitEvent`.
     fn stream_wait_event(&self, stream: StreamHandle, event: EventHandle) -> RawResult<()>;
     /// `cuStreamBeginCapture`.
     fn stream_begin_capture(&self, stream: StreamHandle, mode: CaptureMode) -> RawResult<()>;
-    /// `cuStreamEndCapture`. On an error no graph exists and the stream is no longer being captured.
+    /// `cuStreamEndCapture`. After an error there is no graph, and the stream is no longer capturing.
     fn stream_end_capture(&self, stream: StreamHandle) -> RawResult<GraphHandle>;
     /// `cuStreamIsCapturing`.
     fn stream_is_capturing(&self, stream: StreamHandle) -> RawResult<CaptureStatus>;
-    /// `cuStreamGetCaptureInfo`: the status, and the id of the capture while it is active.
+    /// `cuStreamGetCaptureInfo`: the status, and the capture's id while it is active.
     fn stream_capture_info(&self, stream: StreamHandle) -> RawResult<(CaptureStatus, Option<u64>)>;
     /// `cuLaunchHostFunc`.
     ///
     /// # Safety
-    /// `f(user)` may be called from any thread, once per execution, until the last one has run.
+    /// `f(user)` may be called from any thread, once per execution, until the last execution has ended.
     unsafe fn launch_host_func(&self, stream: StreamHandle, f: RawHostFn, user: *mut c_void)
     -> RawResult<()>;
 
-    /// `cuEventCreate`; without timing when `timing` is false.
+    /// `cuEventCreate`, with or without timing.
     fn event_create(&self, timing: bool) -> RawResult<EventHandle>;
     /// `cuEventDestroy`.
     fn event_destroy(&self, event: EventHandle) -> RawResult<()>;
     /// `cuEventRecord`.
     fn event_record(&self, event: EventHandle, stream: StreamHandle) -> RawResult<()>;
-    /// `cuEventQuery`: `Err(NOT_READY)` while the work before it is not done. One never recorded is done.
+    /// `cuEventQuery`: `Err(NOT_READY)` while the work before the event is pending. An event that was never recorded
+    /// is done.
     fn event_query(&self, event: EventHandle) -> RawResult<()>;
     /// `cuEventSynchronize`.
     fn event_synchronize(&self, event: EventHandle) -> RawResult<()>;
     /// `cuEventElapsedTime` in milliseconds.
     fn event_elapsed(&self, start: EventHandle, end: EventHandle) -> RawResult<f32>;
 
-    /// `cuModuleLoadData` of a cubin, fatbin or PTX text (without a closing zero). The simulated device reads the
-    /// `.entry` names of PTX text, or a text whose first line is `sim` and whose further lines are kernel names.
+    /// `cuModuleLoadData` of a cubin, a fatbin or PTX text (without terminating zero). The simulated device reads the
+    /// `.entry` names of PTX text, the section names of a cubin, or a text whose first line is `sim` and whose other
+    /// lines are kernel names.
     fn module_load(&self, image: &[u8]) -> RawResult<ModuleHandle>;
     /// `cuModuleUnload`.
     fn module_unload(&self, module: ModuleHandle) -> RawResult<()>;
-    /// `cuModuleGetFunction`: `NOT_FOUND` for a name the module has not (on the simulated device also one that has
-    /// no registered twin).
+    /// `cuModuleGetFunction`: `NOT_FOUND` if the module has no such kernel, or, on the simulated device, if no twin is
+    /// registered for it.
     fn module_function(&self, module: ModuleHandle, name: &str) -> RawResult<FunctionHandle>;
     /// `cuFuncGetParamInfo` for every parameter, in order.
     fn function_params(&self, function: FunctionHandle) -> RawResult<Vec<ParamInfo>>;
@@ -638,7 +640,7 @@ pub trait Api: Send + Sync {
     ) -> RawResult<()>;
     /// `cuOccupancyMaxActiveBlocksPerMultiprocessor`.
     fn occupancy(&self, function: FunctionHandle, block_threads: u32, shared_bytes: u32) -> RawResult<u32>;
-    /// `cuLaunchKernelEx` with the parameters packed as [`Api::function_params`] says.
+    /// `cuLaunchKernelEx` with the parameters packed at the offsets of [`Api::function_params`].
     fn launch(
         &self,
         function: FunctionHandle,
@@ -651,7 +653,7 @@ pub trait Api: Send + Sync {
     fn graph_create(&self) -> RawResult<GraphHandle>;
     /// `cuGraphDestroy`.
     fn graph_destroy(&self, graph: GraphHandle) -> RawResult<()>;
-    /// `cuGraphAddKernelNode`; the parameter bytes are copied.
+    /// `cuGraphAddKernelNode`; copies the parameter bytes.
     fn graph_add_kernel(
         &self,
         graph: GraphHandle,
@@ -663,7 +665,7 @@ pub trait Api: Send + Sync {
     /// `cuGraphAddMemcpyNode`, one-dimensional.
     ///
     /// # Safety
-    /// A host end is pinned memory of at least `bytes` that outlives every execution of the graph.
+    /// A host end is at least `bytes` of pinned memory that outlives every execution of the graph.
     unsafe fn graph_add_memcpy(
         &self,
         graph: GraphHandle,
@@ -672,7 +674,7 @@ pub trait Api: Send + Sync {
         src: CopyEnd,
         bytes: u64,
     ) -> RawResult<NodeHandle>;
-    /// `cuGraphAddMemsetNode`, bytes.
+    /// `cuGraphAddMemsetNode`, byte-wise.
     fn graph_add_memset(
         &self,
         graph: GraphHandle,
@@ -681,7 +683,7 @@ pub trait Api: Send + Sync {
         byte: u8,
         bytes: u64,
     ) -> RawResult<NodeHandle>;
-    /// `cuGraphAddChildGraphNode`; the child is cloned and can be destroyed afterwards.
+    /// `cuGraphAddChildGraphNode`; clones the child, which can then be destroyed.
     fn graph_add_child(
         &self,
         graph: GraphHandle,
@@ -701,17 +703,17 @@ pub trait Api: Send + Sync {
         f: RawHostFn,
         user: *mut c_void,
     ) -> RawResult<NodeHandle>;
-    /// `cuGraphGetNodes` with each node's type, in an order that the driver chooses.
+    /// `cuGraphGetNodes` with the kind of each node, in an order of the driver's choosing.
     fn graph_nodes(&self, graph: GraphHandle) -> RawResult<Vec<(NodeHandle, NodeKind)>>;
     /// `cuGraphGetEdges`.
     fn graph_edges(&self, graph: GraphHandle) -> RawResult<Vec<Edge>>;
-    /// `cuGraphChildGraphNodeGetGraph`: borrowed from the parent, not to be destroyed.
+    /// `cuGraphChildGraphNodeGetGraph`: a borrow from the parent that must not be destroyed.
     fn graph_child(&self, node: NodeHandle) -> RawResult<GraphHandle>;
-    /// `cuGraphInstantiate`. The graph can be destroyed afterwards.
+    /// `cuGraphInstantiate`; the graph can then be destroyed.
     fn graph_instantiate(&self, graph: GraphHandle) -> RawResult<ExecHandle>;
     /// `cuGraphExecDestroy`.
     fn exec_destroy(&self, exec: ExecHandle) -> RawResult<()>;
-    /// `cuGraphUpload`: moves what the graph needs to the device ahead of the first launch.
+    /// `cuGraphUpload`: moves the graph to the device before the first launch.
     fn exec_upload(&self, exec: ExecHandle, stream: StreamHandle) -> RawResult<()>;
     /// `cuGraphLaunch`.
     fn exec_launch(&self, exec: ExecHandle, stream: StreamHandle) -> RawResult<()>;
@@ -722,7 +724,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_code_has_the_name_the_truth_table_uses_and_back() {
+    fn codes_convert_to_the_names_of_the_truth_table_and_back() {
         for name in
             ["STREAM_CAPTURE_UNSUPPORTED", "CAPTURED_EVENT", "ILLEGAL_STATE", "STREAM_CAPTURE_WRONG_THREAD"]
         {
@@ -736,7 +738,7 @@ mod tests {
     }
 
     #[test]
-    fn only_faults_that_end_a_context_are_sticky() {
+    fn only_faults_that_lose_a_context_are_sticky() {
         assert!(Code::ILLEGAL_ADDRESS.is_sticky() && Code::LAUNCH_FAILED.is_sticky());
         assert!(!Code::STREAM_CAPTURE_INVALIDATED.is_sticky() && !Code::OUT_OF_MEMORY.is_sticky());
     }

@@ -1,5 +1,5 @@
-//! Which driver call the device thread is in, seen from its callers: a call that does not return is noticed long before
-//! the work it belongs to would be late.
+//! Tracks the driver call that the device thread is in. A call that does not return is noticed long before the deadline
+//! of the work that it belongs to.
 
 use std::cell::Cell;
 use std::sync::Mutex;
@@ -8,13 +8,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::protocol::sync::lock;
 
 thread_local! {
-    /// Only the device thread's calls are watched; other threads (a health check) have deadlines of their own.
+    /// Only the device thread's calls are tracked; other threads, such as a health check, have their own deadlines.
     static WATCHED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Between the device thread and its callers.
+/// State shared between the device thread, which updates it, and its callers, which observe it.
 pub(crate) struct CurrentCall {
-    /// Calls begun and ended: odd inside one.
+    /// Number of calls begun plus number ended, so it is odd during a call.
     n: AtomicU64,
     what: Mutex<&'static str>,
 }
@@ -24,12 +24,12 @@ impl CurrentCall {
         CurrentCall { n: AtomicU64::new(0), what: Mutex::new("nothing") }
     }
 
-    /// Has this thread's calls watched from now on.
+    /// Enables tracking for the calls of this thread.
     pub(crate) fn watch_this_thread() {
         WATCHED.set(true);
     }
 
-    /// A call begins; it ends when the result is dropped.
+    /// Marks the beginning of a call; dropping the guard marks its end.
     #[inline]
     pub(crate) fn enter(&self, what: &'static str) -> Option<CallGuard<'_>> {
         if !WATCHED.get() {
@@ -40,14 +40,14 @@ impl CurrentCall {
         Some(CallGuard(self))
     }
 
-    /// A number that changes whenever a call begins or ends, and the call that it is in, if any.
-    pub(crate) fn look(&self) -> (u64, Option<&'static str>) {
+    /// Returns a counter that changes whenever a call begins or ends, and the current call, if any.
+    pub(crate) fn observe(&self) -> (u64, Option<&'static str>) {
         let n = self.n.load(Ordering::Acquire);
         (n, (n % 2 == 1).then(|| *lock(&self.what)))
     }
 }
 
-/// A call that has not returned.
+/// Guard for a call in progress.
 pub(crate) struct CallGuard<'a>(&'a CurrentCall);
 
 impl Drop for CallGuard<'_> {

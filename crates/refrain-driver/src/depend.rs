@@ -1,13 +1,13 @@
-//! Which launches must wait for which, found from the bytes they read and write.
+//! Dependencies between launches, derived from the bytes they read and write.
 //!
-//! Ranges are physical addresses, so two handles that overlap are seen as what they are. For every byte range the table
-//! knows its last writer and who has read it since; a new piece of work waits for the writer of what it reads
-//! (read-after-write), for the readers of what it writes (write-after-read) and for its writer (write-after-write).
-//! What is already waited for through another dependency is left out.
+//! Ranges are device addresses, so handles that overlap are recognised as such. For every byte range the table holds the
+//! last writer and everyone who has read the range since. A new piece of work waits for the writer of what it reads
+//! (read after write), for the readers of what it writes (write after read) and for its previous writer (write after
+//! write). A dependency that another one already implies is omitted.
 
 use std::collections::BTreeMap;
 
-/// A byte range and whether it is written. Reading and writing is two touches.
+/// A byte range that is read or written. Work that does both has two touches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Touch {
     pub(crate) start: u64,
@@ -15,7 +15,7 @@ pub(crate) struct Touch {
     pub(crate) write: bool,
 }
 
-/// What happened to a range last. Keyed by its start.
+/// The last writer of a range and the readers since. Keyed by the range's start.
 #[derive(Clone, Debug)]
 struct HazardSpan {
     end: u64,
@@ -23,16 +23,16 @@ struct HazardSpan {
     readers: Vec<usize>,
 }
 
-/// The table. Work is numbered in the order in which it is added.
+/// The hazard table. Work is numbered in the order in which it is added.
 #[derive(Debug, Default)]
 pub(crate) struct Hazards {
     spans: BTreeMap<u64, HazardSpan>,
-    /// For each piece of work, everything it waits for, directly or not, as a bit set.
+    /// For each piece of work, everything it waits for, directly or indirectly, as a bit set.
     ancestors: Vec<Vec<u64>>,
 }
 
 impl Hazards {
-    /// Adds the next piece of work and returns what it must wait for, in ascending order.
+    /// Adds the next piece of work and returns the work it must wait for, in ascending order.
     pub(crate) fn add(&mut self, touches: &[Touch]) -> Vec<usize> {
         let work = self.ancestors.len();
         let mut deps = Vec::new();
@@ -49,7 +49,7 @@ impl Hazards {
         deps.retain(|&d| d != work);
         deps.sort_unstable();
         deps.dedup();
-        // Reads first: a piece of work that reads and writes a range ends up as its writer.
+        // Reads first, so that work that reads and writes a range ends up as its writer.
         for touch in touches.iter().filter(|t| t.start < t.end && !t.write) {
             self.note_read(work, *touch);
         }
@@ -59,7 +59,7 @@ impl Hazards {
         self.reduce(deps)
     }
 
-    /// Splits the span that reaches over `at`.
+    /// Splits the span that contains `at`.
     fn cut(&mut self, at: u64) {
         let Some((&start, span)) = self.spans.range_mut(..at).next_back() else { return };
         if span.end > at && start < at {
@@ -70,7 +70,7 @@ impl Hazards {
     }
 
     fn note_read(&mut self, work: usize, touch: Touch) {
-        // Again, since an earlier touch of the same work may have added a span that reaches over these ends.
+        // Cut again: an earlier touch of the same work may have added a span across these ends.
         self.cut(touch.start);
         self.cut(touch.end);
         let mut at = touch.start;
@@ -103,12 +103,12 @@ impl Hazards {
         self.spans.insert(touch.start, span);
     }
 
-    /// Drops dependencies that others imply, and remembers the closure.
+    /// Drops implied dependencies and stores the transitive closure.
     fn reduce(&mut self, deps: Vec<usize>) -> Vec<usize> {
         let words = self.ancestors.len().div_ceil(64);
         let mut closure = vec![0_u64; words];
         let mut kept = Vec::new();
-        // Newest first: what an older one is to a newer one, the newer one's ancestors already say.
+        // Newest first, so that an older dependency is found among the ancestors of a newer one.
         for &dep in deps.iter().rev() {
             if closure[dep / 64] >> (dep % 64) & 1 == 1 {
                 continue;
@@ -142,8 +142,12 @@ mod tests {
         let mut h = Hazards::default();
         assert_eq!(h.add(&[write(0, 8)]), []);
         assert_eq!(h.add(&[read(0, 4), write(100, 104)]), [0]);
-        assert_eq!(h.add(&[read(4, 8), write(200, 204)]), [0], "two readers do not wait for each other");
-        assert_eq!(h.add(&[write(0, 8)]), [1, 2], "write after read; the first write is implied");
+        assert_eq!(h.add(&[read(4, 8), write(200, 204)]), [0], "readers do not wait for each other");
+        assert_eq!(
+            h.add(&[write(0, 8)]),
+            [1, 2],
+            "write after read; the first write is implied by the reads"
+        );
         assert_eq!(h.add(&[write(2, 3)]), [3], "write after write");
     }
 
@@ -152,11 +156,11 @@ mod tests {
         let mut h = Hazards::default();
         h.add(&[write(0, 8)]);
         assert_eq!(h.add(&[write(8, 16)]), []);
-        assert_eq!(h.add(&[read(7, 9)]), [0, 1], "a range over both waits for both");
+        assert_eq!(h.add(&[read(7, 9)]), [0, 1], "a range that spans both waits for both");
     }
 
     #[test]
-    fn reads_of_bytes_nobody_wrote_are_remembered_for_a_later_writer() {
+    fn a_later_writer_waits_for_readers_of_unwritten_bytes() {
         let mut h = Hazards::default();
         h.add(&[read(0, 100)]);
         h.add(&[read(50, 150)]);
@@ -172,7 +176,7 @@ mod tests {
         assert_eq!(h.add(&[read(0, 8), write(0, 8)]), [0]);
     }
 
-    /// Every conflicting pair must be ordered through the kept dependencies, against the obvious quadratic check.
+    /// Checks against a quadratic reference that the kept dependencies order every conflicting pair.
     #[test]
     fn every_conflicting_pair_is_ordered_in_random_programs() {
         let mut seed = 0x9E37_79B9_7F4A_7C15_u64;

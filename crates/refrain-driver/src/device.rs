@@ -1,4 +1,4 @@
-//! Opening a device, and the thread that owns it.
+//! Opening a device and claiming it for a thread.
 
 use std::marker::PhantomData;
 use std::rc::Rc;
@@ -17,25 +17,24 @@ use crate::stream::Stream;
 /// Which device to open.
 #[derive(Clone, Debug)]
 pub enum DeviceKind {
-    /// A CUDA card, by its number.
+    /// The CUDA device with this ordinal.
     Cuda(u32),
-    /// The simulated device.
+    /// A simulated device.
     Sim(SimOptions),
 }
 
-/// An open device. Cheap to clone and free to send: what touches the driver needs a [`Context`], which stays on one
-/// thread.
+/// An open device. Cheap to clone and `Send`; calling the driver takes a [`Context`], which stays on one thread.
 #[derive(Clone)]
 pub struct Device {
     pub(crate) shared: Arc<DeviceShared>,
 }
 
-/// A device that may be closed meanwhile.
+/// A weak handle that does not keep the device open.
 #[derive(Clone, Debug)]
 pub struct WeakDevice(std::sync::Weak<DeviceShared>);
 
 impl WeakDevice {
-    /// Whether it is this open device.
+    /// True if this handle refers to `device`.
     #[must_use]
     pub fn refers_to(&self, device: &Device) -> bool {
         std::ptr::eq(self.0.as_ptr(), Arc::as_ptr(&device.shared))
@@ -51,36 +50,36 @@ impl Device {
         }
     }
 
-    /// Whether there is such a device, without opening it: the driver is loaded, and no context is made.
+    /// Looks a device up without opening it: loads the driver but creates no context.
     pub fn query(kind: DeviceKind) -> Result<DeviceInfo, DriverError> {
         let (api, ordinal) = match kind {
             DeviceKind::Cuda(ordinal) => (crate::real::load()?, ordinal),
             DeviceKind::Sim(options) => (SimDriver::new(options).interface(), 0),
         };
-        find(&*api, ordinal).map(|(info, _)| info)
+        query_device(&*api, ordinal).map(|(info, _)| info)
     }
 
-    /// Opens a simulated device that the caller keeps a handle to, for its kernels, faults and reports.
+    /// Opens a simulated device. The caller keeps its handle, to register kernels, inject faults and read reports.
     pub fn simulated(sim: &SimDriver) -> Result<Device, DriverError> {
         crate::probe::register_twins(sim);
         Device::with_api(sim.interface(), 0)
     }
 
     fn with_api(api: Arc<dyn Api>, ordinal: u32) -> Result<Device, DriverError> {
-        let (info, driver_version) = find(&*api, ordinal)?;
-        let ctx = api.primary_ctx_retain(ordinal).map_err(plain("cuDevicePrimaryCtxRetain"))?;
+        let (info, driver_version) = query_device(&*api, ordinal)?;
+        let ctx = api.primary_ctx_retain(ordinal).map_err(driver_error("cuDevicePrimaryCtxRetain"))?;
         let shared = Arc::new(DeviceShared::new(api, ctx, ordinal, info, driver_version));
         let probe = Probe::load(&shared)?;
-        // The cell is empty: nobody else has seen `shared` yet.
+        // The cell is empty, since nobody else has seen `shared` yet.
         let _ = shared.probe.set(probe);
         Ok(Device { shared })
     }
 
     /// Makes the calling thread the owner of the device.
     ///
-    /// The returned context and everything made from it stay on this thread; when the last of them is gone, another
-    /// thread may claim the device. While one owns it, this is [`DriverError::DeviceOwned`], or
-    /// [`DriverError::CaptureIncompatible`] when that thread is recording.
+    /// The returned context and everything created from it stay on this thread; when the last of them is dropped, another
+    /// thread may claim the device. Until then a second claim fails with [`DriverError::DeviceOwned`], or with
+    /// [`DriverError::CaptureIncompatible`] while the owner is recording.
     pub fn context(&self) -> Result<Context, DriverError> {
         self.shared.check_lost()?;
         if !self.shared.claim() {
@@ -94,13 +93,13 @@ impl Device {
         Ok(ctx)
     }
 
-    /// Whether the other one is the same open device.
+    /// True if `other` is the same open device.
     #[must_use]
     pub fn is_same(&self, other: &Device) -> bool {
         Arc::ptr_eq(&self.shared, &other.shared)
     }
 
-    /// Tells this device from others without keeping it open.
+    /// Returns a weak handle, which can identify this device without keeping it open.
     #[must_use]
     pub fn downgrade(&self) -> WeakDevice {
         WeakDevice(Arc::downgrade(&self.shared))
@@ -112,80 +111,80 @@ impl Device {
         self.shared.api.backend()
     }
 
-    /// What the card is.
+    /// Properties of the device.
     #[must_use]
     pub fn info(&self) -> &DeviceInfo {
         &self.shared.info
     }
 
-    /// The device's number.
+    /// The device's ordinal.
     #[must_use]
     pub fn ordinal(&self) -> u32 {
         self.shared.ordinal
     }
 
-    /// The newest CUDA version the driver supports: 13000 for 13.0.
+    /// The newest CUDA version that the driver supports: 13000 for 13.0.
     #[must_use]
     pub fn driver_version(&self) -> u32 {
         self.shared.driver_version
     }
 
-    /// The file the driver was loaded from.
+    /// The file that the driver was loaded from.
     #[must_use]
     pub fn library_path(&self) -> Option<std::path::PathBuf> {
         self.shared.api.library_path()
     }
 
-    /// Whether the stream that is being recorded on this device, if any, is capturing. Callable from any thread, also
-    /// from inside a recording. Failures of the probe are errors, not `None`.
+    /// Capture status of the stream that is being recorded on this device, if any. Can be called from any thread, and
+    /// during a recording. A failed query is an error, not [`CaptureStatus::None`].
     pub fn capture_status(&self) -> Result<CaptureStatus, DriverError> {
         self.shared.capture_status()
     }
 
-    /// The error that ended the context, if it is lost.
+    /// The error that lost the context, if it is lost.
     #[must_use]
     pub fn lost(&self) -> Option<DriverError> {
         self.shared.check_lost().err()
     }
 
-    /// Asks the device for a launch, a copy and a wait on a fresh stream, from a thread of its own, so that the answer
-    /// comes by `limit` even when the driver does not return. A device that fails this is lost.
+    /// Checks that a launch, a copy and a wait work on a fresh stream. Runs on a thread of its own, so that the answer
+    /// arrives in bounded time even if the driver hangs. A device that fails the check is marked lost.
     pub fn health(&self, limit: Duration) -> Result<Health, DriverError> {
         health::check(&self.shared, limit)
     }
 
-    /// How many recordings the watchdog broke off.
+    /// Number of recordings that the watchdog has aborted.
     #[must_use]
     pub fn n_aborted(&self) -> u64 {
         self.shared.watchdog.fired()
     }
 
-    /// How many driver objects wait to be freed: what was dropped while something records, or on another thread.
+    /// Number of driver objects waiting to be freed: those dropped during a recording or on another thread.
     #[must_use]
     pub fn n_deferred(&self) -> usize {
         self.shared.bin_len()
     }
 
-    /// Live driver objects, on the simulated device.
+    /// Counts of live driver objects, on the simulated device.
     #[must_use]
     pub fn census(&self) -> Option<Census> {
         self.shared.api.census()
     }
 
-    /// What the simulated device has found since the last call: races, stray accesses.
+    /// Takes the reports of the simulated device since the last call: races and out-of-bounds accesses.
     #[must_use]
     pub fn take_reports(&self) -> Vec<String> {
         self.shared.api.take_reports()
     }
 }
 
-fn plain(call: &'static str) -> impl Fn(Code) -> DriverError {
+fn driver_error(call: &'static str) -> impl Fn(Code) -> DriverError {
     move |code| DriverError::Driver { call, code, origin: None }
 }
 
-/// What a device is, and the version of its driver.
-fn find(api: &dyn Api, ordinal: u32) -> Result<(DeviceInfo, u32), DriverError> {
-    let driver_version = api.driver_version().map_err(plain("cuDriverGetVersion"))?;
+/// Looks up a device's properties and the driver version.
+fn query_device(api: &dyn Api, ordinal: u32) -> Result<(DeviceInfo, u32), DriverError> {
+    let driver_version = api.driver_version().map_err(driver_error("cuDriverGetVersion"))?;
     let count = match api.device_count() {
         Ok(0) => return Err(DriverError::NoDevice { code: Code::NO_DEVICE }),
         Ok(n) => n,
@@ -194,7 +193,7 @@ fn find(api: &dyn Api, ordinal: u32) -> Result<(DeviceInfo, u32), DriverError> {
     if ordinal >= count {
         return Err(DriverError::NoSuchDevice { ordinal, count });
     }
-    Ok((api.device_info(ordinal).map_err(plain("cuDeviceGetAttribute"))?, driver_version))
+    Ok((api.device_info(ordinal).map_err(driver_error("cuDeviceGetAttribute"))?, driver_version))
 }
 
 impl std::fmt::Debug for Device {
@@ -203,15 +202,14 @@ impl std::fmt::Debug for Device {
     }
 }
 
-/// The capture status of a device's recorded stream; `None` without a device.
+/// Capture status of the stream that is being recorded on a device; [`CaptureStatus::None`] without a device.
 ///
-/// This is the probe for code that also runs on machines without a GPU: there is nothing to ask there, so nothing is
-/// being captured.
+/// For code that also runs on machines without a GPU, where nothing can be capturing.
 pub fn capture_status(device: Option<&Device>) -> Result<CaptureStatus, DriverError> {
     device.map_or(Ok(CaptureStatus::None), Device::capture_status)
 }
 
-/// The right to use a device, which one thread has at a time.
+/// The right to use a device. One thread holds it at a time.
 ///
 /// ```compile_fail,E0277
 /// # use refrain_driver::{Device, DeviceKind, sim::SimOptions};
@@ -251,17 +249,17 @@ impl Context {
         self.shared().call("cuMemGetInfo", |api| api.mem_info())
     }
 
-    /// Refuses `what`, by name, while something records: for work that a recording must not wait for.
+    /// Returns an error that names `what` if the device is recording. For work that must not hold up a recording.
     pub fn refuse_while_recording(&self, what: &'static str) -> Result<(), DriverError> {
         self.shared().refuse_while_recording(what, 0)
     }
 
-    /// A new stream, independent of the legacy stream.
+    /// Creates a stream, independent of the legacy stream.
     pub fn stream(&self) -> Result<Stream, DriverError> {
         Stream::new(self)
     }
 
-    /// A new event with timing.
+    /// Creates an event with timing.
     pub fn event(&self) -> Result<Event, DriverError> {
         Event::new(self.shared(), true)
     }
@@ -278,16 +276,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_device_is_looked_at_without_a_context() {
+    fn a_device_is_queried_without_creating_a_context() {
         let sim = SimDriver::new(SimOptions::default());
-        let (info, _) = find(&*sim.interface(), 0).unwrap();
+        let (info, _) = query_device(&*sim.interface(), 0).unwrap();
         assert_eq!(sim.stats().live.contexts, 0);
-        let looked = Device::query(DeviceKind::Sim(SimOptions::default())).unwrap();
-        assert_eq!(looked.name, info.name);
+        let queried = Device::query(DeviceKind::Sim(SimOptions::default())).unwrap();
+        assert_eq!(queried.name, info.name);
         let open = Device::simulated(&sim).unwrap();
         assert_eq!((sim.stats().live.contexts, &open.info().name), (1, &info.name));
         assert!(matches!(
-            find(&*sim.interface(), 9),
+            query_device(&*sim.interface(), 9),
             Err(DriverError::NoSuchDevice { ordinal: 9, count: 1 })
         ));
     }

@@ -1,4 +1,4 @@
-//! What can go wrong, in fields that a caller can match on.
+//! Every failure of this crate, with fields to match on.
 
 use std::fmt;
 use std::sync::Arc;
@@ -10,77 +10,77 @@ use crate::api::Code;
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DriverError {
-    /// The driver library is not on this machine.
+    /// This machine has no driver library.
     #[error("no CUDA driver: {library} was not found")]
     LibraryMissing {
-        /// The file that was looked for.
+        /// The file searched for.
         library: &'static str,
     },
-    /// The driver is too old: it lacks a function this crate calls.
-    #[error("the CUDA driver lacks {symbol}, which came with CUDA {since}")]
+    /// The driver is too old: it lacks a function that this crate calls.
+    #[error("the CUDA driver lacks {symbol}, which needs CUDA {since}")]
     SymbolMissing {
         /// The missing function.
         symbol: &'static str,
-        /// The CUDA version that brought it.
+        /// The CUDA version that introduced it.
         since: &'static str,
     },
-    /// The driver is there, and it sees no card.
+    /// The driver is present but finds no GPU.
     #[error("the CUDA driver is loaded, but it reports no device ({code})")]
     NoDevice {
-        /// What the driver answered.
+        /// The driver's code.
         code: Code,
     },
-    /// A card with this number does not exist.
-    #[error("there is no device {ordinal}: the driver counts {count}, from 0")]
+    /// There is no device with this ordinal.
+    #[error("there is no device {ordinal}: the driver reports {}, numbered from 0", Count(*.count as u64, "device"))]
     NoSuchDevice {
-        /// The number asked for.
+        /// The requested ordinal.
         ordinal: u32,
-        /// How many there are.
+        /// Number of devices.
         count: u32,
     },
-    /// A driver call failed; the context lives on.
+    /// A driver call failed; the context survives.
     #[error("{call} failed: {code}{}", OriginSuffix(.origin))]
     Driver {
         /// The call.
         call: &'static str,
-        /// What the driver answered.
+        /// The driver's code.
         code: Code,
-        /// The last work that was sent before the call.
+        /// The last work sent before the call.
         origin: Option<WorkOrigin>,
     },
-    /// The device, or the host for pinned memory, has not enough memory.
-    #[error("{what} needs {need_bytes} bytes, {free_bytes} of {total_bytes} are free on the device")]
+    /// The device (or the host, for pinned memory) has too little free memory.
+    #[error("{what} needs {}, {free_bytes} of {total_bytes} are free on the device", Count(*.need_bytes, "byte"))]
     OutOfMemory {
-        /// What the memory was for.
+        /// Purpose of the memory.
         what: String,
-        /// ByteSuffix asked for.
+        /// Requested bytes.
         need_bytes: u64,
-        /// ByteSuffix free when it failed.
+        /// Bytes free at the time.
         free_bytes: u64,
-        /// ByteSuffix of the whole device.
+        /// Total memory of the device in bytes.
         total_bytes: u64,
     },
-    /// The call would break a recording that is under way, so it was not made.
-    #[error("{what}{} was refused: a recording is under way on this device", ByteSuffix(*.bytes))]
+    /// The call would break the recording in progress and was not made.
+    #[error("{what}{} was refused: this device is being recorded on", ByteSuffix(*.bytes))]
     CaptureIncompatible {
         /// The refused call.
         what: &'static str,
-        /// ByteSuffix it was about; 0 where that means nothing.
+        /// Bytes that it concerned; 0 if not applicable.
         bytes: u64,
     },
-    /// A recording took too long and was broken off.
-    #[error("recording {name:?} was broken off after {limit:?}, with {n_enqueued} calls enqueued{}", OriginSuffix(.last))]
+    /// A recording exceeded its time limit and was aborted.
+    #[error("recording {name:?} was aborted after {limit:?} with {} enqueued{}", Count(*.n_enqueued as u64, "call"), OriginSuffix(.last))]
     RecordingDeadline {
         /// The recording.
         name: String,
         /// Its time limit.
         limit: Duration,
-        /// How much it had enqueued.
+        /// Calls that it had enqueued.
         n_enqueued: usize,
-        /// The last thing it enqueued.
+        /// The last call that it enqueued.
         last: Option<WorkOrigin>,
     },
-    /// Code that this crate was asked to run panicked. Nothing is left half done.
+    /// The caller's code panicked inside this crate. Nothing is left half done.
     #[error("{what} panicked: {message}")]
     Panicked {
         /// What was running.
@@ -88,12 +88,12 @@ pub enum DriverError {
         /// The panic's message.
         message: String,
     },
-    /// Something allocated stream-ordered memory in a recording; such a graph would own memory that nobody planned.
-    #[error("recording {name:?} holds {n_nodes} memory nodes; memory is planned before recording")]
+    /// The recording allocated stream-ordered memory. Such a graph would own memory outside the plan.
+    #[error("recording {name:?} contains {}; all memory must be planned before recording", Count(*.n_nodes as u64, "memory node"))]
     MemoryNodes {
         /// The recording.
         name: String,
-        /// Allocation and free nodes in it.
+        /// Number of allocation and free nodes.
         n_nodes: usize,
     },
     /// The recording enqueued nothing.
@@ -102,78 +102,78 @@ pub enum DriverError {
         /// The recording.
         name: String,
     },
-    /// The driver captured another number of nodes than this recording enqueued.
-    #[error("recording {name:?} enqueued {n_enqueued} calls, but the driver captured {n_captured} nodes")]
+    /// The driver captured a different number of nodes than the recording enqueued.
+    #[error("recording {name:?} enqueued {}, but the driver captured {}", Count(*.n_enqueued as u64, "call"), Count(*.n_captured as u64, "node"))]
     CapturedNodeCount {
         /// The recording.
         name: String,
-        /// What was enqueued here.
+        /// Calls enqueued.
         n_enqueued: usize,
-        /// What the driver's graph holds.
+        /// Nodes in the driver's graph.
         n_captured: usize,
     },
-    /// A handle belongs to another memory than the one in use.
-    #[error("{what} is of memory {given}, not of memory {expected} ({name:?})")]
+    /// A handle belongs to a different memory than the one in use.
+    #[error("{what} belongs to memory {given}, not to memory {expected} ({name:?})")]
     ForeignMemory {
-        /// What was handed over.
+        /// The rejected argument.
         what: &'static str,
-        /// Its memory.
+        /// Id of its memory.
         given: u32,
-        /// The memory in use.
+        /// Id of the memory in use.
         expected: u32,
-        /// Its name.
+        /// Name of the memory in use.
         name: String,
     },
-    /// Two things of different devices were brought together.
+    /// An argument belongs to a different device.
     #[error("{what} belongs to another device")]
     ForeignDevice {
-        /// What was handed over.
+        /// The rejected argument.
         what: &'static str,
     },
-    /// A range reaches over the end of what it is in.
-    #[error("bytes {offset}..{} are outside {what}, which has {bytes} bytes", .offset.saturating_add(*.len))]
+    /// A range exceeds its container.
+    #[error("bytes {offset}..{} are outside {what}, which has {}", .offset.saturating_add(*.len), Count(*.bytes, "byte"))]
     OutOfRange {
-        /// The buffer, region or type.
+        /// The container: a buffer, a region, a slot.
         what: String,
         /// Start of the range.
         offset: u64,
-        /// Its length.
+        /// Length of the range.
         len: u64,
-        /// What is there.
+        /// Size of the container.
         bytes: u64,
     },
-    /// Two lengths that must agree do not.
-    #[error("{what}: {expected} bytes expected, {given} given")]
+    /// Two lengths that must be equal differ.
+    #[error("{what}: {} expected, {given} given", Count(*.expected, "byte"))]
     SizeMismatch {
-        /// What was compared.
+        /// The operation.
         what: String,
-        /// As it must be.
+        /// The required length.
         expected: u64,
-        /// As it is.
+        /// The actual length.
         given: u64,
     },
-    /// The memory's one lease is in use.
-    #[error("the lease of memory {name:?} is taken already")]
+    /// The memory's only lease is in use.
+    #[error("the lease of memory {name:?} is already taken")]
     LeaseTaken {
         /// The memory.
         name: String,
     },
     /// The memory is still in use by another stream.
-    #[error("memory {name:?} is in use by another stream that was not waited for")]
+    #[error("memory {name:?} is still in use by another stream; wait for that stream first")]
     LeaseBusy {
         /// The memory.
         name: String,
     },
-    /// A result was overwritten before it was taken: more steps were sent than the ring has entries.
+    /// A result was overwritten before the host read it: more steps were launched than the ring has entries.
     #[error("ring entry {expected} was overwritten by entry {found}")]
     RingOverrun {
-        /// The entry that should be there.
+        /// The expected entry.
         expected: u64,
-        /// The entry that is.
+        /// The entry found.
         found: u64,
     },
-    /// A launch has another number of arguments than the kernel has parameters.
-    #[error("kernel {kernel:?} takes {expected} parameters, {given} were given{}", StepSuffix(.step))]
+    /// A launch has a different number of arguments than the kernel has parameters.
+    #[error("kernel {kernel:?} takes {}, got {given}{}", Count(*.expected as u64, "parameter"), StepSuffix(.step))]
     ParamCount {
         /// The kernel.
         kernel: String,
@@ -184,21 +184,21 @@ pub enum DriverError {
         /// Arguments of the launch.
         given: usize,
     },
-    /// An argument has another size than the kernel's parameter.
-    #[error("parameter {index} of kernel {kernel:?} has {expected} bytes, {given} were given{}", StepSuffix(.step))]
+    /// An argument has a different size than the kernel's parameter.
+    #[error("parameter {index} of kernel {kernel:?} has {}, got {given}{}", Count(*.expected as u64, "byte"), StepSuffix(.step))]
     ParamSize {
         /// The kernel.
         kernel: String,
         /// The step.
         step: String,
-        /// The parameter, from 0.
+        /// Index of the parameter, from 0.
         index: usize,
         /// Its size in the compiled kernel.
         expected: usize,
         /// The argument's size.
         given: usize,
     },
-    /// A launch asks for more than the kernel or the card allows.
+    /// A launch exceeds a limit of the kernel or the device.
     #[error("kernel {kernel:?} cannot be launched with {what} {given}; the limit is {limit}{}", StepSuffix(.step))]
     LaunchShape {
         /// The kernel.
@@ -207,17 +207,17 @@ pub enum DriverError {
         step: String,
         /// The quantity.
         what: &'static str,
-        /// As asked for.
+        /// The requested value.
         given: u64,
-        /// As allowed.
+        /// The limit.
         limit: u64,
     },
-    /// A module does not load.
-    #[error("module {module:?} does not load: {code}")]
+    /// A module cannot be loaded.
+    #[error("module {module:?} cannot be loaded: {code}")]
     ModuleLoad {
         /// The module.
         module: String,
-        /// What the driver answered.
+        /// The driver's code.
         code: Code,
     },
     /// A module has no kernel of this name.
@@ -228,59 +228,59 @@ pub enum DriverError {
         /// The kernel.
         kernel: String,
     },
-    /// Work on the device did not finish in time. It may still finish.
-    #[error("{what} was not done after {waited:?}{}", OriginSuffix(.origin))]
+    /// Device work did not finish in time. It may still finish.
+    #[error("{what} was still pending after {waited:?}{}", OriginSuffix(.origin))]
     Timeout {
-        /// What was waited for.
+        /// The operation waited for.
         what: &'static str,
-        /// How long.
+        /// Time waited.
         waited: Duration,
-        /// The last work that was sent.
+        /// The last work sent.
         origin: Option<WorkOrigin>,
     },
-    /// The device thread did not answer in time: a driver call that does not return, or work that is too long.
-    #[error("the device thread gave no answer to {what:?} in {waited:?}; it is busy with {busy:?}{}", OriginSuffix(.origin))]
+    /// The device thread did not reply in time: it is stuck in a driver call, or its work takes too long.
+    #[error("the device thread did not reply to {what:?} within {waited:?}; it is busy with {busy:?}{}", OriginSuffix(.origin))]
     NoAnswer {
         /// The request.
         what: &'static str,
-        /// How long was waited; zero when the thread was known to be stuck already.
+        /// Time waited; zero if the thread was already known to be stuck.
         waited: Duration,
-        /// The request it is working on.
+        /// The request that it is working on.
         busy: String,
-        /// The last work that was sent to the driver.
+        /// The last work sent to the driver.
         origin: Option<WorkOrigin>,
     },
     /// The device thread has ended.
-    #[error("the device thread has ended; {what:?} was not done")]
+    #[error("the device thread has ended and did not run {what:?}")]
     WorkerGone {
         /// The request.
         what: &'static str,
     },
-    /// Another thread owns the device.
+    /// Another thread owns this device.
     #[error("another thread owns the device; send it work instead")]
     DeviceOwned,
-    /// A stream is in a state it cannot be brought back from; its context is healthy.
+    /// A stream is stuck in an unrecoverable state; its context is healthy.
     #[error("the stream is lost ({code}); its context is healthy")]
     StreamLost {
-        /// What the driver says about the stream.
+        /// The driver's code for the stream.
         code: Code,
     },
-    /// The context is lost. Final in this process: nothing is sent to the driver any more.
+    /// The context is lost. This is final in the process: nothing is sent to the driver any more.
     #[error("{0}")]
     ContextLost(Arc<Lost>),
-    /// An error of the code that was enqueueing, passed through.
+    /// An error of the caller's enqueueing code, passed through.
     #[error("enqueueing failed: {0}")]
     Caller(#[source] Arc<dyn std::error::Error + Send + Sync>),
 }
 
-/// How a context was lost.
+/// The circumstances of a lost context.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Lost {
-    /// What the driver answered; `None` when it did not answer at all.
+    /// The driver's code; `None` if the call did not return.
     pub code: Option<Code>,
-    /// The call that showed it.
+    /// The call that reported the loss.
     pub call: &'static str,
-    /// The step and kernel that were sent last.
+    /// The last step and kernel sent.
     pub origin: Option<WorkOrigin>,
 }
 
@@ -294,14 +294,14 @@ impl fmt::Display for Lost {
     }
 }
 
-/// Which piece of work something was: a launch in a step, or a replay of a graph.
+/// Identifies a piece of work: a launch in a step, or a replay of a graph.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WorkOrigin {
     /// The step, or the graph's name for a replay.
     pub step: Arc<str>,
     /// The kernel or call; for a replay, the graph's last kernel.
     pub kernel: Arc<str>,
-    /// Which replay of the graph, from 1.
+    /// Number of the replay, from 1.
     pub replay: Option<u64>,
 }
 
@@ -325,11 +325,20 @@ impl fmt::Display for OriginSuffix<'_> {
     }
 }
 
+/// A number with its noun in the right number: "1 byte", "2 bytes".
+struct Count(u64, &'static str);
+
+impl fmt::Display for Count {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}{}", self.0, self.1, if self.0 == 1 { "" } else { "s" })
+    }
+}
+
 struct ByteSuffix(u64);
 
 impl fmt::Display for ByteSuffix {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.0 == 0 { Ok(()) } else { write!(f, " ({} bytes)", self.0) }
+        if self.0 == 0 { Ok(()) } else { write!(f, " ({})", Count(self.0, "byte")) }
     }
 }
 
@@ -342,50 +351,50 @@ impl fmt::Display for StepSuffix<'_> {
 }
 
 impl DriverError {
-    /// Wraps an error of the caller's own, so that it can pass through [`crate::Stream::record`].
+    /// Wraps an error of the caller, so that it can pass through [`crate::Stream::record`].
     pub fn caller(error: impl std::error::Error + Send + Sync + 'static) -> DriverError {
         DriverError::Caller(Arc::new(error))
     }
 
-    /// What to do about it, where there is something to do.
+    /// Suggests an action, if there is one.
     #[must_use]
     pub fn hint(&self) -> Option<&'static str> {
         Some(match self {
             DriverError::LibraryMissing { .. } => {
-                "install the NVIDIA driver and check with `nvidia-smi`; without a GPU use the CPU or the simulated device"
+                "install the NVIDIA driver and check it with `nvidia-smi`, or use the CPU or the simulated device"
             }
             DriverError::SymbolMissing { .. } => "update the NVIDIA driver; `nvidia-smi` shows its version",
             DriverError::NoDevice { .. } => {
-                "check `nvidia-smi` and CUDA_VISIBLE_DEVICES; in a container, start it with GPU access"
+                "check `nvidia-smi` and CUDA_VISIBLE_DEVICES; a container must be started with GPU access"
             }
             DriverError::NoSuchDevice { .. } => "`nvidia-smi -L` lists the devices",
             DriverError::OutOfMemory { .. } => {
-                "plan less memory (a shorter context, a smaller batch, a smaller model), or stop what else uses the card"
+                "plan less memory (a shorter context, a smaller batch or a smaller model), or stop other programs that use the GPU"
             }
             DriverError::CaptureIncompatible { .. } => {
-                "do it before the recording begins or after it has ended; the recording itself goes on"
+                "make the call before the recording begins or after it has ended; the recording itself continues"
             }
             DriverError::RecordingDeadline { .. } => {
-                "nothing was replayed; look at what the last call named here waits for"
+                "nothing was replayed; check what the last call named here is waiting for"
             }
             DriverError::MemoryNodes { .. } | DriverError::CapturedNodeCount { .. } => {
-                "give the library call an explicit workspace from the planned memory"
+                "give the library call an explicit workspace in planned memory"
             }
             DriverError::ModuleLoad { code, .. } if matches!(code.0, 209 | 218 | 222) => {
-                "the kernels were built for another card or a newer driver: rebuild them for this one"
+                "the kernels were built for another GPU or a newer driver: rebuild them for this one"
             }
             DriverError::Timeout { .. } | DriverError::NoAnswer { .. } => {
-                "if it stays so, end the process: nothing inside it can unblock a driver call"
+                "if this persists, end the process: nothing inside it can unblock a driver call"
             }
-            DriverError::DeviceOwned => "use the worker that owns the device",
+            DriverError::DeviceOwned => "send the work to the worker that owns the device",
             DriverError::ContextLost(_) => {
-                "start a new process: a lost context cannot be repaired in this one; compute-sanitizer finds the access"
+                "start a new process, because a lost context cannot be recovered in this one; compute-sanitizer finds an invalid access"
             }
             _ => return None,
         })
     }
 
-    /// The driver's code, where there is one.
+    /// The driver's code, if there is one.
     #[must_use]
     pub fn code(&self) -> Option<Code> {
         match self {
@@ -405,7 +414,7 @@ impl DriverError {
     }
 }
 
-/// The message of a caught panic.
+/// Extracts the message of a caught panic.
 pub(crate) fn panic_message(payload: &(dyn std::any::Any + Send)) -> String {
     payload
         .downcast_ref::<&str>()

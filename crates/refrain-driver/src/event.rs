@@ -1,4 +1,4 @@
-//! Events: points on a stream that can be waited for and timed.
+//! Events: points on a stream to wait for or measure time between.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,13 +20,13 @@ impl Event {
         Ok(Event { shared: Arc::clone(shared), handle })
     }
 
-    /// Waits until the work before the event is done, at most `limit`.
+    /// Waits until the work before the event is done, for at most `limit`.
     pub fn wait(&self, limit: Duration) -> Result<(), DriverError> {
         self.shared.refuse_while_recording("waiting for an event", 0)?;
         self.shared.poll("cuEventQuery", limit, |api| api.event_query(self.handle))
     }
 
-    /// The device time from `start` to this event, in milliseconds; both must be done.
+    /// Device time from `start` to this event in milliseconds. Both events must have completed.
     pub fn ms_since(&self, start: &Event) -> Result<f32, DriverError> {
         if !Arc::ptr_eq(&self.shared, &start.shared) {
             return Err(DriverError::ForeignDevice { what: "an event" });

@@ -1,4 +1,4 @@
-//! Recorded graphs: what they hold, and how they are replayed.
+//! Recorded graphs and their replay.
 
 use std::fmt::{self, Write as _};
 use std::sync::Arc;
@@ -16,13 +16,13 @@ use crate::record::{Method, OwnedGraph, RecordJob};
 use crate::shared::{DeviceShared, Garbage};
 use crate::stream::Stream;
 
-/// A recorded step. It owns what it points at: the memory, the modules, library handles. So replaying it is safe.
+/// A recorded step. It owns everything it points to (the memory, the modules, library handles), so replaying is safe.
 pub struct Graph {
     inner: Arc<GraphInner>,
     info: GraphInfo,
 }
 
-/// What must live as long as a replay may run. A stream keeps it until it has been waited for.
+/// The state that must outlive every replay in flight. A stream keeps it alive until it has been waited for.
 struct GraphInner {
     shared: Arc<DeviceShared>,
     exec: ExecHandle,
@@ -33,30 +33,30 @@ struct GraphInner {
     last_kernel: Arc<str>,
 }
 
-/// What a graph holds.
+/// Description of a graph's content.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct GraphInfo {
     /// The recording's name.
     pub name: String,
-    /// How it was recorded.
+    /// The recording method.
     pub method: Method,
-    /// Kind and label of each node; where the recording is of explicit nodes, in the order of the calls.
+    /// Kind and label of each node; in call order for [`Method::Nodes`].
     pub nodes: Vec<(NodeKind, String)>,
     /// Edges by node index: from, to, kind.
     pub edges: Vec<(u32, u32, EdgeKind)>,
-    /// From the first call to a graph that can be replayed.
+    /// Time from the start of the recording to a graph ready for replay.
     pub record_time: Duration,
 }
 
 impl GraphInfo {
-    /// Nodes of a kind.
+    /// Number of nodes of a kind.
     #[must_use]
     pub fn count(&self, kind: NodeKind) -> usize {
         self.nodes.iter().filter(|n| n.0 == kind).count()
     }
 
-    /// Number of nodes for each kind that occurs.
+    /// Number of nodes of each kind that occurs.
     #[must_use]
     pub fn counts(&self) -> Vec<(NodeKind, usize)> {
         let mut kinds: Vec<NodeKind> = self.nodes.iter().map(|n| n.0).collect();
@@ -65,7 +65,7 @@ impl GraphInfo {
         kinds.into_iter().map(|k| (k, self.count(k))).collect()
     }
 
-    /// The graph as a drawing for Graphviz; programmatic edges are dashed.
+    /// Renders the graph for Graphviz; programmatic edges are dashed.
     #[must_use]
     pub fn dot(&self) -> String {
         let quote = |s: &str| s.replace('\\', "\\\\").replace('"', "\\\"");
@@ -83,33 +83,34 @@ impl GraphInfo {
 }
 
 impl Graph {
-    /// What it holds.
+    /// The graph's content.
     #[must_use]
     pub fn info(&self) -> &GraphInfo {
         &self.info
     }
 
-    /// The memory it works on.
+    /// The memory that it works on.
     #[must_use]
     pub fn memory(&self) -> &Arc<Memory> {
         &self.inner.memory
     }
 
-    /// How often it was replayed.
+    /// Number of replays so far.
     #[must_use]
     pub fn n_replays(&self) -> u64 {
         self.inner.n_replays.load(Ordering::Relaxed)
     }
 
-    /// Runs the whole recording as one launch, without waiting for it.
+    /// Launches the whole recording at once, without waiting for it.
     ///
-    /// The outputs borrow the lease: the next replay over the same memory, of this graph or another, needs them gone.
+    /// The outputs borrow the lease, so they must be dropped before the next replay over the same memory, whether of this
+    /// graph or of another one.
     ///
     /// ```compile_fail,E0499
     /// # use refrain_driver::*;
     /// # fn f(graph: &Graph, lease: &mut Lease, stream: &mut Stream, logits: Buf) -> Result<(), DriverError> {
     /// let out = graph.replay(lease, stream)?;
-    /// graph.replay(lease, stream)?; // overwrites what `out` is for
+    /// graph.replay(lease, stream)?; // would overwrite the outputs that `out` reads
     /// out.read(stream, logits, &mut [0; 4])?;
     /// # Ok(())
     /// # }
@@ -120,7 +121,7 @@ impl Graph {
     /// # fn f(one: &Graph, other: &Graph, lease: &mut Lease, stream: &mut Stream, logits: Buf)
     /// # -> Result<(), DriverError> {
     /// let out = one.replay(lease, stream)?;
-    /// other.replay(lease, stream)?; // another graph over the same memory does so too
+    /// other.replay(lease, stream)?; // another graph over the same memory would overwrite them too
     /// out.read(stream, logits, &mut [0; 4])?;
     /// # Ok(())
     /// # }
@@ -143,7 +144,7 @@ impl Graph {
         Ok(Outputs::new(lease))
     }
 
-    /// Makes a graph of an ended stream capture.
+    /// Builds a graph from a completed stream capture.
     pub(crate) fn finish_captured(
         job: &RecordJob<'_>,
         graph: OwnedGraph,
@@ -180,23 +181,23 @@ impl Graph {
         Graph::instantiate(job, Method::Stream, graph, keep, &log, labels, edges, stream)
     }
 
-    /// Makes a graph of recorded nodes.
+    /// Builds a graph from explicit nodes.
     pub(crate) fn finish_nodes(
         job: &RecordJob<'_>,
         graph: OwnedGraph,
-        parts: RecordedNodes,
+        nodes: RecordedNodes,
         stream: StreamHandle,
     ) -> Result<Graph, DriverError> {
-        if parts.log.is_empty() {
+        if nodes.log.is_empty() {
             return Err(DriverError::EmptyRecording { name: job.options.name.clone() });
         }
-        let labels = parts.log.iter().map(|(kind, origin)| (*kind, origin.to_string())).collect();
-        Graph::instantiate(job, Method::Nodes, graph, parts.keep, &parts.log, labels, parts.edges, stream)
+        let labels = nodes.log.iter().map(|(kind, origin)| (*kind, origin.to_string())).collect();
+        Graph::instantiate(job, Method::Nodes, graph, nodes.keep, &nodes.log, labels, nodes.edges, stream)
     }
 
     #[expect(
         clippy::too_many_arguments,
-        reason = "the last step of both methods, called from the two above only"
+        reason = "the common end of the two functions above, called from nowhere else"
     )]
     fn instantiate(
         job: &RecordJob<'_>,
@@ -220,7 +221,7 @@ impl Graph {
             name: Arc::from(job.options.name.as_str()),
             last_kernel: last.kernel,
         };
-        // From here on dropping `inner` destroys the instance.
+        // From here on, dropping `inner` destroys the instance.
         shared.call("cuGraphUpload", |api| api.exec_upload(exec, stream))?;
         let info = GraphInfo {
             name: job.options.name.clone(),
@@ -252,7 +253,7 @@ fn check_memory_nodes(job: &RecordJob<'_>, graph: &OwnedGraph) -> Result<(), Dri
     }
 }
 
-/// Allocation and free nodes of a graph, child graphs included.
+/// Counts the allocation and free nodes of a graph, including its child graphs.
 pub(crate) fn memory_nodes(shared: &DeviceShared, graph: GraphHandle) -> Result<usize, DriverError> {
     let mut count = 0;
     for (node, kind) in shared.call("cuGraphGetNodes", |api| api.graph_nodes(graph))? {
@@ -268,8 +269,8 @@ pub(crate) fn memory_nodes(shared: &DeviceShared, graph: GraphHandle) -> Result<
     Ok(count)
 }
 
-/// The nodes in the order of a capture without forks: each after what it waits for. Nodes that a fork leaves over
-/// follow in the driver's order.
+/// Orders the nodes as a capture without forks recorded them, each after its dependency. After a fork, the remaining
+/// nodes follow in the driver's order.
 fn chain(
     nodes: &[(NodeHandle, NodeKind)],
     edges: &[(NodeHandle, NodeHandle, EdgeKind)],
@@ -290,7 +291,7 @@ fn chain(
     order
 }
 
-/// The results of a run or replay. While it lives, nothing can overwrite them: it borrows the lease.
+/// The results of a run or replay. It borrows the lease, so nothing can overwrite the results while it lives.
 #[derive(Debug)]
 pub struct Outputs<'l> {
     lease: &'l Lease,
@@ -306,9 +307,9 @@ impl<'l> Outputs<'l> {
         stream.download(self.lease, buf, bytes)
     }
 
-    /// Waits for the stream and reads a buffer as values.
+    /// Waits for the stream and reads a buffer as values of type `T`.
     pub fn values<T: Pod>(&self, stream: &mut Stream, buf: Buf) -> Result<Vec<T>, DriverError> {
-        // Resolved before anything is allocated by its length.
+        // Checks the handle before allocating by its length.
         self.lease.memory().resolve(buf)?;
         let mut values = vec![T::zeroed(); buf.len() as usize / size_of::<T>().max(1)];
         self.read(stream, buf, bytemuck::cast_slice_mut(&mut values))?;

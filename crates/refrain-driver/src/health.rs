@@ -1,4 +1,4 @@
-//! Is the device still good?
+//! Health check of a device.
 
 use std::sync::Arc;
 use std::sync::mpsc;
@@ -8,22 +8,22 @@ use crate::api::Code;
 use crate::error::{DriverError, Lost};
 use crate::shared::DeviceShared;
 
-/// The answer of a health check.
+/// Result of a health check.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Health {
-    /// Launch, copy and wait work.
+    /// A launch, a copy and a wait succeed.
     Healthy,
     /// The device works, but this stream does not.
     StreamLost {
-        /// What the driver says about the stream; `NOT_READY` when its work does not end.
+        /// The driver's code for the stream; `NOT_READY` if its work does not finish.
         code: Code,
     },
-    /// The context is gone, for good in this process.
+    /// The context is lost. Final in this process.
     ContextLost(Arc<Lost>),
 }
 
-/// Runs the probe on a thread of its own, so that a driver that does not return cannot keep the caller.
+/// Runs the probe on a thread of its own, so that a driver call that does not return cannot block the caller.
 pub(crate) fn check(shared: &Arc<DeviceShared>, limit: Duration) -> Result<Health, DriverError> {
     match shared.refuse_while_recording("a health check", 0) {
         Err(DriverError::ContextLost(lost)) => return Ok(Health::ContextLost(lost)),
@@ -33,7 +33,7 @@ pub(crate) fn check(shared: &Arc<DeviceShared>, limit: Duration) -> Result<Healt
     let probed = Arc::clone(shared);
     let thread = std::thread::Builder::new().name("refrain-health".to_owned()).spawn(move || {
         let result = probed.probe.get().map_or(Ok(true), |probe| probe.run(&probed, limit));
-        // Before the answer: when the caller has it, this thread holds nothing of the device any more.
+        // Dropped before the reply is sent: once the caller has it, this thread no longer holds the device.
         drop(probed);
         // The caller may have given up.
         let _ = tx.send(result);
@@ -41,16 +41,16 @@ pub(crate) fn check(shared: &Arc<DeviceShared>, limit: Duration) -> Result<Healt
     if let Err(error) = thread {
         return Err(DriverError::caller(error));
     }
-    // A little longer than the probe's own wait, so that its answer wins.
+    // A little longer than the probe's own limit, so that the probe's result wins.
     let lost = |code, call| {
         let DriverError::ContextLost(lost) = shared.lose(Lost { code, call, origin: shared.last() }) else {
-            unreachable!("losing a context gives that error")
+            unreachable!("`lose` returns `ContextLost`")
         };
         Ok(Health::ContextLost(lost))
     };
     match rx.recv_timeout(limit + limit / 2 + Duration::from_millis(50)) {
         Ok(Ok(true)) => Ok(Health::Healthy),
-        Ok(Ok(false)) => lost(None, "a health check that read back other bytes than it wrote"),
+        Ok(Ok(false)) => lost(None, "a health check, which read back different bytes than it wrote,"),
         Ok(Err(DriverError::ContextLost(lost))) => Ok(Health::ContextLost(lost)),
         Ok(Err(DriverError::Timeout { what, .. })) => lost(None, what),
         Ok(Err(DriverError::Driver { call, code, .. })) => lost(Some(code), call),

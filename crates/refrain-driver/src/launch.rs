@@ -1,4 +1,4 @@
-//! One kernel launch, described: shape, arguments, and which bytes it reads and writes.
+//! Description of a kernel launch: shape, arguments, and the bytes it reads and writes.
 
 use std::sync::Arc;
 
@@ -10,40 +10,40 @@ use crate::memory::{Buf, DeviceSlot, Memory};
 use crate::module::Function;
 use crate::shared::DeviceShared;
 
-/// A kernel argument that is frozen when the launch is recorded.
+/// A kernel argument whose value is fixed when the launch is recorded.
 ///
-/// Scalars must be wrapped in `Baked`, which states that the value is fixed for every replay. What changes from replay to
-/// replay lives in a [`DeviceSlot`].
+/// Scalars must be wrapped in `Baked`, which states that every replay sees this value. A value that changes from replay
+/// to replay lives in a [`DeviceSlot`].
 #[derive(Clone, Copy, Debug)]
 pub struct Baked<T>(pub T);
 
 /// How a launch uses a buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
-    /// Only reads it.
+    /// Read only.
     Read,
-    /// Only writes it.
+    /// Written only.
     Write,
-    /// Reads and writes it.
+    /// Read and written.
     ReadWrite,
 }
 
 /// A launch, ready to be enqueued with [`crate::Queue::launch`].
 ///
-/// Whoever built it ([`LaunchBuilder::build`]) vouched for its shape and arguments, so it is sealed: it can be enqueued,
-/// cloned and inspected, not changed, and its kernel cannot be taken out of it.
+/// Building it ([`LaunchBuilder::build`]) vouched for its shape and arguments, so it is sealed: it can be enqueued, cloned
+/// and inspected, but neither changed nor stripped of its kernel.
 ///
 /// ```compile_fail,E0624
 /// # use refrain_driver::{Function, Launch};
 /// fn kernel(launch: &Launch) -> &Function {
-///     launch.function() // would be launched again with other sizes
+///     launch.function() // could be launched again with other sizes
 /// }
 /// ```
 ///
 /// ```compile_fail,E0599
 /// # use refrain_driver::Launch;
 /// fn less_shared_memory(launch: Launch) -> Launch {
-///     launch.shared(0) // the kernel relies on what its launcher asked for
+///     launch.shared(0) // the kernel relies on the shared memory that its launcher requested
 /// }
 /// ```
 #[derive(Clone, Debug)]
@@ -51,29 +51,29 @@ pub struct Launch {
     function: Function,
     step: Arc<str>,
     config: LaunchConfig,
-    args: Vec<Arg>,
-    /// Bytes touched that are no argument of their own.
-    also: Vec<(Buf, Access)>,
+    args: Vec<LaunchArg>,
+    /// Bytes accessed other than through an argument.
+    extra: Vec<(Buf, Access)>,
 }
 
-/// A launch that is being described: the kernel, its shape, and its arguments in the order of the kernel's parameters.
-/// It cannot be enqueued before [`LaunchBuilder::build`] has made it a [`Launch`].
+/// Builder of a launch: the kernel, its shape, and its arguments in the order of the kernel's parameters. It cannot be
+/// enqueued until [`LaunchBuilder::build`] has turned it into a [`Launch`].
 #[derive(Clone, Debug)]
 pub struct LaunchBuilder {
     launch: Launch,
 }
 
 #[derive(Clone, Debug)]
-enum Arg {
+enum LaunchArg {
     Buf(Buf, Access),
     Null,
     Value(Vec<u8>),
-    /// A structure that holds addresses: each at its place among the bytes.
+    /// A struct that holds addresses, each at a byte offset.
     Table(Vec<u8>, Vec<(usize, Buf, Access)>),
 }
 
 impl LaunchBuilder {
-    /// A launch of `grid` blocks of `block` threads.
+    /// Starts a launch of `grid` blocks of `block` threads.
     #[must_use]
     pub fn new(function: &Function, grid: impl Into<Dim>, block: impl Into<Dim>) -> LaunchBuilder {
         LaunchBuilder {
@@ -82,13 +82,13 @@ impl LaunchBuilder {
                 step: Arc::from(""),
                 config: LaunchConfig::new(grid.into().0, block.into().0),
                 args: Vec::with_capacity(function.params().len()),
-                also: Vec::new(),
+                extra: Vec::new(),
             },
         }
     }
 
-    /// The finished launch. Number and size of its arguments are checked against the compiled kernel when it is enqueued,
-    /// and so is its shape; what the kernel does with them cannot be.
+    /// Finishes the launch. The number and sizes of its arguments and its shape are checked against the compiled kernel when
+    /// it is enqueued; what the kernel does with them cannot be checked.
     ///
     /// ```compile_fail,E0133
     /// # use refrain_driver::{Baked, Function, Launch, LaunchBuilder};
@@ -98,162 +98,163 @@ impl LaunchBuilder {
     /// ```
     ///
     /// # Safety
-    /// Run with this shape and these arguments, any number of times, the kernel
+    /// Whenever it runs with this shape and these arguments, the kernel
     ///
-    /// - reads and writes device and pinned memory only inside the buffers that are named here (arguments and
-    ///   [`touches`](LaunchBuilder::touches)), each only as its [`Access`] says, whatever bytes they hold;
-    /// - uses no more dynamic shared memory than [`shared`](LaunchBuilder::shared) asks for;
-    /// - keeps the promises of [`pdl`](LaunchBuilder::pdl) where that is asked for.
+    /// - accesses device and pinned memory only inside the buffers named here (arguments and
+    ///   [`touches`](LaunchBuilder::touches)), each only as its [`Access`] allows, whatever bytes they hold;
+    /// - uses no more dynamic shared memory than requested with [`shared`](LaunchBuilder::shared);
+    /// - meets the obligations of [`pdl`](LaunchBuilder::pdl), if that is set.
     #[must_use]
     pub unsafe fn build(self) -> Launch {
         self.launch
     }
 
-    /// Names the step it belongs to, for errors and drawings.
+    /// Names the step that it belongs to, for errors and drawings.
     #[must_use]
     pub fn step(mut self, step: impl Into<Arc<str>>) -> LaunchBuilder {
         self.launch.step = step.into();
         self
     }
 
-    /// Dynamic shared memory per block; [`Function::allow_shared`] raises what is allowed.
+    /// Sets the dynamic shared memory per block; [`Function::allow_shared`] raises the limit.
     #[must_use]
     pub fn shared(mut self, bytes: u32) -> LaunchBuilder {
         self.launch.config.shared_bytes = bytes;
         self
     }
 
-    /// Groups blocks into clusters.
+    /// Groups blocks into clusters of this size.
     #[must_use]
     pub fn cluster(mut self, blocks: impl Into<Dim>) -> LaunchBuilder {
         self.launch.config.cluster = Some(blocks.into().0);
         self
     }
 
-    /// All blocks are resident at once, so that the kernel may synchronise its whole grid.
+    /// Requires all blocks to be resident at once, so that the kernel may synchronise its grid.
     #[must_use]
     pub fn cooperative(mut self) -> LaunchBuilder {
         self.launch.config.cooperative = true;
         self
     }
 
-    /// Programmatic dependent launch: the kernel may start before the launches it depends on have finished.
+    /// Allows programmatic dependent launch: the kernel may start before the launches that it depends on have finished.
     ///
-    /// The kernel promises that each of its blocks waits for them (`griddepcontrol.wait`) before it writes anything and
-    /// before it reads anything that they may still be writing. A block that does neither may leave without waiting, but at
-    /// least one block waits on every path: only so does the end of this launch mean the end of all before it.
+    /// In return, each block must wait for them (`griddepcontrol.wait`) before it writes anything and before it reads
+    /// anything that they may still be writing. A block that does neither may exit without waiting, but on every path at
+    /// least one block must wait. Only then does the end of this launch imply the end of every launch before it.
     #[must_use]
     pub fn pdl(mut self) -> LaunchBuilder {
         self.launch.config.programmatic = true;
         self
     }
 
-    /// A pointer argument that is only read.
+    /// Adds a pointer argument that the kernel only reads.
     #[must_use]
     pub fn read(self, buf: Buf) -> LaunchBuilder {
         self.buf(buf, Access::Read)
     }
 
-    /// A pointer argument that is only written.
+    /// Adds a pointer argument that the kernel only writes.
     #[must_use]
     pub fn write(self, buf: Buf) -> LaunchBuilder {
         self.buf(buf, Access::Write)
     }
 
-    /// A pointer argument that is read and written.
+    /// Adds a pointer argument that the kernel reads and writes.
     #[must_use]
     pub fn read_write(self, buf: Buf) -> LaunchBuilder {
         self.buf(buf, Access::ReadWrite)
     }
 
-    /// A pointer argument.
+    /// Adds a pointer argument.
     #[must_use]
     pub fn buf(mut self, buf: Buf, access: Access) -> LaunchBuilder {
-        self.launch.args.push(Arg::Buf(buf, access));
+        self.launch.args.push(LaunchArg::Buf(buf, access));
         self
     }
 
-    /// A pointer argument that is null.
+    /// Adds a null pointer argument.
     #[must_use]
     pub fn null(mut self) -> LaunchBuilder {
-        self.launch.args.push(Arg::Null);
+        self.launch.args.push(LaunchArg::Null);
         self
     }
 
-    /// A pointer to a value that may differ at each replay.
+    /// Adds a pointer to a value that may change between replays.
     #[must_use]
     pub fn slot<T: Pod>(self, slot: DeviceSlot<T>) -> LaunchBuilder {
         self.buf(slot.buf(), Access::Read)
     }
 
-    /// A pointer to such a value, which the kernel changes.
+    /// Adds a pointer to such a value, which the kernel also modifies.
     #[must_use]
     pub fn slot_mut<T: Pod>(self, slot: DeviceSlot<T>) -> LaunchBuilder {
         self.buf(slot.buf(), Access::ReadWrite)
     }
 
-    /// A value that is frozen here.
+    /// Adds a scalar whose value is fixed here.
     #[must_use]
     pub fn baked<T: Pod>(mut self, value: Baked<T>) -> LaunchBuilder {
-        self.launch.args.push(Arg::Value(bytemuck::bytes_of(&value.0).to_vec()));
+        self.launch.args.push(LaunchArg::Value(bytemuck::bytes_of(&value.0).to_vec()));
         self
     }
 
-    /// A structure that is frozen here, but for the addresses in it: each buffer's goes to the eight bytes at its place.
+    /// Adds a struct whose bytes are fixed here, except for addresses: each buffer's address is written to the 8 bytes at
+    /// its offset.
     ///
     /// # Panics
-    /// When an address would lie outside the structure.
+    /// If an address would lie outside the struct.
     #[must_use]
     pub fn table<T: Pod>(mut self, value: Baked<&T>, bufs: Vec<(usize, Buf, Access)>) -> LaunchBuilder {
         let bytes = bytemuck::bytes_of(value.0).to_vec();
         assert!(
-            bufs.iter().all(|(at, ..)| at + 8 <= bytes.len()),
-            "an address outside of {} bytes",
+            bufs.iter().all(|(offset, ..)| offset + 8 <= bytes.len()),
+            "an address lies outside the struct of {} bytes",
             bytes.len()
         );
-        self.launch.args.push(Arg::Table(bytes, bufs));
+        self.launch.args.push(LaunchArg::Table(bytes, bufs));
         self
     }
 
-    /// Declares bytes that the kernel reaches other than through an argument, so that dependencies see them.
+    /// Declares bytes that the kernel accesses other than through an argument, so that dependencies include them.
     #[must_use]
     pub fn touches(mut self, buf: Buf, access: Access) -> LaunchBuilder {
-        self.launch.also.push((buf, access));
+        self.launch.extra.push((buf, access));
         self
     }
 }
 
 impl Launch {
-    /// Step and kernel.
+    /// The launch's step and kernel.
     #[must_use]
     pub fn origin(&self) -> WorkOrigin {
         WorkOrigin { step: Arc::clone(&self.step), kernel: Arc::clone(self.function.name()), replay: None }
     }
 
-    /// The buffers it names and how it uses them, arguments first.
+    /// The buffers that it names and how it uses them, arguments first.
     pub fn accesses(&self) -> impl Iterator<Item = (Buf, Access)> + '_ {
         let args = self.args.iter().flat_map(|a| {
             let (one, table) = match a {
-                Arg::Buf(buf, access) => (Some((*buf, *access)), &[][..]),
-                Arg::Table(_, bufs) => (None, &bufs[..]),
-                Arg::Null | Arg::Value(_) => (None, &[][..]),
+                LaunchArg::Buf(buf, access) => (Some((*buf, *access)), &[][..]),
+                LaunchArg::Table(_, bufs) => (None, &bufs[..]),
+                LaunchArg::Null | LaunchArg::Value(_) => (None, &[][..]),
             };
             one.into_iter().chain(table.iter().map(|&(_, buf, access)| (buf, access)))
         });
-        args.chain(self.also.iter().copied())
+        args.chain(self.extra.iter().copied())
     }
 
-    /// The kernel. Not public: a launch with other arguments would be one that nobody vouched for.
+    /// The kernel. Not public, since nobody vouched for launching it with other arguments.
     pub(crate) fn function(&self) -> &Function {
         &self.function
     }
 
-    /// The configuration, with overlap switched off where asked.
+    /// The launch configuration; without `overlap`, programmatic launch is off.
     pub(crate) fn config(&self, overlap: bool) -> LaunchConfig {
         LaunchConfig { programmatic: self.config.programmatic && overlap, ..self.config }
     }
 
-    /// Checks everything and packs the parameters as the compiled kernel lays them out.
+    /// Checks the launch and packs its parameters as the compiled kernel lays them out.
     pub(crate) fn pack(
         &self,
         shared: &Arc<DeviceShared>,
@@ -282,17 +283,17 @@ impl Launch {
             let address;
             let mut table;
             let bytes: &[u8] = match arg {
-                Arg::Buf(buf, _) => {
+                LaunchArg::Buf(buf, _) => {
                     address = memory.resolve(*buf)?.address().to_le_bytes();
                     &address
                 }
-                Arg::Null => &[0; 8],
-                Arg::Value(bytes) => bytes,
-                Arg::Table(bytes, bufs) => {
+                LaunchArg::Null => &[0; 8],
+                LaunchArg::Value(bytes) => bytes,
+                LaunchArg::Table(bytes, bufs) => {
                     table = bytes.clone();
-                    for (at, buf, _) in bufs {
+                    for (offset, buf, _) in bufs {
                         let address = memory.resolve(*buf)?.address();
-                        table[*at..at + 8].copy_from_slice(&address.to_le_bytes());
+                        table[*offset..offset + 8].copy_from_slice(&address.to_le_bytes());
                     }
                     &table
                 }
@@ -308,8 +309,8 @@ impl Launch {
             }
             out[param.offset..end].copy_from_slice(bytes);
         }
-        // Declared bytes are checked like arguments, so that a wrong declaration is not found by a wrong result.
-        self.also.iter().try_for_each(|(buf, _)| memory.resolve(*buf).map(|_| ()))
+        // Declared bytes are checked like arguments: a wrong declaration should not first show as a wrong result.
+        self.extra.iter().try_for_each(|(buf, _)| memory.resolve(*buf).map(|_| ()))
     }
 
     fn check_shape(&self, shared: &DeviceShared) -> Result<(), DriverError> {
@@ -336,7 +337,7 @@ impl Launch {
             && (product(cluster) == 0 || cluster.iter().zip(c.grid).any(|(&n, g)| g % n != 0))
         {
             return fail(
-                "a cluster that does not divide the grid: blocks per cluster",
+                "a cluster size that does not divide the grid: blocks per cluster",
                 product(cluster),
                 blocks,
             );
@@ -352,7 +353,7 @@ impl Launch {
     }
 }
 
-/// One to three extents; the missing ones are 1.
+/// One to three extents; missing ones are 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Dim(pub [u32; 3]);
 

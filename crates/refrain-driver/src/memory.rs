@@ -1,4 +1,4 @@
-//! Planned memory: every address fixed before anything runs.
+//! Planned memory: every address is fixed before anything runs.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -14,12 +14,12 @@ use crate::protocol::sync::lock;
 use crate::shared::{DeviceShared, Garbage};
 use crate::stream::StreamProgress;
 
-/// Allocations are at least this large, so that an empty region has an address too.
+/// Minimum allocation, so that an empty region has an address too.
 const MIN_REGION_BYTES: u64 = 256;
 
 static NEXT_MEMORY: AtomicU32 = AtomicU32::new(1);
 
-/// What a [`Memory`] shall hold: a few named regions, each one allocation.
+/// Plan of a [`Memory`]: named regions, one allocation each.
 #[derive(Clone, Debug, Default)]
 pub struct MemoryLayout {
     name: String,
@@ -30,7 +30,7 @@ pub struct MemoryLayout {
 enum RegionKind {
     Device,
     Pinned,
-    /// The allocation of a region of the memory that this one succeeds.
+    /// Takes over this region's allocation from the memory that this one succeeds.
     Inherited(Region),
 }
 
@@ -39,7 +39,7 @@ enum RegionKind {
 pub struct Region(u32);
 
 impl MemoryLayout {
-    /// An empty layout.
+    /// Creates an empty layout.
     #[must_use]
     pub fn new(name: &str) -> MemoryLayout {
         MemoryLayout { name: name.to_owned(), regions: Vec::new() }
@@ -50,12 +50,12 @@ impl MemoryLayout {
         self.add(name, bytes, RegionKind::Device)
     }
 
-    /// Adds a region of pinned host memory, which kernels and copies in a graph can reach.
+    /// Adds a region of pinned host memory, which kernels and copies inside a graph can access.
     pub fn pinned(&mut self, name: &str, bytes: u64) -> Region {
         self.add(name, bytes, RegionKind::Pinned)
     }
 
-    /// Takes a region over, with its contents, from the memory that this one succeeds: see [`Lease::succeed`].
+    /// Takes over a region with its contents from the memory that this one succeeds; see [`Lease::succeed`].
     pub fn inherit(&mut self, name: &str, region: Region) -> Region {
         self.add(name, 0, RegionKind::Inherited(region))
     }
@@ -65,35 +65,35 @@ impl MemoryLayout {
         Region(self.regions.len() as u32 - 1)
     }
 
-    /// Bytes of device memory it asks for.
+    /// Bytes of device memory that the layout needs.
     #[must_use]
     pub fn device_bytes(&self) -> u64 {
         self.regions.iter().filter(|r| r.2 == RegionKind::Device).fold(0, |sum, r| sum.saturating_add(r.1))
     }
 }
 
-/// A set of allocations with fixed addresses. Graphs hold on to it (`Arc`), so an address in a recording never dangles;
-/// growing it means planning a new one, which may take regions over, and recording again.
+/// A set of allocations with fixed addresses. Graphs share ownership of it (`Arc`), so an address in a recording never
+/// dangles. Growing a memory means planning a new one, which may take over regions, and recording again.
 pub struct Memory {
     shared: Arc<DeviceShared>,
     id: u32,
     name: String,
     regions: Vec<Arc<Allocation>>,
     leased: AtomicBool,
-    /// Set when another memory took regions over: this one is never leased again.
+    /// Set once another memory has taken over regions; this one is never leased again.
     succeeded: AtomicBool,
-    /// What the last lease knew about who uses the memory.
+    /// The last lease's record of the stream that uses the memory.
     last_user: Mutex<Option<(Arc<StreamProgress>, u64)>>,
 }
 
-/// Memory of the driver, freed when the last [`Memory`] that holds it is gone.
+/// A driver allocation, freed with the last [`Memory`] that holds it.
 struct Allocation {
     shared: Arc<DeviceShared>,
     name: String,
     bytes: u64,
     place: BufAddress,
-    /// Set while a [`crate::Ring`] reads the region.
-    taken: AtomicBool,
+    /// Set while a [`crate::Ring`] owns the region.
+    owned_by_ring: AtomicBool,
 }
 
 impl Drop for Allocation {
@@ -105,7 +105,7 @@ impl Drop for Allocation {
     }
 }
 
-/// Where a buffer really is.
+/// Resolved address of a buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum BufAddress {
     Device(DevicePtr),
@@ -113,7 +113,7 @@ pub(crate) enum BufAddress {
 }
 
 impl BufAddress {
-    /// The address as a kernel sees it.
+    /// The address that a kernel uses.
     pub(crate) fn address(self) -> u64 {
         match self {
             BufAddress::Device(p) => p.0,
@@ -130,7 +130,7 @@ impl BufAddress {
 }
 
 impl Memory {
-    /// Allocates everything the layout names, or nothing.
+    /// Allocates every region of the layout, or nothing.
     pub fn plan(ctx: &Context, layout: &MemoryLayout) -> Result<Arc<Memory>, DriverError> {
         Memory::build(ctx.shared(), layout, None)
     }
@@ -138,7 +138,7 @@ impl Memory {
     fn build(
         shared: &Arc<DeviceShared>,
         layout: &MemoryLayout,
-        before: Option<&Memory>,
+        predecessor: Option<&Memory>,
     ) -> Result<Arc<Memory>, DriverError> {
         shared.refuse_while_recording("allocation", layout.device_bytes())?;
         shared.empty_bin();
@@ -153,15 +153,15 @@ impl Memory {
         };
         for (name, bytes, kind) in &layout.regions {
             let size = crate::pinned::whole_words((*bytes).max(MIN_REGION_BYTES));
-            let got = match kind {
+            let allocated = match kind {
                 RegionKind::Inherited(region) => {
-                    let inherited = before.and_then(|m| m.regions.get(region.0 as usize));
+                    let inherited = predecessor.and_then(|m| m.regions.get(region.0 as usize));
                     let Some(inherited) = inherited else {
                         return Err(DriverError::OutOfRange {
-                            what: format!("the regions that {name:?} could be inherited from"),
+                            what: format!("the regions from which {name:?} can be inherited"),
                             offset: region.0.into(),
                             len: 1,
-                            bytes: before.map_or(0, |m| m.regions.len()) as u64,
+                            bytes: predecessor.map_or(0, |m| m.regions.len()) as u64,
                         });
                     };
                     memory.regions.push(Arc::clone(inherited));
@@ -170,10 +170,11 @@ impl Memory {
                 RegionKind::Device => shared.raw(|api| api.alloc(size).map(BufAddress::Device))?,
                 RegionKind::Pinned => shared.raw(|api| api.alloc_host(size).map(BufAddress::Host))?,
             };
-            // On an error the memory as far as it got is dropped, which frees it.
-            let place = got.map_err(|code| allocation_failed(shared, &layout.name, name, size, code))?;
+            // An error drops the partial memory, which frees it.
+            let place =
+                allocated.map_err(|code| allocation_failed(shared, &layout.name, name, size, code))?;
             if let BufAddress::Host(p) = place {
-                // SAFETY: `p` is a fresh pinned allocation of `size` bytes that only this function knows.
+                // SAFETY: `p` is a fresh pinned allocation of `size` bytes that only this function has.
                 unsafe { std::ptr::write_bytes(p.as_ptr(), 0, size as usize) };
             }
             memory.regions.push(Arc::new(Allocation {
@@ -181,26 +182,27 @@ impl Memory {
                 name: name.clone(),
                 bytes: *bytes,
                 place,
-                taken: AtomicBool::new(false),
+                owned_by_ring: AtomicBool::new(false),
             }));
         }
         Ok(Arc::new(memory))
     }
 
-    /// A handle to a whole region. A region of another layout gives one that every use refuses or that is out of range.
+    /// Returns a handle to a whole region. A region of another layout may yield a different region or a handle that is out
+    /// of range, which every use rejects.
     #[must_use]
     pub fn buf(&self, region: Region) -> Buf {
         let len = self.regions.get(region.0 as usize).map_or(0, |r| r.bytes);
         Buf { memory: self.id, region: region.0, offset: 0, len }
     }
 
-    /// The one lease. All graphs over this memory are replayed through it.
+    /// Takes the memory's only lease. All graphs over this memory are replayed through it.
     pub fn lease(self: &Arc<Self>) -> Result<Lease, DriverError> {
         let taken = || DriverError::LeaseTaken { name: self.name.clone() };
         if self.leased.swap(true, Ordering::AcqRel) {
             return Err(taken());
         }
-        // Looked at behind the swap: a successor says so before it ends the lease that it was made from.
+        // Checked after the swap: a successor sets this flag before it ends the lease that it came from.
         if self.succeeded.load(Ordering::Acquire) {
             self.leased.store(false, Ordering::Release);
             return Err(taken());
@@ -215,13 +217,13 @@ impl Memory {
         &self.name
     }
 
-    /// Bytes of all regions.
+    /// Total bytes of all regions.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.regions.iter().map(|r| r.bytes).sum()
     }
 
-    /// Name, size and address of each region, for reports: the addresses a recording holds.
+    /// Name, size and address of each region, for reports. Recordings hold these addresses.
     pub fn regions(&self) -> impl Iterator<Item = (&str, u64, u64)> {
         self.regions.iter().map(|r| (r.name.as_str(), r.bytes, r.place.address()))
     }
@@ -234,7 +236,7 @@ impl Memory {
         self.id
     }
 
-    /// Looks a handle up; refuses one of another memory or out of its region.
+    /// Resolves a handle; rejects one of another memory or out of its region's range.
     #[inline]
     pub(crate) fn resolve(&self, buf: Buf) -> Result<BufAddress, DriverError> {
         if buf.memory != self.id {
@@ -254,14 +256,14 @@ impl Memory {
         DriverError::ForeignMemory { what, given, expected: self.id, name: self.name.clone() }
     }
 
-    /// Takes a pinned region for a ring; false when it is taken.
-    pub(crate) fn take_region(&self, buf: Buf) -> bool {
-        self.regions.get(buf.region as usize).is_some_and(|r| !r.taken.swap(true, Ordering::AcqRel))
+    /// Reserves a pinned region for a ring; false if another ring has it.
+    pub(crate) fn reserve_region(&self, buf: Buf) -> bool {
+        self.regions.get(buf.region as usize).is_some_and(|r| !r.owned_by_ring.swap(true, Ordering::AcqRel))
     }
 
-    pub(crate) fn give_region(&self, buf: Buf) {
+    pub(crate) fn release_region(&self, buf: Buf) {
         if let Some(r) = self.regions.get(buf.region as usize) {
-            r.taken.store(false, Ordering::Release);
+            r.owned_by_ring.store(false, Ordering::Release);
         }
     }
 }
@@ -302,7 +304,7 @@ impl fmt::Debug for Memory {
     }
 }
 
-/// A range of a [`Memory`]: a small copyable handle with no borrow in it, looked up by whoever uses it.
+/// Handle to a range of a [`Memory`]. It is `Copy`, holds no borrow, and is resolved where it is used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Buf {
     memory: u32,
@@ -312,31 +314,31 @@ pub struct Buf {
 }
 
 impl Buf {
-    /// Bytes.
+    /// Length in bytes.
     #[must_use]
     pub const fn len(self) -> u64 {
         self.len
     }
 
-    /// True without bytes.
+    /// True if the length is 0.
     #[must_use]
     pub const fn is_empty(self) -> bool {
         self.len == 0
     }
 
-    /// Byte offset in its region.
+    /// Byte offset within its region.
     #[must_use]
     pub const fn offset(self) -> u64 {
         self.offset
     }
 
-    /// The memory's id, as error messages name it.
+    /// Id of its memory, as error messages print it.
     #[must_use]
     pub const fn memory(self) -> u32 {
         self.memory
     }
 
-    /// A part of it.
+    /// Returns a subrange.
     pub fn slice(self, offset: u64, len: u64) -> Result<Buf, DriverError> {
         match offset.checked_add(len) {
             Some(end) if end <= self.len => Ok(Buf { offset: self.offset + offset, len, ..self }),
@@ -344,22 +346,22 @@ impl Buf {
         }
     }
 
-    /// The value at a byte offset as a [`DeviceSlot`].
+    /// Returns the value at a byte offset as a [`DeviceSlot`].
     pub fn slot<T: Pod>(self, offset: u64) -> Result<DeviceSlot<T>, DriverError> {
         Ok(DeviceSlot { buf: self.slice(offset, size_of::<T>() as u64)?, _type: PhantomData })
     }
 }
 
-/// A typed value that lives in device memory and may differ at each replay: kernels read it there.
+/// A typed value in device memory that may change between replays. Kernels read it from memory.
 ///
-/// The counterpart is [`crate::Baked`]: a value that is frozen when a launch is recorded.
+/// The counterpart is [`crate::Baked`], a value that is fixed when the launch is recorded.
 pub struct DeviceSlot<T> {
     buf: Buf,
     _type: PhantomData<fn() -> T>,
 }
 
 impl<T: Pod> DeviceSlot<T> {
-    /// Where it lives.
+    /// The bytes that hold the value.
     #[must_use]
     pub const fn buf(self) -> Buf {
         self.buf
@@ -380,12 +382,12 @@ impl<T> fmt::Debug for DeviceSlot<T> {
     }
 }
 
-/// The right to change a memory's contents. There is one per memory, and the outputs of a replay borrow it, so no
-/// replay overwrites what is still being read.
+/// The right to modify a memory's contents. There is one per memory, and the outputs of a replay borrow it, so no replay
+/// can overwrite results that are still being read.
 #[derive(Debug)]
 pub struct Lease {
     memory: Arc<Memory>,
-    /// The stream that last got work on this memory, and its count then.
+    /// The stream that last received work on this memory, and its work count at that time.
     user: Option<(Arc<StreamProgress>, u64)>,
 }
 
@@ -396,9 +398,9 @@ impl Lease {
         &self.memory
     }
 
-    /// Plans a memory that takes regions over from this lease's, with their contents and addresses, and gives its lease.
-    /// Nothing can be replayed on the old memory any more; what is in flight on it goes on. The lease comes back when
-    /// something could not be allocated: then nothing has changed.
+    /// Plans a new memory that takes over regions of this one, with their contents and addresses, and returns its lease.
+    /// Work in flight on the old memory continues, but nothing can be replayed on it any more. If an allocation fails, the
+    /// old lease is returned and nothing has changed.
     pub fn succeed(mut self, layout: &MemoryLayout) -> Result<Lease, (Lease, DriverError)> {
         let shared = Arc::clone(self.memory.shared());
         let memory = match Memory::build(&shared, layout, Some(&self.memory)) {
@@ -406,15 +408,15 @@ impl Lease {
             Err(error) => return Err((self, error)),
         };
         memory.leased.store(true, Ordering::Release);
-        // Before this lease ends: no other one may come between.
+        // Set before this lease ends, so that no other lease can be taken in between.
         self.memory.succeeded.store(true, Ordering::Release);
-        // Whoever used the old memory last may still be using what was taken over.
+        // The last user of the old memory may still be using the regions taken over.
         Ok(Lease { memory, user: self.user.take() })
     }
 
-    /// Notes a use by a stream; refused while another stream's use may still run, since nothing orders the two.
+    /// Records a use by a stream. Fails while work of another stream may still be running, since nothing orders the two.
     #[inline]
-    pub(crate) fn enter(&mut self, stream: &Arc<StreamProgress>, n_sent: u64) -> Result<(), DriverError> {
+    pub(crate) fn begin_use(&mut self, stream: &Arc<StreamProgress>, n_sent: u64) -> Result<(), DriverError> {
         if let Some((user, n)) = &mut self.user
             && Arc::ptr_eq(user, stream)
         {

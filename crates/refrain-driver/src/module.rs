@@ -1,4 +1,4 @@
-//! Loaded code: modules and their kernels.
+//! Modules and their kernels.
 
 use std::fmt;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use crate::device::Context;
 use crate::error::DriverError;
 use crate::shared::{DeviceShared, Garbage};
 
-/// Code on the device. Kept alive by its [`Function`]s and by every graph that launches one.
+/// Code loaded on the device. Its [`Function`]s, and every graph that launches one, keep it alive.
 pub struct Module {
     shared: Arc<DeviceShared>,
     handle: ModuleHandle,
@@ -17,11 +17,11 @@ pub struct Module {
 }
 
 impl Module {
-    /// Loads a cubin, a fatbin or PTX text; refused while something records.
+    /// Loads a cubin, a fatbin or PTX text. Refused during a recording.
     ///
     /// # Safety
-    /// `image` is what a compiler for the device made, unchanged: the driver does not check machine code. What kernels do
-    /// when they are launched is vouched for launch by launch ([`crate::LaunchBuilder::build`]).
+    /// `image` is unmodified compiler output for the device, since the driver does not check machine code. The behaviour of
+    /// its kernels is vouched for separately for each launch ([`crate::LaunchBuilder::build`]).
     pub unsafe fn load(ctx: &Context, name: &str, image: &[u8]) -> Result<Arc<Module>, DriverError> {
         let shared = ctx.shared();
         shared.refuse_while_recording("module load", image.len() as u64)?;
@@ -35,7 +35,7 @@ impl Module {
         Ok(Arc::new(Module { shared: Arc::clone(shared), handle, name: name.to_owned() }))
     }
 
-    /// One of its kernels, fully loaded: nothing about it is left for the first launch.
+    /// Looks up a kernel and loads it completely, so that nothing is left to load lazily at the first launch.
     pub fn function(self: &Arc<Self>, name: &str) -> Result<Function, DriverError> {
         let shared = &self.shared;
         shared.refuse_while_recording("function lookup", 0)?;
@@ -64,7 +64,7 @@ impl Module {
         })
     }
 
-    /// The name it was loaded under.
+    /// The name under which it was loaded.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.name
@@ -87,8 +87,7 @@ impl fmt::Debug for Module {
     }
 }
 
-/// A kernel, with what is known about it. Cheap to clone. Launching it takes [`crate::LaunchBuilder::build`], which is
-/// `unsafe`.
+/// A kernel with its properties. Cheap to clone. Launching it takes [`crate::LaunchBuilder::build`], which is `unsafe`.
 #[derive(Clone)]
 pub struct Function {
     inner: Arc<FunctionInner>,
@@ -117,25 +116,25 @@ impl Function {
         &self.inner.module
     }
 
-    /// Its parameters, as compiled.
+    /// Its parameters as compiled.
     #[must_use]
     pub fn params(&self) -> &[ParamInfo] {
         &self.inner.params
     }
 
-    /// Most threads in a block.
+    /// Maximum threads per block.
     #[must_use]
     pub fn max_threads(&self) -> u32 {
         self.inner.max_threads
     }
 
-    /// Most dynamic shared memory a launch may ask for now, in bytes.
+    /// Current limit of dynamic shared memory per launch, in bytes.
     #[must_use]
     pub fn max_shared_bytes(&self) -> u32 {
         self.inner.max_shared.load(Ordering::Relaxed)
     }
 
-    /// Raises the dynamic shared memory a launch may ask for. Part of warming up; refused while something records.
+    /// Raises the limit of dynamic shared memory per launch. Part of the warm-up; refused during a recording.
     pub fn allow_shared(&self, bytes: u32) -> Result<(), DriverError> {
         let shared = self.inner.module.shared();
         shared.refuse_while_recording("setting a function attribute", u64::from(bytes))?;
@@ -156,15 +155,14 @@ impl Function {
         Ok(())
     }
 
-    /// Asks for as much of a multiprocessor's memory as shared memory as there can be. Kernels that want different
-    /// divisions cannot be on a multiprocessor together: the next one waits until the last has left, whatever was said
-    /// about starting early.
+    /// Sets the preferred carveout to the maximum shared memory. Kernels with different carveouts cannot share an SM: the
+    /// next kernel waits until the previous one has left it, even if it may start early (PDL).
     pub fn prefer_shared(&self) -> Result<(), DriverError> {
         self.inner.module.shared().refuse_while_recording("setting a function attribute", 0)?;
         self.set(FunctionAttribute::PreferredSharedCarveout, 100)
     }
 
-    /// Blocks of a size that one multiprocessor holds at once.
+    /// Number of blocks of a given size that fit on one SM.
     pub fn occupancy(&self, block_threads: u32, shared_bytes: u32) -> Result<u32, DriverError> {
         let shared = self.inner.module.shared();
         shared.call("cuOccupancyMaxActiveBlocksPerMultiprocessor", |api| {
@@ -172,7 +170,7 @@ impl Function {
         })
     }
 
-    /// An attribute as the driver reports it.
+    /// Queries an attribute from the driver.
     pub fn attribute(&self, attribute: FunctionAttribute) -> Result<i32, DriverError> {
         let shared = self.inner.module.shared();
         shared.call("cuFuncGetAttribute", |api| api.function_attribute(self.inner.handle, attribute))

@@ -1,4 +1,4 @@
-//! The recorder of explicit nodes.
+//! The sink that records explicit nodes.
 
 use std::sync::Arc;
 
@@ -16,7 +16,7 @@ use crate::queue::{
 use crate::record::{OwnedGraph, RecordJob, StreamCapture};
 use crate::shared::DeviceShared;
 
-/// Turns calls into nodes of a graph, with edges from the bytes they touch.
+/// Turns calls into nodes of a graph and derives the edges from the bytes they access.
 pub(crate) struct NodeSink<'a> {
     job: &'a RecordJob<'a>,
     graph: &'a OwnedGraph,
@@ -33,14 +33,14 @@ struct NodeSinkState {
     side: Option<SideStream>,
 }
 
-/// What a recording of nodes leaves for the graph.
+/// Result of recording nodes, from which the graph is built.
 pub(crate) struct RecordedNodes {
     pub(crate) log: Vec<(NodeKind, WorkOrigin)>,
     pub(crate) edges: Vec<(u32, u32, EdgeKind)>,
     pub(crate) keep: Keep,
 }
 
-/// The stream on which library calls are captured.
+/// A stream on which library calls are captured.
 struct SideStream {
     shared: Arc<DeviceShared>,
     handle: StreamHandle,
@@ -72,14 +72,14 @@ impl<'a> NodeSink<'a> {
         NodeSink { job, graph, recording: Recording::new(job.watch, job.progress), state }
     }
 
-    pub(crate) fn into_parts(self) -> (Option<DriverError>, RecordedNodes) {
-        let parts = RecordedNodes { log: self.recording.log, edges: self.state.edges, keep: self.state.keep };
-        (self.recording.failed, parts)
+    pub(crate) fn finish(self) -> (Option<DriverError>, RecordedNodes) {
+        let nodes = RecordedNodes { log: self.recording.log, edges: self.state.edges, keep: self.state.keep };
+        (self.recording.failed, nodes)
     }
 }
 
 impl NodeSinkState {
-    /// Adds one node: finds its dependencies, lets `add` make it, and notes the edges.
+    /// Adds a node: finds its dependencies, creates it with `add`, and records the edges.
     fn add(
         &mut self,
         kind: NodeKind,
@@ -92,7 +92,7 @@ impl NodeSinkState {
         let from = self.hazards.add(touches);
         for &i in &from {
             let (on, from_kind) = self.nodes[i];
-            // Only a kernel can let the next one start early.
+            // Only a kernel can allow its successor to start early.
             let early = programmatic && from_kind == NodeKind::Kernel;
             deps.push(Dependency { on, kind: if early { EdgeKind::Programmatic } else { EdgeKind::Full } });
         }
@@ -103,7 +103,7 @@ impl NodeSinkState {
     }
 }
 
-fn touches(
+fn collect_touches(
     memory: &Memory,
     accesses: impl Iterator<Item = (Buf, Access)>,
 ) -> Result<Vec<Touch>, DriverError> {
@@ -129,7 +129,7 @@ impl Queue for NodeSink<'_> {
         recording.step(NodeKind::Kernel, launch.origin(), || {
             let mut params = std::mem::take(&mut state.params);
             launch.pack(job.shared, job.memory, &mut params)?;
-            let touched = touches(job.memory, launch.accesses())?;
+            let touched = collect_touches(job.memory, launch.accesses())?;
             let config = launch.config(job.options.overlap);
             state.keep.add(launch.function().module());
             let function = launch.function().handle();
@@ -154,10 +154,11 @@ impl Queue for NodeSink<'_> {
             BufAddress::Host(p) => CopyEnd::Host(p),
         };
         recording.step(NodeKind::Memcpy, call_origin("copy"), || {
-            let touched = touches(job.memory, [(src, Access::Read), (dst, Access::Write)].into_iter())?;
+            let touched =
+                collect_touches(job.memory, [(src, Access::Read), (dst, Access::Write)].into_iter())?;
             state.add(NodeKind::Memcpy, &touched, false, |deps| {
-                // SAFETY: host ends are pinned and inside `job.memory`, which the graph keeps alive; the host
-                // touches pinned regions only atomically, through `Ring`.
+                // SAFETY: host ends are pinned and inside `job.memory`, which the graph keeps alive; the host accesses
+                // pinned regions only atomically, through `pinned`.
                 job.shared.call("cuGraphAddMemcpyNode", |api| unsafe {
                     api.graph_add_memcpy(graph.handle, deps, end(to), end(from), bytes)
                 })
@@ -167,15 +168,15 @@ impl Queue for NodeSink<'_> {
 
     fn fill(&mut self, dst: Buf, byte: u8) -> Result<(), DriverError> {
         let NodeSink { job, graph, recording, state } = self;
-        let at = DevicePtr(job.memory.resolve(dst)?.address());
+        let to = DevicePtr(job.memory.resolve(dst)?.address());
         if dst.is_empty() {
             return Ok(());
         }
         recording.step(NodeKind::Memset, call_origin("fill"), || {
-            let touched = touches(job.memory, std::iter::once((dst, Access::Write)))?;
+            let touched = collect_touches(job.memory, std::iter::once((dst, Access::Write)))?;
             state.add(NodeKind::Memset, &touched, false, |deps| {
                 job.shared.call("cuGraphAddMemsetNode", |api| {
-                    api.graph_add_memset(graph.handle, deps, at, byte, dst.len())
+                    api.graph_add_memset(graph.handle, deps, to, byte, dst.len())
                 })
             })
         })
@@ -186,7 +187,7 @@ impl Queue for NodeSink<'_> {
         recording.step(NodeKind::Child, library_origin(call), || {
             let reads = call.reads.iter().map(|&b| (b, Access::Read));
             let writes = call.writes.iter().map(|&b| (b, Access::Write));
-            let touched = touches(job.memory, reads.chain(writes))?;
+            let touched = collect_touches(job.memory, reads.chain(writes))?;
             if let Some(keep) = &call.keep {
                 state.keep.add_dyn(keep);
             }
@@ -204,7 +205,7 @@ impl Queue for NodeSink<'_> {
     }
 }
 
-/// Captures one library call on the side stream, as a graph of its own.
+/// Captures one library call on the side stream, as a separate graph.
 fn capture_library(
     job: &RecordJob<'_>,
     side: StreamHandle,
@@ -212,12 +213,11 @@ fn capture_library(
 ) -> Result<OwnedGraph, DriverError> {
     let mode = if job.options.global { CaptureMode::Global } else { CaptureMode::ThreadLocal };
     let capture = StreamCapture::begin(job.shared, side, mode)?;
-    // Named before the call and unnamed after it, also when it panics: the watchdog must not ask for a stream that
-    // is gone.
-    let named = Named::new(job, side);
+    // Registered during the call only, even if it panics: the watchdog must not query a stream that no longer exists.
+    let watched = WatchedStream::new(job, side);
     let mut stream = LibraryStream { memory: job.memory, stream: side };
     let outcome = (call.run)(&mut stream);
-    drop(named);
+    drop(watched);
     let ended = capture.end();
     outcome?;
     let child = ended.map_err(|(error, _)| error)?;
@@ -228,16 +228,17 @@ fn capture_library(
     Ok(child)
 }
 
-struct Named<'a>(&'a RecordJob<'a>);
+/// Registers a stream with the watchdog for as long as it lives.
+struct WatchedStream<'a>(&'a RecordJob<'a>);
 
-impl<'a> Named<'a> {
-    fn new(job: &'a RecordJob<'a>, stream: StreamHandle) -> Named<'a> {
+impl<'a> WatchedStream<'a> {
+    fn new(job: &'a RecordJob<'a>, stream: StreamHandle) -> WatchedStream<'a> {
         job.watch.set_stream(Some(stream));
-        Named(job)
+        WatchedStream(job)
     }
 }
 
-impl Drop for Named<'_> {
+impl Drop for WatchedStream<'_> {
     fn drop(&mut self) {
         self.0.watch.set_stream(None);
     }

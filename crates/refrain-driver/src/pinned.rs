@@ -1,10 +1,10 @@
-//! Pinned memory that the host and the device touch at the same time.
+//! Concurrent access to pinned memory by host and device.
 //!
-//! Every such access of the host, and of the simulated device, goes through here: by whole words of eight bytes, each
-//! loaded or stored atomically. So accesses that race see a word as it was before or after, and never race with one of
-//! another size, which would be undefined. Regions are allocated in whole words for this ([`whole_words`]).
+//! Every such access, by the host or the simulated device, goes through this module in whole 8-byte words, each loaded or
+//! stored atomically. Racing accesses therefore see a word either before or after a change, and never mix sizes, which
+//! would be undefined behaviour. Regions are allocated in whole words for this reason ([`whole_words`]).
 //!
-//! Staging slots are the exception: their events order host and device, so they are copied as plain bytes.
+//! Staging slots are the exception: events order host and device, so plain copies are enough.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -12,54 +12,54 @@ use crate::api::HostPtr;
 
 const WORD: usize = 8;
 
-/// Bytes to allocate for a region of `bytes`.
+/// Rounds `bytes` up to the allocation size of a region.
 pub(crate) fn whole_words(bytes: u64) -> u64 {
-    // What does not fit the address space is refused by the allocation.
+    // On overflow the allocation fails.
     bytes.checked_next_multiple_of(WORD as u64).unwrap_or(bytes)
 }
 
-/// The word at an address.
+/// Returns the word at an address.
 ///
 /// # Safety
-/// The address is a multiple of eight, and the word lies in pinned memory that stays allocated for `'a` and that the host
-/// touches only through this module meanwhile.
-pub(crate) unsafe fn word<'a>(at: HostPtr) -> &'a AtomicU64 {
-    // SAFETY: aligned, allocated and only touched atomically, as the caller promises.
-    unsafe { AtomicU64::from_ptr(at.as_ptr().cast()) }
+/// The address is 8-byte aligned, and the word lies in pinned memory that stays allocated for `'a` and that the host
+/// accesses only through this module during `'a`.
+pub(crate) unsafe fn word<'a>(address: HostPtr) -> &'a AtomicU64 {
+    // SAFETY: aligned, allocated and accessed only atomically; the caller guarantees all three.
+    unsafe { AtomicU64::from_ptr(address.as_ptr().cast()) }
 }
 
-/// Reads bytes that the device may be writing. What it writes meanwhile may be seen in part, but no word half.
+/// Reads bytes that the device may be writing. Concurrent writes may be seen partially, but never half a word.
 ///
 /// # Safety
-/// Every word that the range reaches into is as [`word`] demands.
+/// Every word that the range overlaps meets the requirements of [`word`].
 pub(crate) unsafe fn read(from: HostPtr, to: &mut [u8]) {
     let mut to = to;
-    for WordPart { at, first, len } in parts(from, to.len()) {
-        // SAFETY: the range reaches into this word.
-        let bytes = unsafe { word(at) }.load(Ordering::Relaxed).to_ne_bytes();
-        let (now, rest) = to.split_at_mut(len);
-        now.copy_from_slice(&bytes[first..first + len]);
-        to = rest;
+    for WordPart { address, first, len } in word_parts(from, to.len()) {
+        // SAFETY: the range overlaps this word.
+        let bytes = unsafe { word(address) }.load(Ordering::Relaxed).to_ne_bytes();
+        let (head, tail) = to.split_at_mut(len);
+        head.copy_from_slice(&bytes[first..first + len]);
+        to = tail;
     }
 }
 
-/// Writes bytes that another thread may be reading or writing, and leaves what else is in their words.
+/// Writes bytes that another thread may be reading or writing, and preserves the other bytes of their words.
 ///
 /// # Safety
 /// As for [`read`].
 pub(crate) unsafe fn write(to: HostPtr, from: &[u8]) {
     let mut from = from;
-    for WordPart { at, first, len } in parts(to, from.len()) {
-        let (now, rest) = from.split_at(len);
-        // SAFETY: the range reaches into this word.
-        let word = unsafe { word(at) };
-        match <[u8; WORD]>::try_from(now) {
+    for WordPart { address, first, len } in word_parts(to, from.len()) {
+        let (head, tail) = from.split_at(len);
+        // SAFETY: the range overlaps this word.
+        let word = unsafe { word(address) };
+        match <[u8; WORD]>::try_from(head) {
             Ok(bytes) => word.store(u64::from_ne_bytes(bytes), Ordering::Relaxed),
             Err(_) => {
                 let mut old = word.load(Ordering::Relaxed);
                 loop {
                     let mut bytes = old.to_ne_bytes();
-                    bytes[first..first + len].copy_from_slice(now);
+                    bytes[first..first + len].copy_from_slice(head);
                     let new = u64::from_ne_bytes(bytes);
                     match word.compare_exchange_weak(old, new, Ordering::Relaxed, Ordering::Relaxed) {
                         Ok(_) => break,
@@ -68,24 +68,24 @@ pub(crate) unsafe fn write(to: HostPtr, from: &[u8]) {
                 }
             }
         }
-        from = rest;
+        from = tail;
     }
 }
 
-/// A word, and which of its bytes are meant.
+/// A word and the range of its bytes to access.
 struct WordPart {
-    at: HostPtr,
+    address: HostPtr,
     first: usize,
     len: usize,
 }
 
-fn parts(start: HostPtr, len: usize) -> impl Iterator<Item = WordPart> {
-    let (mut at, mut left) = (start.0, len);
+fn word_parts(start: HostPtr, len: usize) -> impl Iterator<Item = WordPart> {
+    let (mut next, mut left) = (start.0, len);
     std::iter::from_fn(move || {
-        let first = (at % WORD as u64) as usize;
+        let first = (next % WORD as u64) as usize;
         let len = left.min(WORD - first);
-        let part = WordPart { at: HostPtr(at - first as u64), first, len };
-        at += len as u64;
+        let part = WordPart { address: HostPtr(next - first as u64), first, len };
+        next += len as u64;
         left -= len;
         (len > 0).then_some(part)
     })
@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn any_range_is_written_and_read_and_its_neighbours_stay() {
+    fn any_range_is_read_and_written_without_touching_its_neighbours() {
         let memory = words(4);
         let base = HostPtr::of(memory.as_ptr());
         for start in 0..32 {
@@ -111,7 +111,7 @@ mod tests {
                 let bytes: Vec<u8> = (start as u8..end as u8).collect();
                 let mut all = [0; 32];
                 let mut range = vec![0; end - start];
-                // SAFETY: ranges of `memory`, which is of atomic words.
+                // SAFETY: the ranges lie in `memory`, which consists of atomic words.
                 unsafe {
                     write(HostPtr(base.0 + start as u64), &bytes);
                     read(HostPtr(base.0 + start as u64), &mut range);
@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn a_word_that_is_being_written_is_never_seen_half() {
+    fn a_read_never_sees_half_of_a_concurrent_write() {
         const N: usize = 64;
         const CHANGES: usize = 100;
         let memory = words(N);
@@ -139,12 +139,12 @@ mod tests {
                 let mut byte = 0_u8;
                 while !done.load(Ordering::Relaxed) {
                     byte = !byte;
-                    // SAFETY: a range of `memory`, which is of atomic words.
+                    // SAFETY: the range lies in `memory`, which consists of atomic words.
                     unsafe { write(base, &[byte; WORD * N]) };
                 }
             });
             let (mut seen, mut last, mut n_changes, mut half) = ([0; WORD * N], 0, 0, None);
-            // Counted in what was seen to change, so that the two threads have really met.
+            // Counts observed changes, so that the two threads have really run concurrently.
             while n_changes < CHANGES && half.is_none() {
                 // SAFETY: as above.
                 unsafe { read(base, &mut seen) };

@@ -1,4 +1,4 @@
-//! The one choke point: everything that is enqueued goes through [`Queue`].
+//! The choke point: everything that is enqueued goes through [`Queue`].
 
 use std::any::Any;
 use std::sync::Arc;
@@ -10,25 +10,25 @@ use crate::memory::{Buf, BufAddress, Memory};
 use crate::shared::DeviceShared;
 use crate::watchdog::{RecordingProgress, WatchGuard};
 
-/// Takes work in order. It can enqueue and nothing else: not allocate, not wait, not read back. So whatever is written
-/// against a `Queue` can be recorded.
+/// Accepts work in order. A queue can only enqueue; it cannot allocate, wait or read back. Any code written against a
+/// `Queue` can therefore be recorded.
 ///
-/// Three sinks implement it (it is sealed): a live stream, a stream under capture, and the recorder of explicit nodes.
+/// The trait is sealed and has three sinks: a live stream, a stream under capture, and the recorder of explicit nodes.
 ///
 /// ```compile_fail,E0277
 /// # use refrain_driver::{Queue, Launch, DriverError};
-/// fn elsewhere(q: &mut dyn Queue, l: &Launch) {
-///     std::thread::scope(|s| { s.spawn(|| q.launch(l)); }); // a recorder stays on its thread
+/// fn on_another_thread(q: &mut dyn Queue, l: &Launch) {
+///     std::thread::scope(|s| { s.spawn(|| q.launch(l)); }); // a recorder must stay on its thread
 /// }
 /// ```
 pub trait Queue: sealed::Sealed {
     /// Launches a kernel.
     fn launch(&mut self, launch: &Launch) -> Result<(), DriverError>;
-    /// Copies `src` to `dst`, which are equally long.
+    /// Copies `src` to `dst`, which must be equally long.
     fn copy(&mut self, dst: Buf, src: Buf) -> Result<(), DriverError>;
-    /// Fills `dst` with a byte.
+    /// Fills `dst` with one byte value.
     fn fill(&mut self, dst: Buf, byte: u8) -> Result<(), DriverError>;
-    /// Makes a library call that only a stream can take.
+    /// Makes a library call, which needs a stream.
     fn library(&mut self, call: &LibraryCall<'_>) -> Result<(), DriverError>;
 }
 
@@ -36,19 +36,20 @@ pub(crate) mod sealed {
     pub trait Sealed {}
 }
 
-/// A call into a library (cuBLASLt) that enqueues work on a stream by itself.
+/// A call into a library (cuBLASLt) that enqueues work on a stream itself.
 ///
-/// It must only enqueue, and only touch what is declared here: nothing checks that but verification.
+/// It must only enqueue, and access only the buffers declared here. Only verification (comparing a replay with an eager
+/// run) checks this.
 pub struct LibraryCall<'a> {
-    /// Step and name, for errors and drawings.
+    /// The step, for errors and drawings.
     pub step: Arc<str>,
     /// The library's routine.
     pub name: Arc<str>,
-    /// What it reads.
+    /// Buffers that it reads.
     pub reads: Vec<Buf>,
-    /// What it writes, its workspace included.
+    /// Buffers that it writes, including its workspace.
     pub writes: Vec<Buf>,
-    /// What must outlive every replay: the library's handle.
+    /// An object that must outlive every replay, such as the library's handle.
     pub keep: Option<Arc<dyn Any + Send + Sync>>,
     /// Makes the call.
     pub run: &'a dyn Fn(&mut LibraryStream<'_>) -> Result<(), DriverError>,
@@ -60,13 +61,13 @@ impl std::fmt::Debug for LibraryCall<'_> {
     }
 }
 
-/// What a library call is given: the stream to enqueue on, and addresses. Both are numbers: using them takes the library's
-/// own `unsafe` interface, and with it the duty to keep alive what the work points at ([`LibraryCall::keep`]).
+/// The stream and the addresses that a library call works with. Both are plain numbers: using them takes the library's
+/// own `unsafe` interface, and with it the duty to keep alive whatever the work points to ([`LibraryCall::keep`]).
 ///
 /// ```compile_fail,E0599
 /// # use refrain_driver::{DriverError, Launch, LibraryStream};
 /// fn launch(stream: &mut LibraryStream<'_>, launch: &Launch) -> Result<(), DriverError> {
-///     stream.launch(launch) // nothing would keep the kernel's module for later replays
+///     stream.launch(launch) // nothing would keep the kernel's module alive for later replays
 /// }
 /// ```
 pub struct LibraryStream<'a> {
@@ -75,35 +76,35 @@ pub struct LibraryStream<'a> {
 }
 
 impl LibraryStream<'_> {
-    /// The driver's stream, as a number. The call may only enqueue.
+    /// The driver's stream handle. The call may only enqueue on it.
     #[must_use]
     pub fn raw(&self) -> u64 {
         self.stream.0
     }
 
-    /// The address of a buffer, as a number.
+    /// The address of a buffer.
     pub fn address(&self, buf: Buf) -> Result<u64, DriverError> {
         Ok(self.memory.resolve(buf)?.address())
     }
 }
 
-/// Things kept alive until the work that uses them is done. Each is kept once.
+/// Objects kept alive until the work that uses them is done. Each object is stored once.
 #[derive(Default)]
 pub(crate) struct Keep(Vec<Arc<dyn Any + Send + Sync>>);
 
 impl Keep {
-    pub(crate) fn add<T: Any + Send + Sync>(&mut self, thing: &Arc<T>) {
-        let address = Arc::as_ptr(thing).cast::<()>();
+    pub(crate) fn add<T: Any + Send + Sync>(&mut self, object: &Arc<T>) {
+        let address = Arc::as_ptr(object).cast::<()>();
         if !self.0.iter().rev().any(|k| Arc::as_ptr(k).cast::<()>() == address) {
-            let thing: Arc<T> = Arc::clone(thing);
-            self.0.push(thing);
+            let object: Arc<T> = Arc::clone(object);
+            self.0.push(object);
         }
     }
 
-    pub(crate) fn add_dyn(&mut self, thing: &Arc<dyn Any + Send + Sync>) {
-        let address = Arc::as_ptr(thing).cast::<()>();
+    pub(crate) fn add_dyn(&mut self, object: &Arc<dyn Any + Send + Sync>) {
+        let address = Arc::as_ptr(object).cast::<()>();
         if !self.0.iter().any(|k| Arc::as_ptr(k).cast::<()>() == address) {
-            self.0.push(Arc::clone(thing));
+            self.0.push(Arc::clone(object));
         }
     }
 
@@ -120,13 +121,13 @@ impl Keep {
     }
 }
 
-/// What a recording sink has besides its way to the driver.
+/// State of a recording, common to the sinks that record.
 pub(crate) struct Recording<'a> {
     pub(crate) watch: &'a WatchGuard,
     pub(crate) progress: &'a RecordingProgress,
-    /// What was enqueued, in order.
+    /// Enqueued work, in order.
     pub(crate) log: Vec<(NodeKind, WorkOrigin)>,
-    /// The first error, which is the one to report: later ones are its victims.
+    /// The first error. It is the one to report, since later ones follow from it.
     pub(crate) failed: Option<DriverError>,
 }
 
@@ -135,7 +136,7 @@ impl<'a> Recording<'a> {
         Recording { watch, progress, log: Vec::new(), failed: None }
     }
 
-    /// Runs one enqueue: not past the deadline, not after a failure, noted before it starts.
+    /// Runs one enqueue, unless the recording has failed or passed its deadline. Logs the work before it starts.
     pub(crate) fn step(
         &mut self,
         kind: NodeKind,
@@ -162,7 +163,7 @@ impl<'a> Recording<'a> {
     }
 }
 
-/// The sink over a stream: live, or under capture when it has a `Recording`.
+/// The sink over a stream, which is live, or under capture if it has a `Recording`.
 pub(crate) struct StreamSink<'a> {
     pub(crate) shared: &'a Arc<DeviceShared>,
     pub(crate) memory: &'a Arc<Memory>,
@@ -218,12 +219,12 @@ impl Queue for StreamSink<'_> {
                 (BufAddress::Device(to), BufAddress::Device(from)) => {
                     api.memcpy_dtod_async(to, from, bytes, stream)
                 }
-                // SAFETY: `from` is pinned and inside `self.memory`, which the stream (live) or the graph
-                // (recorded) keeps alive until the last use; only kernels and copies write pinned regions.
+                // SAFETY: `from` is pinned and inside `self.memory`, which the stream (live) or the graph (recorded)
+                // keeps alive until the last use; the host writes pinned regions only atomically, through `pinned`.
                 (BufAddress::Device(to), BufAddress::Host(from)) => unsafe {
                     api.memcpy_htod_async(to, from, bytes, stream)
                 },
-                // SAFETY: as above, for `to`; the host reads pinned regions only through `Ring`, atomically.
+                // SAFETY: as above, for `to`; the host reads pinned regions only atomically, through `pinned`.
                 (BufAddress::Host(to), BufAddress::Device(from)) => unsafe {
                     api.memcpy_dtoh_async(to, from, bytes, stream)
                 },
@@ -241,9 +242,9 @@ impl Queue for StreamSink<'_> {
             return Ok(());
         }
         let (shared, stream) = (self.shared, self.stream);
-        let at = crate::api::DevicePtr(place.address());
+        let to = crate::api::DevicePtr(place.address());
         self.step(NodeKind::Memset, call_origin("fill"), || {
-            shared.call("cuMemsetD8Async", |api| api.memset_async(at, byte, dst.len(), stream))
+            shared.call("cuMemsetD8Async", |api| api.memset_async(to, byte, dst.len(), stream))
         })
     }
 

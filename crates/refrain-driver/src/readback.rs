@@ -1,4 +1,4 @@
-//! PinnedSlots slots through which a few bytes of each step come back to the host, without a wait between steps.
+//! Pinned slots through which a few bytes of each step return to the host, without a wait between steps.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,8 +12,8 @@ use crate::pinned;
 use crate::staging::PinnedSlots;
 use crate::stream::Stream;
 
-/// A few pinned slots of equal size, used in turn: [`Stream::start_readback`] fills the next one in stream order,
-/// [`Readback::take`] waits for the oldest. A slot is filled again only when it was taken.
+/// A few pinned slots of equal size, used in turn. [`Stream::start_readback`] fills the next one in stream order, and
+/// [`Readback::take`] waits for the oldest. A slot is reused only after it has been taken.
 pub struct Readback {
     pinned: Arc<PinnedSlots>,
     slot_bytes: usize,
@@ -23,13 +23,13 @@ pub struct Readback {
 }
 
 struct ReadbackSlot {
-    /// Recorded behind the copies into the slot.
+    /// Recorded after the copies into the slot.
     event: Event,
     n_bytes: usize,
 }
 
 impl Readback {
-    /// Allocates `n_slots` slots of `slot_bytes`, rounded up to whole words; at least one of at least one word.
+    /// Allocates `n_slots` slots of `slot_bytes`, rounded up to whole words; at least one slot of one word.
     pub fn new(ctx: &Context, n_slots: usize, slot_bytes: usize) -> Result<Readback, DriverError> {
         let shared = ctx.shared();
         let n_slots = n_slots.max(1);
@@ -40,23 +40,23 @@ impl Readback {
         Ok(Readback { pinned, slot_bytes, slots, n_sent: 0, n_taken: 0 })
     }
 
-    /// Bytes a slot holds.
+    /// Slot size in bytes.
     #[must_use]
     pub fn slot_bytes(&self) -> usize {
         self.slot_bytes
     }
 
-    /// Slots that are on their way or not taken.
+    /// Number of slots in flight or not yet taken.
     #[must_use]
     pub fn n_pending(&self) -> usize {
         (self.n_sent - self.n_taken) as usize
     }
 
-    /// Waits for the oldest slot, at most `limit`, and gives its bytes. After an error it is still the oldest.
+    /// Waits for the oldest slot, for at most `limit`, and readback its bytes. After an error the slot can be taken again.
     pub fn take(&mut self, limit: Duration) -> Result<Vec<u8>, DriverError> {
         if self.n_pending() == 0 {
             return Err(DriverError::Timeout {
-                what: "a slot that nothing was sent to",
+                what: "a readback that was never started",
                 waited: Duration::ZERO,
                 origin: None,
             });
@@ -65,8 +65,8 @@ impl Readback {
         let slot = &self.slots[idx];
         slot.event.wait(limit)?;
         let mut bytes = vec![0; slot.n_bytes];
-        // SAFETY: the slot is inside of our pinned allocation, starts at a whole word, and the host touches it only here.
-        unsafe { pinned::read(self.at(idx), &mut bytes) };
+        // SAFETY: the slot lies in our pinned allocation, starts at a whole word, and the host accesses it only here.
+        unsafe { pinned::read(self.address(idx), &mut bytes) };
         self.n_taken += 1;
         Ok(bytes)
     }
@@ -75,38 +75,38 @@ impl Readback {
         (n % self.slots.len() as u64) as usize
     }
 
-    fn at(&self, idx: usize) -> HostPtr {
+    fn address(&self, idx: usize) -> HostPtr {
         HostPtr(self.pinned.ptr().0 + (idx * self.slot_bytes) as u64)
     }
 }
 
 impl Stream {
-    /// Copies buffers, one behind the other, to the next slot of `returns` in stream order, without waiting for them.
+    /// Copies buffers, one after the other, to the next slot of `readback` in stream order, without waiting for them.
     ///
-    /// [`DriverError::OutOfRange`] where they are more than a slot holds, or where every slot is still to be taken.
+    /// Fails with [`DriverError::OutOfRange`] if they exceed a slot, or if no slot is free.
     pub fn start_readback(
         &mut self,
         lease: &mut Lease,
-        returns: &mut Readback,
+        readback: &mut Readback,
         from: &[Buf],
     ) -> Result<(), DriverError> {
         let n_bytes = from.iter().fold(0u64, |sum, buf| sum.saturating_add(buf.len()));
-        self.usable("readback", n_bytes)?;
-        self.same_device(returns.pinned.shared(), "the slots of results")?;
-        let too_many = |what: &str, len: u64, bytes: usize| DriverError::OutOfRange {
+        self.check_usable("readback", n_bytes)?;
+        self.same_device(readback.pinned.shared(), "the readback slots")?;
+        let out_of_range = |what: &str, len: u64, bytes: usize| DriverError::OutOfRange {
             what: what.to_owned(),
             offset: 0,
             len,
             bytes: bytes as u64,
         };
-        if n_bytes > returns.slot_bytes as u64 {
-            return Err(too_many("a slot of results", n_bytes, returns.slot_bytes));
+        if n_bytes > readback.slot_bytes as u64 {
+            return Err(out_of_range("a readback slot", n_bytes, readback.slot_bytes));
         }
-        if returns.n_pending() == returns.slots.len() {
-            return Err(too_many(
-                "the slots of results",
-                returns.n_pending() as u64 + 1,
-                returns.slots.len(),
+        if readback.n_pending() == readback.slots.len() {
+            return Err(out_of_range(
+                "the readback slots",
+                readback.n_pending() as u64 + 1,
+                readback.slots.len(),
             ));
         }
         let from: Vec<(BufAddress, u64)> = from
@@ -114,13 +114,13 @@ impl Stream {
             .map(|buf| Ok((lease.memory().resolve(*buf)?, buf.len())))
             .collect::<Result<_, DriverError>>()?;
         self.begin_use(lease)?;
-        self.keep.add(&returns.pinned);
-        let idx = returns.idx(returns.n_sent);
-        let (mut to, handle) = (returns.at(idx), self.handle());
+        self.keep.add(&readback.pinned);
+        let idx = readback.idx(readback.n_sent);
+        let (mut to, handle) = (readback.address(idx), self.handle());
         for (from, bytes) in from.into_iter().filter(|(_, bytes)| *bytes > 0) {
             self.shared().call("cuMemcpyDtoHAsync", |api| match from {
-                // SAFETY: the slot has room for all buffers (checked above) and is not read before its event has passed;
-                // the stream keeps the allocation until it has waited for its work.
+                // SAFETY: the slot holds all buffers (checked above) and is not read before its event has completed; the
+                // stream keeps the allocation alive until it has waited for its work.
                 BufAddress::Device(from) => unsafe { api.memcpy_dtoh_async(to, from, bytes, handle) },
                 BufAddress::Host(from) => {
                     let (to, from): (DevicePtr, DevicePtr) = (to.device(), from.device());
@@ -129,17 +129,17 @@ impl Stream {
             })?;
             to = HostPtr(to.0 + bytes);
         }
-        let slot = &mut returns.slots[idx];
+        let slot = &mut readback.slots[idx];
         slot.n_bytes = n_bytes as usize;
         self.record_event(&slot.event)?;
-        returns.n_sent += 1;
+        readback.n_sent += 1;
         Ok(())
     }
 }
 
 impl std::fmt::Debug for Readback {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let (n, of, bytes) = (self.n_pending(), self.slots.len(), self.slot_bytes);
-        write!(f, "Readback ({n} of {of} slots of {bytes} bytes pending)")
+        let (n, n_slots, bytes) = (self.n_pending(), self.slots.len(), self.slot_bytes);
+        write!(f, "Readback ({n} of {n_slots} slots of {bytes} bytes pending)")
     }
 }

@@ -1,4 +1,4 @@
-//! Recording: the one way to a [`Graph`].
+//! Recording, the only way to create a [`Graph`].
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -14,13 +14,13 @@ use crate::shared::DeviceShared;
 use crate::stream::Stream;
 use crate::watchdog::{RecordingProgress, WatchGuard};
 
-/// How a graph comes about.
+/// How a graph is recorded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Method {
-    /// The driver captures what is enqueued on the stream: one after the other.
+    /// The driver captures the stream; nodes form one chain.
     Stream,
-    /// Each call becomes a node, and nodes wait for each other where their bytes say so. It needs no stream capture
-    /// (but for library calls), so it also works on drivers where capture fails.
+    /// Each call becomes a node, and edges follow from the bytes that it accesses. Except for library calls this needs no
+    /// stream capture, so it also works on drivers whose capture is broken.
     Nodes,
 }
 
@@ -33,22 +33,22 @@ impl std::fmt::Display for Method {
     }
 }
 
-/// How a recording is made.
+/// Options of a recording.
 #[derive(Clone, Debug)]
 pub struct RecordOptions {
-    /// Names the graph in errors and drawings.
+    /// Name of the graph in errors and drawings.
     pub name: String,
-    /// The watchdog breaks the recording off after this long.
+    /// Time limit, after which the watchdog aborts the recording.
     pub limit: Duration,
     /// Whether [`crate::LaunchBuilder::pdl`] is honoured.
     pub overlap: bool,
-    /// Captures in GLOBAL mode instead of THREAD_LOCAL: unsafe calls of other threads then break the capture too. For
-    /// tests.
+    /// Captures in GLOBAL mode instead of THREAD_LOCAL, so that unsafe calls of other threads break the capture too.
+    /// For tests.
     pub global: bool,
 }
 
 impl RecordOptions {
-    /// The usual ones: ten seconds, overlap on.
+    /// The defaults: a limit of ten seconds, overlap on.
     #[must_use]
     pub fn named(name: &str) -> RecordOptions {
         RecordOptions { name: name.to_owned(), limit: Duration::from_secs(10), overlap: true, global: false }
@@ -56,19 +56,18 @@ impl RecordOptions {
 }
 
 impl Stream {
-    /// Records what `f` enqueues, without running it, and makes it a graph.
+    /// Records the work that `f` enqueues as a graph, without running it.
     ///
-    /// While `f` runs, the stream is borrowed, so it can be neither waited for nor read from; whatever reaches the
-    /// device by another way and does not go with a recording is refused
-    /// ([`DriverError::CaptureIncompatible`]). The recording ends itself when `f` fails or panics, and then nothing is
-    /// left of it.
+    /// The stream is borrowed while `f` runs, so `f` can neither wait for it nor read from it. A call that reaches the
+    /// device another way and conflicts with a recording is refused ([`DriverError::CaptureIncompatible`]). If `f` fails or
+    /// panics, the recording ends and leaves nothing behind.
     ///
     /// ```compile_fail,E0500
     /// # use refrain_driver::*;
     /// # use std::sync::Arc;
     /// # fn f(stream: &mut Stream, memory: &Arc<Memory>, options: &RecordOptions) -> Result<(), DriverError> {
     /// stream.record(memory, Method::Stream, options, |q| {
-    ///     stream.synchronize() // a stream cannot be waited for while it is being recorded
+    ///     stream.synchronize() // a stream that is being recorded cannot be waited for
     /// })?;
     /// # Ok(())
     /// # }
@@ -81,7 +80,7 @@ impl Stream {
     /// # -> Result<(), DriverError> {
     /// stream.record(memory, Method::Nodes, options, |q| {
     ///     let mut host = [0; 4];
-    ///     stream.download(lease, logits, &mut host) // nor read from
+    ///     stream.download(lease, logits, &mut host) // nor can it be read from
     /// })?;
     /// # Ok(())
     /// # }
@@ -93,7 +92,7 @@ impl Stream {
     /// # fn f(stream: &mut Stream, memory: &Arc<Memory>, launch: &Launch, options: &RecordOptions)
     /// # -> Result<(), DriverError> {
     /// stream.record(memory, Method::Stream, options, |q| {
-    ///     std::thread::scope(|s| s.spawn(move || q.launch(launch)).join().unwrap()) // the recorder stays here
+    ///     std::thread::scope(|s| s.spawn(move || q.launch(launch)).join().unwrap()) // the recorder must stay on this thread
     /// })?;
     /// # Ok(())
     /// # }
@@ -111,7 +110,7 @@ impl Stream {
         }
         self.check_broken()?;
         let started = Instant::now();
-        // Dropped last: the device is free for other calls again only when nothing of the recording is left.
+        // Dropped last: other calls are allowed again only once nothing of the recording is left.
         let _flag = shared.begin_recording()?;
         let progress = RecordingProgress::new(&options.name);
         let watch = shared.watchdog.arm(&shared, options.limit, &progress);
@@ -148,8 +147,8 @@ impl Stream {
             self.set_broken(*code);
         }
         let (log, failed) = recording.map_or((Vec::new(), None), |r| (r.log, r.failed));
-        // The first failure is the cause; what the closure returned and how the capture ended are its victims.
-        job.settle(outcome, failed)?;
+        // The first failure is the cause; the closure's result and the capture's end only follow from it.
+        job.first_error(outcome, failed)?;
         let graph = ended.map_err(|(error, _)| error)?;
         Graph::finish_captured(job, graph, keep, log, self.handle())
     }
@@ -163,12 +162,12 @@ fn record_nodes(
     let graph = OwnedGraph::create(job.shared)?;
     let mut sink = NodeSink::new(job, &graph);
     let outcome = job.enqueue(f, &mut sink);
-    let (failed, parts) = sink.into_parts();
-    job.settle(outcome, failed)?;
-    Graph::finish_nodes(job, graph, parts, stream)
+    let (failed, nodes) = sink.finish();
+    job.first_error(outcome, failed)?;
+    Graph::finish_nodes(job, graph, nodes, stream)
 }
 
-/// What one recording is about.
+/// Context of one recording.
 pub(crate) struct RecordJob<'a> {
     pub(crate) shared: &'a Arc<DeviceShared>,
     pub(crate) memory: &'a Arc<Memory>,
@@ -179,20 +178,20 @@ pub(crate) struct RecordJob<'a> {
 }
 
 impl RecordJob<'_> {
-    /// Runs the closure; a panic becomes an error, after which everything is taken down as for any error.
+    /// Runs the closure. A panic becomes an error and is cleaned up like any other.
     fn enqueue(
         &self,
         f: impl FnOnce(&mut dyn Queue) -> Result<(), DriverError>,
         sink: &mut dyn Queue,
     ) -> Result<(), DriverError> {
-        // Unwind safety: on a panic the sink is only asked for its log and dropped.
+        // Unwind safety: after a panic the sink is only dropped; its log is not used.
         catch_unwind(AssertUnwindSafe(|| f(sink))).unwrap_or_else(|payload| {
             let what = format!("recording {:?}", self.options.name);
             Err(DriverError::Panicked { what, message: panic_message(&*payload) })
         })
     }
 
-    fn settle(
+    fn first_error(
         &self,
         outcome: Result<(), DriverError>,
         failed: Option<DriverError>,
@@ -211,7 +210,7 @@ impl RecordJob<'_> {
     }
 }
 
-/// A stream capture under way; dropping it ends and discards it.
+/// A stream capture in progress; dropping it ends and discards it.
 pub(crate) struct StreamCapture<'a> {
     shared: &'a Arc<DeviceShared>,
     stream: StreamHandle,
@@ -228,7 +227,7 @@ impl<'a> StreamCapture<'a> {
         Ok(StreamCapture { shared, stream, active: true })
     }
 
-    /// Ends the capture. The second part of an error is set when the stream could not be brought out of it.
+    /// Ends the capture. The code in the error is set if the stream is stuck in capture mode.
     pub(crate) fn end(mut self) -> Result<OwnedGraph, (DriverError, Option<Code>)> {
         self.active = false;
         self.end_now()
@@ -249,15 +248,15 @@ impl<'a> StreamCapture<'a> {
         if error.is_final() {
             return Err((error, None));
         }
-        // An error ends the capture too. Should it not have: once more, else the stream is given up.
-        let left = |status| matches!(status, Ok(CaptureStatus::None));
-        if left(shared.probe_status(self.stream)) {
+        // An error normally ends the capture too. If it did not, try once more, then give the stream up.
+        let has_ended = |status| matches!(status, Ok(CaptureStatus::None));
+        if has_ended(shared.probe_status(self.stream)) {
             return Err((error, None));
         }
         if let Ok(Ok(handle)) = end() {
             drop(OwnedGraph { shared: Arc::clone(shared), handle });
         }
-        let stuck = !left(shared.probe_status(self.stream));
+        let stuck = !has_ended(shared.probe_status(self.stream));
         Err((error, stuck.then_some(code)))
     }
 }
@@ -267,12 +266,12 @@ impl Drop for StreamCapture<'_> {
         if self.active
             && let Err((error, _)) = self.end_now()
         {
-            tracing::debug!("a capture was discarded: {error}");
+            tracing::debug!("discarded a capture: {error}");
         }
     }
 }
 
-/// A graph that can be edited, destroyed when it goes.
+/// A graph that is not instantiated yet; destroyed on drop.
 pub(crate) struct OwnedGraph {
     shared: Arc<DeviceShared>,
     pub(crate) handle: GraphHandle,

@@ -1,16 +1,16 @@
-//! A ring in pinned memory through which kernels hand results to the host without a wait.
+//! A ring buffer in pinned memory, through which kernels pass results to the host without a synchronisation.
 //!
 //! # Layout
 //!
 //! ```text
-//! byte 0     consumed: u64, written by the host: how many entries it has taken
+//! byte 0     consumed: u64, written by the host: the number of entries it has read
 //! byte 64    entry 0: seq: u64, payload, padded to a multiple of 16 bytes
 //!            entry 1: ..
 //! ```
 //!
 //! The `k`-th result (from 1) goes to entry `(k - 1) % n_entries`: the kernel writes the payload, then stores
-//! `seq = k` with system-scope release. The host loads `seq` with acquire and then reads the payload. Back-pressure:
-//! the host sends no step for which [`Ring::reserve`] has no room, so an entry is never written before it was taken.
+//! `seq = k` with system-scope release. The host loads `seq` with acquire and then reads the payload. Back-pressure: the
+//! host launches a step only if [`Ring::reserve`] succeeds, so an entry is never overwritten before the host has read it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -23,22 +23,22 @@ use crate::pinned;
 use crate::protocol::entries::{Entries, Next};
 use crate::stream::Stream;
 
-/// Where the first entry starts.
+/// Offset of the first entry.
 pub const RING_HEADER_BYTES: u64 = 64;
 
-/// The host's end of a ring.
+/// The host side of a ring.
 #[derive(Debug)]
 pub struct Ring {
     words: RingWords,
     buf: Buf,
     payload_bytes: usize,
-    /// Bytes from one entry to the next.
+    /// Distance between entries in bytes.
     stride: u64,
     n_entries: u64,
     entries: Entries,
 }
 
-/// The pinned region, as the words in it that the host and the device both touch.
+/// The words of the pinned region, which host and device access concurrently.
 #[derive(Debug)]
 struct RingWords {
     memory: Arc<Memory>,
@@ -46,7 +46,7 @@ struct RingWords {
 }
 
 impl Ring {
-    /// Bytes from one entry to the next; `None` when no address space holds it.
+    /// Distance between entries in bytes; `None` on overflow.
     #[must_use]
     pub const fn stride(payload_bytes: usize) -> Option<u64> {
         match (payload_bytes as u64).checked_add(8) {
@@ -55,7 +55,7 @@ impl Ring {
         }
     }
 
-    /// Bytes a ring needs, for the layout; `None` when no address space holds it.
+    /// Bytes that a ring needs, for the layout; `None` on overflow.
     #[must_use]
     pub const fn bytes(n_entries: u32, payload_bytes: usize) -> Option<u64> {
         let Some(stride) = Ring::stride(payload_bytes) else { return None };
@@ -65,8 +65,8 @@ impl Ring {
         }
     }
 
-    /// A ring over a pinned region that no other ring uses. [`DriverError::OutOfRange`] when the region is not pinned or too
-    /// small, and when the ring would fit in none.
+    /// Creates a ring over a pinned region that no other ring uses. Fails with [`DriverError::OutOfRange`] if the region is
+    /// not pinned or too small.
     pub fn new(
         memory: &Arc<Memory>,
         region: Region,
@@ -88,7 +88,7 @@ impl Ring {
                 });
             }
         };
-        if !memory.take_region(buf) {
+        if !memory.reserve_region(buf) {
             return Err(DriverError::LeaseTaken { name: "ring".to_owned() });
         }
         let ring = Ring {
@@ -103,15 +103,15 @@ impl Ring {
         Ok(ring)
     }
 
-    /// Begins anew, as if it had just been made: what was on its way is forgotten, and the next result has number 1.
-    /// No step may be under way that writes to it, and its count of results must become 0 before the next one.
+    /// Resets the ring to its initial state: pending results are forgotten, and the next result has number 1. No step that
+    /// writes to the ring may be in flight, and the device's count of results must be reset to 0 before the next step.
     pub fn restart(&mut self) {
         self.entries = Entries::new(self.n_entries);
         self.clear();
     }
 
-    /// As [`Ring::restart`], with results of another size. [`DriverError::OutOfRange`] when they do not fit; then nothing has
-    /// changed.
+    /// Like [`Ring::restart`], with a new payload size. Fails with [`DriverError::OutOfRange`] if the ring would not fit;
+    /// then nothing has changed.
     pub fn restart_with(&mut self, payload_bytes: usize) -> Result<(), DriverError> {
         let need = u32::try_from(self.n_entries).ok().and_then(|n| Ring::bytes(n, payload_bytes));
         let fits = need.is_some_and(|need| need <= self.buf.len());
@@ -128,7 +128,7 @@ impl Ring {
         Ok(())
     }
 
-    /// Bytes of a result.
+    /// Payload size in bytes.
     #[must_use]
     pub fn payload_bytes(&self) -> usize {
         self.payload_bytes
@@ -145,25 +145,25 @@ impl Ring {
         self.buf
     }
 
-    /// Counts one more result that will come; false when the ring has no room for it, and then nothing may be sent.
+    /// Reserves an entry for one more result. False if the ring is full; then the step must not be launched.
     #[must_use]
     pub fn reserve(&mut self) -> bool {
         self.entries.reserve()
     }
 
-    /// Results that are on their way.
+    /// Number of results reserved but not yet read.
     #[must_use]
     pub fn n_pending(&self) -> u64 {
         self.entries.n_pending()
     }
 
-    /// Whether the next result is there.
+    /// True if the next result has arrived.
     #[must_use]
     pub fn has_next(&self) -> bool {
         self.words.at(self.entry(self.entries.next_idx())).load(Ordering::Acquire) > self.entries.n_taken()
     }
 
-    /// Takes the next result if it is there, and returns its number.
+    /// Reads the next result if it has arrived, and returns its number.
     pub fn try_take(&mut self, payload: &mut [u8]) -> Result<Option<u64>, DriverError> {
         if payload.len() != self.payload_bytes {
             return Err(DriverError::SizeMismatch {
@@ -181,7 +181,7 @@ impl Ring {
         }
     }
 
-    /// Waits for the next result, at most `limit`, and looks for errors of the stream meanwhile.
+    /// Waits for the next result, for at most `limit`, and checks the stream for errors meanwhile.
     pub fn take(
         &mut self,
         stream: &mut Stream,
@@ -189,13 +189,13 @@ impl Ring {
         payload: &mut [u8],
     ) -> Result<u64, DriverError> {
         let start = Instant::now();
-        let mut next_look = Duration::from_micros(100);
+        let mut next_check = Duration::from_micros(100);
         loop {
             if let Some(seq) = self.try_take(payload)? {
                 return Ok(seq);
             }
             let waited = start.elapsed();
-            if waited >= next_look {
+            if waited >= next_check {
                 let done = stream.is_done()?;
                 if let Some(seq) = self.try_take(payload)? {
                     return Ok(seq);
@@ -204,7 +204,7 @@ impl Ring {
                     let origin = stream.shared().last();
                     return Err(DriverError::Timeout { what: "a ring entry", waited, origin });
                 }
-                next_look = waited + Duration::from_micros(100);
+                next_check = waited + Duration::from_micros(100);
             }
             std::hint::spin_loop();
         }
@@ -223,15 +223,15 @@ impl RingWords {
         unsafe { pinned::word(HostPtr(self.base.0 + offset)) }
     }
 
-    /// Reads the bytes at an offset, which a kernel may be writing.
+    /// Reads bytes that a kernel may be writing.
     fn read(&self, offset: u64, to: &mut [u8]) {
-        // SAFETY: as for `at`: `Ring::try_take` asks for the payload of an entry, and regions are of whole words.
+        // SAFETY: as for `at`: `Ring::try_take` reads the payload of an entry, and regions consist of whole words.
         unsafe { pinned::read(HostPtr(self.base.0 + offset), to) }
     }
 }
 
 impl Drop for Ring {
     fn drop(&mut self) {
-        self.words.memory.give_region(self.buf);
+        self.words.memory.release_region(self.buf);
     }
 }

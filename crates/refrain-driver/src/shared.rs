@@ -1,5 +1,5 @@
-//! What all handles of one open device share: the way to the driver, whether something is being recorded, what waits
-//! to be freed, and whether the context is lost.
+//! State shared by all handles of an open device: access to the driver, whether a recording is in progress, objects
+//! waiting to be freed, and whether the context is lost.
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -17,7 +17,7 @@ use crate::protocol::gate::RecordingGate;
 use crate::protocol::sync::lock;
 use crate::watchdog::Watchdog;
 
-/// State of one open device. Everything that calls its driver goes through [`DeviceShared::call`].
+/// State of one open device. Every driver call goes through [`DeviceShared::call`].
 pub(crate) struct DeviceShared {
     pub(crate) api: Arc<dyn Api>,
     pub(crate) ctx: CtxHandle,
@@ -32,7 +32,7 @@ pub(crate) struct DeviceShared {
     pub(crate) watchdog: Watchdog,
     /// The driver call that the device thread is in.
     pub(crate) current_call: CurrentCall,
-    /// Set once, right after opening.
+    /// Set once, right after the device is opened.
     pub(crate) probe: OnceLock<Probe>,
 }
 
@@ -51,7 +51,7 @@ static NEXT_TAG: AtomicU64 = AtomicU64::new(1);
 
 thread_local! {
     static THREAD_TAG: u64 = NEXT_TAG.fetch_add(1, Ordering::Relaxed);
-    /// Which device's context is current on this thread, so that it is set only when it changes.
+    /// The device whose context is current on this thread, to avoid redundant `cuCtxSetCurrent` calls.
     static CURRENT: Cell<u64> = const { Cell::new(0) };
 }
 
@@ -63,7 +63,7 @@ impl DeviceShared {
         info: DeviceInfo,
         driver_version: u32,
     ) -> DeviceShared {
-        // Retaining the context has made it current behind the back of whichever device was.
+        // Retaining the context made it current, so the cached value is stale.
         CURRENT.set(0);
         DeviceShared {
             api,
@@ -82,7 +82,7 @@ impl DeviceShared {
         }
     }
 
-    /// Makes one driver call with the context current, unless the context is lost.
+    /// Makes a driver call with the context current, unless the context is lost.
     #[inline]
     pub(crate) fn call<T>(
         &self,
@@ -93,8 +93,8 @@ impl DeviceShared {
         self.raw(f)?.map_err(|code| self.fail(what, code))
     }
 
-    /// Like [`DeviceShared::call`], for a caller that decides itself what a code means. What takes its time by nature (an
-    /// allocation, a module's compilation) comes this way too: it is not watched for not returning.
+    /// Like [`DeviceShared::call`], for a caller that interprets the code itself. Also for calls that may legitimately take
+    /// long (allocation, module compilation): they are not tracked as the current call, so they never count as hung.
     #[inline]
     pub(crate) fn raw<T>(
         &self,
@@ -110,8 +110,8 @@ impl DeviceShared {
         Ok(f(&*self.api))
     }
 
-    /// Waits until `ready` no longer says `NOT_READY`, at most `limit`. It asks instead of blocking in the driver, so
-    /// that the wait has an end; it spins first, since a step is shorter than a sleep.
+    /// Polls until `ready` no longer returns `NOT_READY`, for at most `limit`. Polling instead of blocking in the driver
+    /// bounds the wait. It spins first, since a step is shorter than a sleep.
     pub(crate) fn poll(
         &self,
         what: &'static str,
@@ -121,9 +121,9 @@ impl DeviceShared {
         let start = Instant::now();
         loop {
             let call = self.current_call.enter(what);
-            let answer = self.raw(&mut ready)?;
+            let result = self.raw(&mut ready)?;
             drop(call);
-            match answer {
+            match result {
                 Ok(()) => return Ok(()),
                 Err(Code::NOT_READY) => {}
                 Err(code) => return Err(self.fail(what, code)),
@@ -140,7 +140,7 @@ impl DeviceShared {
         }
     }
 
-    /// Turns a code into an error, and marks the context lost when it is that kind of code.
+    /// Turns a code into an error; a sticky code marks the context lost.
     #[cold]
     pub(crate) fn fail(&self, call: &'static str, code: Code) -> DriverError {
         let origin = self.last();
@@ -150,7 +150,7 @@ impl DeviceShared {
         DriverError::Driver { call, code, origin }
     }
 
-    /// Marks the context lost; the first report stands.
+    /// Marks the context lost; only the first cause is kept.
     #[cold]
     pub(crate) fn lose(&self, lost: Lost) -> DriverError {
         let mut first = false;
@@ -172,7 +172,7 @@ impl DeviceShared {
         }
     }
 
-    /// The last work that was sent.
+    /// The last work sent.
     pub(crate) fn last(&self) -> Option<WorkOrigin> {
         lock(&self.last).clone()
     }
@@ -181,7 +181,7 @@ impl DeviceShared {
         *lock(&self.last) = Some(origin);
     }
 
-    /// Refuses a call that does not go with a recording, from any thread.
+    /// Refuses a call that conflicts with a recording, from any thread.
     #[inline]
     pub(crate) fn refuse_while_recording(&self, what: &'static str, bytes: u64) -> Result<(), DriverError> {
         self.check_lost()?;
@@ -191,7 +191,7 @@ impl DeviceShared {
         Ok(())
     }
 
-    /// Begins a recording; there is one at a time on a device.
+    /// Begins a recording. A device has at most one at a time.
     pub(crate) fn begin_recording(self: &Arc<Self>) -> Result<RecordingFlag, DriverError> {
         self.refuse_while_recording("a second recording", 0)?;
         self.empty_bin();
@@ -199,15 +199,15 @@ impl DeviceShared {
         Ok(RecordingFlag { shared: Arc::clone(self) })
     }
 
-    /// Names the stream that the driver is capturing, for [`DeviceShared::capture_status`].
+    /// Sets the stream that the driver is capturing, for [`DeviceShared::capture_status`].
     pub(crate) fn set_recorded_stream(&self, stream: Option<StreamHandle>) {
         *lock(&self.recorded_stream) = stream;
     }
 
-    /// The status of the stream that is being recorded, asked from any thread.
+    /// Capture status of the stream that is being recorded. Can be called from any thread.
     pub(crate) fn capture_status(&self) -> Result<CaptureStatus, DriverError> {
         self.check_lost()?;
-        // Held over the call, so that the stream cannot be destroyed meanwhile: its recording ends under this lock.
+        // The lock is held during the call, so that the stream cannot be destroyed: its recording ends under this lock.
         let stream = lock(&self.recorded_stream);
         match *stream {
             None => Ok(CaptureStatus::None),
@@ -215,12 +215,12 @@ impl DeviceShared {
         }
     }
 
-    /// Asks the driver about one stream. A code of the capture family is itself an answer.
+    /// Queries the capture status of a stream. Some codes of the capture family are themselves an answer.
     pub(crate) fn probe_status(&self, stream: StreamHandle) -> Result<CaptureStatus, DriverError> {
         let call = self.current_call.enter("cuStreamIsCapturing");
-        let answer = self.raw(|api| api.stream_is_capturing(stream))?;
+        let result = self.raw(|api| api.stream_is_capturing(stream))?;
         drop(call);
-        match answer {
+        match result {
             Ok(status) => Ok(status),
             Err(Code::STREAM_CAPTURE_INVALIDATED | Code::STREAM_CAPTURE_ISOLATION) => {
                 Ok(CaptureStatus::Invalidated)
@@ -229,28 +229,28 @@ impl DeviceShared {
         }
     }
 
-    /// Makes the calling thread the owner; false when another thread is.
+    /// Makes the calling thread the owner; false if there is an owner already.
     pub(crate) fn claim(&self) -> bool {
         self.gate.claim(THREAD_TAG.with(|t| *t))
     }
 
-    /// Gives the ownership up.
+    /// Releases ownership.
     pub(crate) fn unclaim(&self) {
         self.empty_bin();
         self.gate.unclaim();
     }
 
-    /// Frees an object now, or later when something records or when this is not the device's thread.
+    /// Frees an object now, or later if a recording is in progress or this is not the owner's thread.
     pub(crate) fn discard(&self, garbage: Garbage) {
         if self.lost.get().is_some() {
             return;
         }
-        if let Some(garbage) = self.gate.throw(garbage, THREAD_TAG.with(|t| *t)) {
+        if let Some(garbage) = self.gate.discard(garbage, THREAD_TAG.with(|t| *t)) {
             self.destroy(garbage);
         }
     }
 
-    /// How many objects wait to be freed.
+    /// Number of objects waiting to be freed.
     pub(crate) fn bin_len(&self) -> usize {
         self.gate.n_kept()
     }
@@ -261,9 +261,9 @@ impl DeviceShared {
             let Some(garbage) = garbage.next() else { return };
             self.destroy(garbage);
         }
-        // What ended the context was told; its objects went with it, each of them is no news.
+        // The loss has been reported; its objects are gone with it, so one message covers them all.
         if garbage.len() > 0 {
-            tracing::debug!("{} driver objects went with the lost context", garbage.len());
+            tracing::debug!("the lost context took {} driver objects with it", garbage.len());
         }
     }
 
@@ -277,7 +277,7 @@ impl DeviceShared {
             Garbage::Stream(s) => api.stream_destroy(s),
         });
         match result {
-            // The loss itself is told where it is noticed.
+            // A loss is reported where it is detected.
             Ok(()) | Err(DriverError::ContextLost(_)) => {}
             Err(error) => tracing::warn!(?garbage, "{error}"),
         }
@@ -294,7 +294,7 @@ impl Drop for DeviceShared {
         if self.lost.get().is_none()
             && let Err(code) = self.api.primary_ctx_release(self.ordinal)
         {
-            tracing::warn!("releasing the context of device {}: {code}", self.ordinal);
+            tracing::warn!("cannot release the context of device {}: {code}", self.ordinal);
         }
         if CURRENT.try_with(Cell::get) == Ok(self.id) {
             CURRENT.set(0);
@@ -302,7 +302,7 @@ impl Drop for DeviceShared {
     }
 }
 
-/// While it lives, the device is being recorded on; dropping it frees what was put off.
+/// Marks a recording in progress while it lives; dropping it frees deferred objects.
 pub(crate) struct RecordingFlag {
     shared: Arc<DeviceShared>,
 }

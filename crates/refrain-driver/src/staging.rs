@@ -1,4 +1,4 @@
-//! PinnedSlots slots through which bytes travel to and from the device.
+//! Pinned slots for transfers between host and device.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use crate::event::Event;
 use crate::shared::{DeviceShared, Garbage};
 use crate::stream::{Sent, Stream};
 
-/// A few pinned slots of equal size, used in turn. A slot is written again only when the copy out of it is done.
+/// A few pinned slots of equal size, used in turn. A slot is reused only when the copy out of it is done.
 pub struct Staging {
     pinned: Arc<PinnedSlots>,
     slot_bytes: usize,
@@ -18,29 +18,29 @@ pub struct Staging {
 }
 
 struct StagingSlot {
-    /// Recorded behind the copy that used the slot last.
+    /// Recorded after the last copy that used the slot.
     event: Event,
     state: SlotState,
 }
 
-/// What must have happened before a slot is written again.
+/// Condition for reusing a slot.
 enum SlotState {
-    /// Nothing.
+    /// None; the slot is free.
     Idle,
-    /// Its event has passed.
+    /// Its event has completed.
     Marked,
-    /// A copy was sent and its event could not be recorded: everything on that stream up to here is done.
+    /// All work on that stream up to this point is done: a copy was sent, but its event could not be recorded.
     Unmarked(Sent),
 }
 
-/// A pinned allocation, kept by whoever sent a copy that uses it.
+/// A pinned allocation, kept alive by every stream that has sent a copy using it.
 pub(crate) struct PinnedSlots {
     shared: Arc<DeviceShared>,
     ptr: HostPtr,
 }
 
 impl PinnedSlots {
-    /// Room for `n_slots` slots of `slot_bytes`.
+    /// Allocates `n_slots` slots of `slot_bytes`.
     pub(crate) fn new(
         shared: &Arc<DeviceShared>,
         n_slots: usize,
@@ -85,7 +85,7 @@ impl Staging {
         Ok(Staging { pinned, slot_bytes, slots, next: 0 })
     }
 
-    /// Bytes a slot holds.
+    /// Slot size in bytes.
     #[must_use]
     pub fn slot_bytes(&self) -> usize {
         self.slot_bytes
@@ -110,13 +110,13 @@ impl Staging {
             return Ok(());
         }
         let (slot, from) = self.acquire(stream)?;
-        // SAFETY: `from` is a slot of `slot_bytes >= bytes.len()` bytes of our pinned allocation, and `acquire` has
-        // seen that its last copy is done, so neither the device nor anyone else uses it.
+        // SAFETY: `from` is a slot of `slot_bytes >= bytes.len()` bytes in our pinned allocation, and `acquire` made sure
+        // that its last copy is done, so neither the device nor anyone else uses it.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), from.as_ptr(), bytes.len()) };
         self.send_slot(stream, slot, from, to, bytes.len() as u64)
     }
 
-    /// Copies the first `bytes` of an acquired slot, which is full, to `to`.
+    /// Copies the first `bytes` of an acquired and filled slot to `to`.
     pub(crate) fn send_slot(
         &mut self,
         stream: &mut Stream,
@@ -127,42 +127,42 @@ impl Staging {
     ) -> Result<(), DriverError> {
         let handle = stream.handle();
         self.use_slot(stream, slot, "cuMemcpyHtoDAsync", |api| {
-            // SAFETY: the slot is not written before this copy is known to be done (`acquire`), and the stream keeps the
-            // allocation until it has waited for its work.
+            // SAFETY: the slot is not written until this copy is known to be done (`acquire`), and the stream keeps the
+            // allocation alive until it has waited for its work.
             unsafe { api.memcpy_htod_async(to, from, bytes, handle) }
         })
     }
 
-    /// Copies device bytes to the host, through the slots, and waits for them.
+    /// Copies device bytes to the host through the slots, and waits for them.
     pub(crate) fn receive(
         &mut self,
         stream: &mut Stream,
         from: DevicePtr,
         bytes: &mut [u8],
     ) -> Result<(), DriverError> {
-        let mut at = from;
-        for part in bytes.chunks_mut(self.slot_bytes) {
+        let mut next = from;
+        for chunk in bytes.chunks_mut(self.slot_bytes) {
             let (slot, to) = self.acquire(stream)?;
             let handle = stream.handle();
-            // SAFETY: `acquire` has seen the slot idle, it is as large as `part`, and the stream keeps the
-            // allocation until it has waited for its work.
+            // SAFETY: `acquire` made sure that the slot is idle, it is at least as large as `chunk`, and the stream keeps
+            // the allocation alive until it has waited for its work.
             self.use_slot(stream, slot, "cuMemcpyDtoHAsync", |api| unsafe {
-                api.memcpy_dtoh_async(to, at, part.len() as u64, handle)
+                api.memcpy_dtoh_async(to, next, chunk.len() as u64, handle)
             })?;
             self.slots[slot].event.wait(stream.limit())?;
-            // SAFETY: the copy into the slot is done (its event has passed) and nobody else writes the slot.
-            unsafe { std::ptr::copy_nonoverlapping(to.as_ptr(), part.as_mut_ptr(), part.len()) };
-            at = at.add(part.len() as u64);
+            // SAFETY: the copy into the slot is done (its event has completed), and nobody else writes the slot.
+            unsafe { std::ptr::copy_nonoverlapping(to.as_ptr(), chunk.as_mut_ptr(), chunk.len()) };
+            next = next.add(chunk.len() as u64);
         }
         stream.synchronize()
     }
 
-    /// Slots there are.
+    /// Number of slots.
     pub(crate) fn n_slots(&self) -> usize {
         self.slots.len()
     }
 
-    /// The next slot, once it is free: whoever acquired it before must have sent it.
+    /// Waits for the next slot to become free and returns it. The previous user must have sent its copy.
     pub(crate) fn acquire(&mut self, stream: &mut Stream) -> Result<(usize, HostPtr), DriverError> {
         if !Arc::ptr_eq(&self.pinned.shared, stream.shared()) {
             return Err(DriverError::ForeignDevice { what: "the staging memory" });
@@ -180,7 +180,7 @@ impl Staging {
         Ok((index, HostPtr(self.pinned.ptr.0 + (index * self.slot_bytes) as u64)))
     }
 
-    /// Sends a copy that uses an acquired slot, and marks its end.
+    /// Sends a copy that uses an acquired slot, and records its event.
     fn use_slot(
         &mut self,
         stream: &mut Stream,
@@ -189,8 +189,8 @@ impl Staging {
         copy: impl FnOnce(&dyn Api) -> RawResult<()>,
     ) -> Result<(), DriverError> {
         let slot = &mut self.slots[slot];
-        // In use from here on: a call that fails may have sent the copy, and an event that was not recorded again still
-        // says that the copy before is done.
+        // Marked in use before the call: a failing call may still have sent the copy, and an event that is not recorded
+        // again would only report the end of the previous copy.
         slot.state = SlotState::Unmarked(stream.next_sent());
         stream.shared().call(call, copy)?;
         stream.record_event(&slot.event)?;

@@ -1,4 +1,4 @@
-//! Streams: where work is sent, waited for and read back.
+//! Streams: sending work, waiting for it and reading results back.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -18,14 +18,14 @@ use crate::queue::{Keep, Queue, StreamSink};
 use crate::shared::{DeviceShared, Garbage};
 use crate::staging::Staging;
 
-/// How long a wait may take unless [`Stream::set_limit`] says otherwise.
+/// Default time limit of a wait; see [`Stream::set_limit`].
 const DEFAULT_LIMIT: Duration = Duration::from_secs(30);
-/// Size and number of the pinned slots that bulk transfers go through.
+/// Size and number of the pinned slots for uploads and downloads.
 const TRANSFER_SLOT_BYTES: usize = 4 << 20;
 const TRANSFER_SLOTS: usize = 2;
 
-/// A sequence of work on the device. It is owned, not shared: not `Clone`, not `Send`, and independent of the legacy
-/// stream, so nothing but its owner can put work on it.
+/// A sequence of work on the device. A stream has a single owner: it is neither `Clone` nor `Send` and is independent of
+/// the legacy stream, so only its owner can put work on it.
 pub struct Stream {
     ctx: Context,
     handle: StreamHandle,
@@ -37,14 +37,14 @@ pub struct Stream {
     transfers: Option<Staging>,
 }
 
-/// A point in what was sent to a stream.
+/// A point in the work sent to a stream.
 #[derive(Clone, Debug)]
 pub(crate) struct Sent {
     progress: Arc<StreamProgress>,
     n: u64,
 }
 
-/// How far a stream is known to be, for those who must know that its work on a memory is done.
+/// The known progress of a stream, shared with everything that must know whether its work is done.
 #[derive(Debug, Default)]
 pub(crate) struct StreamProgress {
     n_done: AtomicU64,
@@ -67,13 +67,13 @@ impl Stream {
         })
     }
 
-    /// The context it was made from.
+    /// The context that it was created from.
     #[must_use]
     pub fn context(&self) -> &Context {
         &self.ctx
     }
 
-    /// Sets how long a wait on this stream may take.
+    /// Sets the time limit of a wait on this stream.
     pub fn set_limit(&mut self, limit: Duration) {
         self.limit = limit;
     }
@@ -83,19 +83,19 @@ impl Stream {
         self.wait(self.limit)
     }
 
-    /// Waits, at most `limit`.
+    /// Waits until everything sent so far is done, for at most `limit`.
     pub fn wait(&mut self, limit: Duration) -> Result<(), DriverError> {
-        self.usable("waiting for a stream", 0)?;
+        self.check_usable("waiting for a stream", 0)?;
         let handle = self.handle;
         self.shared().poll("cuStreamQuery", limit, |api| api.stream_query(handle))?;
         self.progress.n_done.store(self.n_sent, Ordering::Release);
         self.keep.clear();
-        // A good moment for what other threads have dropped: nothing of this stream waits behind it.
+        // A good moment to free what other threads have dropped: no work of this stream is delayed by it.
         self.shared().empty_bin();
         Ok(())
     }
 
-    /// True when everything sent so far is done. An error of earlier work shows here too.
+    /// True if everything sent so far is done. Also reports errors of earlier work.
     pub fn is_done(&mut self) -> Result<bool, DriverError> {
         match self.wait(Duration::ZERO) {
             Ok(()) => Ok(true),
@@ -104,16 +104,16 @@ impl Stream {
         }
     }
 
-    /// Whether this stream is being captured. It is `None` whenever this can be called on a healthy stream, since
-    /// recording borrows the stream; see [`crate::Device::capture_status`] for a look from elsewhere.
+    /// Capture status of this stream. Always [`CaptureStatus::None`] for a healthy stream, since recording borrows it; use
+    /// [`crate::Device::capture_status`] to query it during a recording.
     pub fn capture_status(&self) -> Result<CaptureStatus, DriverError> {
         self.shared().probe_status(self.handle)
     }
 
-    /// Runs work at once, in order. The same closure can be recorded. When it fails half way, what it enqueued before
-    /// still runs.
+    /// Runs the work that `f` enqueues, in order. The same closure can be recorded. If it fails halfway, the work enqueued
+    /// before still runs.
     ///
-    /// `overlap` says whether [`crate::LaunchBuilder::pdl`] is honoured; a run to compare with has it off.
+    /// `overlap` states whether [`crate::LaunchBuilder::pdl`] is honoured; reference runs turn it off.
     pub fn run<'l>(
         &mut self,
         lease: &'l mut Lease,
@@ -132,7 +132,7 @@ impl Stream {
             recording: None,
             params: Vec::new(),
         };
-        // Unwind safety: after a panic the sink is dropped; what it has sent runs like after any error.
+        // Unwind safety: after a panic the sink is dropped; work already sent runs, as after any error.
         catch_unwind(AssertUnwindSafe(|| f(&mut sink))).unwrap_or_else(|payload| {
             let message = panic_message(&*payload);
             Err(DriverError::Panicked { what: "enqueueing".to_owned(), message })
@@ -140,24 +140,24 @@ impl Stream {
         Ok(Outputs::new(lease))
     }
 
-    /// Writes bytes to the memory and waits until they are there.
+    /// Writes bytes to the memory and waits until they have arrived.
     pub fn upload(&mut self, lease: &mut Lease, dst: Buf, bytes: &[u8]) -> Result<(), DriverError> {
         self.upload_ahead(lease, dst, bytes)?;
         self.synchronize()
     }
 
-    /// As [`Stream::upload`], but returns when all bytes have left `bytes`: the last of them are still on their way. While
-    /// the device copies one pinned slot, the host fills the next; what follows goes on where this ends.
+    /// Like [`Stream::upload`], but returns once all of `bytes` has been copied to pinned slots; the last copies may still
+    /// be in flight. The host fills one slot while the device copies another, also across successive calls.
     pub fn upload_ahead(&mut self, lease: &mut Lease, dst: Buf, bytes: &[u8]) -> Result<(), DriverError> {
-        self.usable("upload", bytes.len() as u64)?;
+        self.check_usable("upload", bytes.len() as u64)?;
         check_len("an upload", dst, bytes.len())?;
         let mut transfers = self.take_transfers()?;
-        let result = self.upload_in_parts(lease, &mut transfers, dst, bytes);
+        let result = self.upload_in_chunks(lease, &mut transfers, dst, bytes);
         self.transfers = Some(transfers);
         result
     }
 
-    fn upload_in_parts(
+    fn upload_in_chunks(
         &mut self,
         lease: &mut Lease,
         transfers: &mut Staging,
@@ -165,15 +165,15 @@ impl Stream {
         bytes: &[u8],
     ) -> Result<(), DriverError> {
         let mut offset = 0;
-        for part in bytes.chunks(transfers.slot_bytes()) {
-            self.stage(lease, transfers, dst.slice(offset, part.len() as u64)?, part)?;
-            offset += part.len() as u64;
+        for chunk in bytes.chunks(transfers.slot_bytes()) {
+            self.stage(lease, transfers, dst.slice(offset, chunk.len() as u64)?, chunk)?;
+            offset += chunk.len() as u64;
         }
         Ok(())
     }
 
-    /// Writes bytes to the memory in stream order, from a pinned slot, without waiting for the copy. It waits only
-    /// when all slots of `staging` are still in use.
+    /// Writes bytes to the memory in stream order, from a pinned slot, without waiting for the copy. Waits only if all slots
+    /// of `staging` are in use.
     pub fn stage(
         &mut self,
         lease: &mut Lease,
@@ -181,25 +181,25 @@ impl Stream {
         dst: Buf,
         bytes: &[u8],
     ) -> Result<(), DriverError> {
-        self.usable("upload", bytes.len() as u64)?;
+        self.check_usable("upload", bytes.len() as u64)?;
         check_len("a staged write", dst, bytes.len())?;
         let to = lease.memory().resolve(dst)?.address();
         self.begin_use(lease)?;
         staging.send(self, crate::api::DevicePtr(to), bytes)
     }
 
-    /// Waits for the stream and writes bytes of a pinned region, by the host: no copy engine is asked. Bytes of a device
-    /// region are uploaded.
+    /// Waits for the stream, then lets the host write to a pinned region directly, without a copy engine. For a device region
+    /// this is an ordinary upload.
     pub fn write_pinned(&mut self, lease: &mut Lease, dst: Buf, bytes: &[u8]) -> Result<(), DriverError> {
-        self.usable("upload", bytes.len() as u64)?;
+        self.check_usable("upload", bytes.len() as u64)?;
         check_len("a write", dst, bytes.len())?;
         let BufAddress::Host(to) = lease.memory().resolve(dst)? else {
             return self.upload(lease, dst, bytes);
         };
         self.begin_use(lease)?;
         self.synchronize()?;
-        // SAFETY: `resolve` found the range in a pinned region, which is of whole words, is kept by the lease and is
-        // touched by the host only this way.
+        // SAFETY: `resolve` found the range in a pinned region, which consists of whole words, is kept alive by the lease
+        // and is accessed by the host only through `pinned`.
         unsafe { crate::pinned::write(to, bytes) };
         Ok(())
     }
@@ -215,13 +215,13 @@ impl Stream {
         self.stage(lease, staging, slot.buf(), bytemuck::bytes_of(&value))
     }
 
-    /// Copies a buffer of one memory to an equally long one of another, in stream order.
+    /// Copies a buffer to an equally long one of another memory, in stream order.
     pub fn copy_across(
         &mut self,
         (to, dst): (&mut Lease, Buf),
         (from, src): (&mut Lease, Buf),
     ) -> Result<(), DriverError> {
-        self.usable("copy", src.len())?;
+        self.check_usable("copy", src.len())?;
         if dst.len() != src.len() {
             let what = "a copy".to_owned();
             return Err(DriverError::SizeMismatch { what, expected: dst.len(), given: src.len() });
@@ -238,7 +238,7 @@ impl Stream {
 
     /// Waits for the stream and copies bytes of the memory to the host.
     pub fn download(&mut self, lease: &Lease, src: Buf, bytes: &mut [u8]) -> Result<(), DriverError> {
-        self.usable("readback", bytes.len() as u64)?;
+        self.check_usable("readback", bytes.len() as u64)?;
         check_len("a readback", src, bytes.len())?;
         let from = lease.memory().resolve(src)?;
         lease.check_stream(&self.progress)?;
@@ -252,31 +252,31 @@ impl Stream {
             }
             BufAddress::Host(from) => {
                 self.synchronize()?;
-                // SAFETY: `resolve` found the range in a pinned region, which is of whole words, is kept by the lease and is
-                // touched by the host only this way.
+                // SAFETY: `resolve` found the range in a pinned region, which consists of whole words, is kept alive by the lease
+                // and is accessed by the host only through `pinned`.
                 unsafe { crate::pinned::read(from, bytes) };
                 Ok(())
             }
         }
     }
 
-    /// Marks a point on the stream.
+    /// Records an event on the stream.
     pub fn record_event(&mut self, event: &Event) -> Result<(), DriverError> {
-        self.usable("recording an event", 0)?;
+        self.check_usable("recording an event", 0)?;
         self.same_device(&event.shared, "an event")?;
         let handle = self.handle;
         self.shared().call("cuEventRecord", |api| api.event_record(event.handle, handle))
     }
 
-    /// Makes later work of this stream wait for a point on another one.
+    /// Makes later work of this stream wait for an event of another stream.
     pub fn wait_event(&mut self, event: &Event) -> Result<(), DriverError> {
-        self.usable("waiting for an event", 0)?;
+        self.check_usable("waiting for an event", 0)?;
         self.same_device(&event.shared, "an event")?;
         let handle = self.handle;
         self.shared().call("cuStreamWaitEvent", |api| api.stream_wait_event(handle, event.handle))
     }
 
-    /// After a failure: is the device healthy, and this stream with it?
+    /// After a failure, checks the device and then this stream.
     pub fn health(&mut self, limit: Duration) -> Result<Health, DriverError> {
         match self.ctx.device().health(limit)? {
             Health::Healthy => {}
@@ -305,7 +305,7 @@ impl Stream {
         self.limit
     }
 
-    /// Gives the stream up: it could not be brought out of a capture.
+    /// Marks the stream unusable, because it is stuck in capture mode.
     pub(crate) fn set_broken(&mut self, code: Code) {
         self.broken = Some(code);
     }
@@ -314,8 +314,8 @@ impl Stream {
         self.broken.map_or(Ok(()), |code| Err(DriverError::StreamLost { code }))
     }
 
-    /// Refuses a call that does not go with a recording, on any stream of the device.
-    pub(crate) fn usable(&self, what: &'static str, bytes: u64) -> Result<(), DriverError> {
+    /// Refuses a call during a recording on any stream of the device, and on a broken stream.
+    pub(crate) fn check_usable(&self, what: &'static str, bytes: u64) -> Result<(), DriverError> {
         self.shared().refuse_while_recording(what, bytes)?;
         self.check_broken()
     }
@@ -328,24 +328,25 @@ impl Stream {
         if Arc::ptr_eq(self.shared(), other) { Ok(()) } else { Err(DriverError::ForeignDevice { what }) }
     }
 
-    /// Notes that work on the lease's memory is about to be sent.
+    /// Records that work on the lease's memory is about to be sent.
     #[inline]
     pub(crate) fn begin_use(&mut self, lease: &mut Lease) -> Result<(), DriverError> {
         self.check_broken()?;
         self.same_device(lease.memory().shared(), "the memory")?;
         self.n_sent += 1;
-        lease.enter(&self.progress, self.n_sent)?;
+        lease.begin_use(&self.progress, self.n_sent)?;
         self.keep.add(lease.memory());
         Ok(())
     }
 
-    /// The point behind the work that is about to be sent.
+    /// Returns the point after the work that is about to be sent.
     pub(crate) fn next_sent(&mut self) -> Sent {
         self.n_sent += 1;
         Sent { progress: Arc::clone(&self.progress), n: self.n_sent }
     }
 
-    /// Waits until a point is passed. On another stream it must have been waited for: nothing here can wait for that.
+    /// Waits until a point is reached. If it belongs to another stream, that stream must have been waited for already; this
+    /// one cannot wait for it.
     pub(crate) fn wait_for_sent(&mut self, sent: &Sent, what: &str) -> Result<(), DriverError> {
         if sent.progress.reached(sent.n) {
             return Ok(());
@@ -365,7 +366,7 @@ impl Stream {
 }
 
 impl StreamProgress {
-    /// True when the stream was seen to have finished its first `n` pieces of work.
+    /// True if the stream is known to have finished its first `n` pieces of work.
     #[inline]
     pub(crate) fn reached(&self, n: u64) -> bool {
         self.n_done.load(Ordering::Acquire) >= n
@@ -378,12 +379,12 @@ impl Drop for Stream {
             return;
         }
         let handle = self.handle;
-        // What running work points at must outlive it; if the work does not end, that is never freed.
+        // Running work must not outlive what it points to. If the work does not end, those objects are leaked.
         if !self.keep.is_empty() {
             match self.shared().poll("cuStreamQuery", self.limit, |api| api.stream_query(handle)) {
                 Ok(()) => self.progress.n_done.store(self.n_sent, Ordering::Release),
                 Err(error) => {
-                    tracing::warn!("a stream was dropped with work that does not end: {error}");
+                    tracing::warn!("a dropped stream has work that does not end: {error}");
                     self.keep.leak();
                 }
             }

@@ -1,9 +1,9 @@
-//! Whether stream capture can be used on a driver: a trial, what it found, and a file that remembers it.
+//! Trials of stream capture: run one on a driver, choose the recording method by its finding, and store the finding.
 //!
-//! On some drivers (570.207 and 590.48.01 are known) a capture loses the context, and a lost context is final in its
-//! process. So the trial must run in a process of its own: a program starts itself again, calls [`run`] there, prints
-//! the [`Finding`], and hands what it reads to [`choose`] as an [`Outcome`]. Nothing here starts a process or reads the
-//! environment.
+//! On some drivers (570.207 and 590.48.01 are known) a stream capture loses the context, and a lost context is final in
+//! its process. So the trial must run in a separate process: a program starts itself again, calls [`run`] there and
+//! prints the [`Finding`]; the parent reads it and passes it to [`choose`] as an [`Outcome`]. Nothing in this module
+//! starts a process or reads the environment.
 //!
 //! ```
 //! use refrain_driver::trial::{Finding, Findings, Outcome, Subject, choose, run};
@@ -12,7 +12,7 @@
 //! # fn main() -> Result<(), refrain_driver::DriverError> {
 //! let kind = DeviceKind::Sim(SimOptions::default());
 //! let subject = Subject::of(&kind)?;
-//! // A program would run this in a child process: here the simulated device cannot harm anybody.
+//! // A real program runs this in a child process. Here the device is simulated, so nothing can be harmed.
 //! let choice = choose(&subject, None, || Outcome::Found(run(kind).unwrap()));
 //! assert_eq!((choice.method, choice.finding), (Method::Stream, Some(Finding::Usable)));
 //! # Ok(())
@@ -31,24 +31,24 @@ use crate::error::DriverError;
 use crate::record::Method;
 use crate::sim::SimDriver;
 
-/// A finding is a few lines; what is longer is none.
+/// Longer files are not findings, which are a few lines.
 const MAX_FILE_BYTES: u64 = 16 << 10;
 
-/// Which driver and device a finding is about.
+/// The driver and device that a finding is about.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Subject {
-    /// The driver's version, as exact as it can be had.
+    /// The driver's version, as exact as available.
     pub driver: String,
     /// The device's name.
     pub device: String,
 }
 
 impl Subject {
-    /// Asks the driver. No context is made, so there is none to lose.
+    /// Queries the driver. Creates no context, so none can be lost.
     pub fn of(kind: &DeviceKind) -> Result<Subject, DriverError> {
         let (api, ordinal) = match kind {
             DeviceKind::Cuda(ordinal) => (crate::real::load()?, *ordinal),
-            // Faults are for the trial; those of a device that nothing is asked of would be reported as unused.
+            // Without the scripted faults, which are for the trial: this device would report them as unused.
             DeviceKind::Sim(_) => (SimDriver::default().interface(), 0),
         };
         let failed = |call| move |code| DriverError::Driver { call, code, origin: None };
@@ -67,21 +67,21 @@ impl Subject {
     }
 }
 
-/// `570.207` of a library whose real name is `libcuda.so.570.207`.
+/// Returns `570.207` for a library whose real name is `libcuda.so.570.207`.
 fn release_of(library: &Path) -> Option<String> {
     let real = library.canonicalize().ok()?;
     let release = real.file_name()?.to_str()?.strip_prefix("libcuda.so.")?;
     release.contains('.').then(|| release.to_owned())
 }
 
-/// What a trial found.
+/// Result of a trial.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Finding {
-    /// A capture leaves the context in order. It may still fail: then the recording that needs it says so.
+    /// A capture leaves the context intact. It may still fail, which the recording that needs it then reports.
     Usable,
-    /// A capture loses the context, or its replays are wrong.
+    /// A capture loses the context, or its replays give wrong results.
     Harmful {
-        /// What happened, in one line.
+        /// The reason, in one line.
         because: String,
     },
 }
@@ -95,7 +95,7 @@ impl fmt::Display for Finding {
     }
 }
 
-/// A text that is no finding.
+/// The text is not a [`Finding`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("not the finding of a trial")]
 pub struct ParseFindingError;
@@ -113,49 +113,49 @@ impl FromStr for Finding {
     }
 }
 
-/// Captures a small step in this process, replays it and looks whether the context is still good. It may not be.
+/// Captures a small step in this process, replays it and checks the context, which may be lost afterwards.
 ///
 /// # Errors
-/// When the device cannot be used at all, so that nothing is found about captures.
+/// If the device cannot be used at all, so that the trial finds nothing about capture.
 pub fn run(kind: DeviceKind) -> Result<Finding, DriverError> {
     doctor::try_capture(kind)
 }
 
-/// How a trial in a process of its own went.
+/// Outcome of a trial in a separate process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// It printed what it found.
+    /// It printed a finding.
     Found(Finding),
-    /// It had not ended after this long, and was ended.
+    /// It did not end within this time and was killed.
     Hung(Duration),
-    /// It ended in the middle of the trial; how, in words.
+    /// It died during the trial; the text says how.
     Died(String),
-    /// It could not be started, or found the device unusable; why, in words.
+    /// It could not be started, or the device was unusable; the text says why.
     NotRun(String),
 }
 
-/// How graphs are to be recorded, and why.
+/// The method for recording graphs, and the reason for it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MethodChoice {
     /// The method.
     pub method: Method,
-    /// What is known of stream capture; `None` where no trial could be made.
+    /// The finding about stream capture; `None` if no trial could be run.
     pub finding: Option<Finding>,
-    /// Whether an earlier start found it.
+    /// True if the finding was stored by an earlier run.
     pub remembered: bool,
-    /// Why, in one line.
+    /// The reason, in one line.
     pub because: String,
 }
 
 impl MethodChoice {
-    /// Whether no stream may be captured at all, not even for the calls of a library inside a recording.
+    /// True if no stream may be captured at all, not even for library calls inside a recording.
     #[must_use]
     pub fn avoids_capture(&self) -> bool {
         matches!(self.finding, Some(Finding::Harmful { .. }))
     }
 }
 
-/// Chooses by what is remembered, or else by a trial, whose finding is then remembered.
+/// Chooses a method by the stored finding, or else by running `trial` and storing what it finds.
 pub fn choose(
     subject: &Subject,
     findings: Option<&Findings>,
@@ -168,22 +168,22 @@ pub fn choose(
         None => match found(trial()) {
             Ok(finding) => {
                 if let Some(Err(error)) = findings.map(|findings| findings.write(subject, &finding)) {
-                    tracing::warn!("what was found about stream capture is not remembered: {error}");
+                    tracing::warn!("cannot store the finding about stream capture: {error}");
                 }
                 finding
             }
             Err(why) => {
-                let because = format!("no trial of stream capture could be made: {why}");
+                let because = format!("stream capture could not be tried: {why}");
                 return MethodChoice { method: Method::Stream, finding: None, remembered, because };
             }
         },
     };
-    let when = if remembered { "an earlier trial" } else { "a trial" };
+    let source = if remembered { "an earlier trial" } else { "a trial" };
     let (method, because) = match &finding {
-        Finding::Usable => (Method::Stream, format!("{when} found it usable on driver {}", subject.driver)),
+        Finding::Usable => (Method::Stream, format!("{source} found stream capture usable on driver {}", subject.driver)),
         Finding::Harmful { because } => (
             Method::Nodes,
-            format!("{when} found stream capture harmful on driver {}: {because}", subject.driver),
+            format!("{source} found stream capture harmful on driver {}: {because}", subject.driver),
         ),
     };
     MethodChoice { method, finding: Some(finding), remembered, because }
@@ -193,26 +193,26 @@ fn found(outcome: Outcome) -> Result<Finding, String> {
     let harmful = |because: String| Ok(Finding::Harmful { because: one_line(&because) });
     match outcome {
         Outcome::Found(finding) => Ok(finding),
-        Outcome::Hung(limit) => harmful(format!("it did not end within {limit:?}")),
-        Outcome::Died(how) => harmful(format!("its process ended with {how}")),
+        Outcome::Hung(limit) => harmful(format!("the trial did not end within {limit:?}")),
+        Outcome::Died(how) => harmful(format!("the process of the trial ended with {how}")),
         Outcome::NotRun(why) => Err(one_line(&why)),
     }
 }
 
-/// A folder with a file for each driver, device and version of this crate.
+/// A folder of stored findings, one file per driver, device and version of this crate.
 #[derive(Clone, Debug)]
 pub struct Findings {
     folder: PathBuf,
 }
 
 impl Findings {
-    /// The findings in a folder, which need not exist.
+    /// Uses a folder, which need not exist.
     #[must_use]
     pub fn new(folder: impl Into<PathBuf>) -> Findings {
         Findings { folder: folder.into() }
     }
 
-    /// What is remembered; `None` where nothing is, where it is of another subject, and where it cannot be read.
+    /// Reads the stored finding; `None` if there is none, if it is about another subject, or if it cannot be read.
     #[must_use]
     pub fn read(&self, subject: &Subject) -> Option<Finding> {
         let mut text = String::new();
@@ -221,7 +221,7 @@ impl Findings {
         text.strip_prefix(&head(subject))?.parse().ok()
     }
 
-    /// Remembers a finding. Readers see the old file or the new one, never a part.
+    /// Stores a finding. Readers see either the old file or the new one, never part of one.
     pub fn write(&self, subject: &Subject, finding: &Finding) -> std::io::Result<()> {
         std::fs::create_dir_all(&self.folder)?;
         let file = self.file(subject);
@@ -230,13 +230,13 @@ impl Findings {
             .and_then(|mut f| writeln!(f, "{}{finding}", head(subject)))
             .and_then(|()| std::fs::rename(&fresh, &file));
         if written.is_err() {
-            // What could not be written whole is not left behind; the first error is the one to tell.
+            // Remove a partial file; only the first error is worth reporting.
             let _ = std::fs::remove_file(&fresh);
         }
         written
     }
 
-    /// Names are for people: the head of the file decides whether it is the right one.
+    /// File names are for people; the header inside the file identifies the subject.
     fn file(&self, subject: &Subject) -> PathBuf {
         let name = format!("capture {} {} {}", subject.driver, subject.device, env!("CARGO_PKG_VERSION"));
         let plain =

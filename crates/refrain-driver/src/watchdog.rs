@@ -1,8 +1,8 @@
-//! Breaks off a recording that takes too long.
+//! Aborts recordings that take too long.
 //!
-//! The watchdog never ends a capture: ended from another thread, the capture would be gone and the owner's next launch
-//! would run for real. It queries the capturing stream from its own thread, which invalidates the capture, so that the
-//! owner's next launch fails instead; and it sets a flag that every enqueue looks at first.
+//! The watchdog never ends a capture itself. If it did, the owner's next launch would execute instead of being captured.
+//! It queries the capturing stream from its own thread, which invalidates the capture, so that the owner's next launch
+//! fails. It also sets a flag that every enqueue checks first.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
@@ -14,10 +14,10 @@ use crate::protocol::sync::lock;
 use crate::protocol::watch::{Watch, WatchDecision};
 use crate::shared::DeviceShared;
 
-/// How long the owner waits for the watchdog to finish a query it has begun.
+/// Time that the owner waits for the watchdog to finish a query in progress.
 const QUERY_LIMIT: Duration = Duration::from_secs(5);
 
-/// One per device; its thread starts with the first recording.
+/// One per device. Its thread starts with the first recording.
 pub(crate) struct Watchdog {
     state: Arc<WatchdogState>,
     started: AtomicBool,
@@ -36,7 +36,7 @@ struct Armed {
     progress: Arc<RecordingProgress>,
 }
 
-/// What the recording and the watchdog tell each other.
+/// State shared between a recording and the watchdog.
 pub(crate) struct RecordingProgress {
     expired: AtomicBool,
     name: String,
@@ -58,15 +58,15 @@ impl RecordingProgress {
         self.expired.load(Ordering::Acquire)
     }
 
-    /// Notes what is about to be enqueued.
+    /// Notes the work that is about to be enqueued.
     pub(crate) fn note(&self, origin: WorkOrigin) {
         let mut last = lock(&self.last);
         last.0 += 1;
         last.1 = Some(origin);
     }
 
-    /// How much was enqueued, and what last.
-    pub(crate) fn progress(&self) -> (usize, Option<WorkOrigin>) {
+    /// Number of calls enqueued, and the last one.
+    pub(crate) fn last_enqueued(&self) -> (usize, Option<WorkOrigin>) {
         lock(&self.last).clone()
     }
 }
@@ -77,7 +77,7 @@ impl Watchdog {
         Watchdog { state: Arc::new(state), started: AtomicBool::new(false) }
     }
 
-    /// How many recordings were broken off.
+    /// Number of recordings aborted.
     pub(crate) fn fired(&self) -> u64 {
         self.state.fired.load(Ordering::Relaxed)
     }
@@ -94,8 +94,8 @@ impl Watchdog {
             let thread =
                 std::thread::Builder::new().name("refrain-watchdog".to_owned()).spawn(move || state.run());
             if let Err(error) = thread {
-                // Enqueueing still checks the clock itself, so a recording stays bounded between two calls.
-                tracing::warn!("no watchdog thread: {error}");
+                // Every enqueue checks the clock as well, so a recording is still bounded between two calls.
+                tracing::warn!("cannot start the watchdog thread: {error}");
                 self.started.store(false, Ordering::Release);
             }
         }
@@ -125,7 +125,7 @@ impl Drop for Watchdog {
     }
 }
 
-/// A recording that is being watched.
+/// Guard of a recording under watch.
 pub(crate) struct WatchGuard {
     state: Arc<WatchdogState>,
     shared: Arc<DeviceShared>,
@@ -135,9 +135,9 @@ pub(crate) struct WatchGuard {
 }
 
 impl WatchGuard {
-    /// The error of a recording that is past its deadline.
+    /// The error for a recording past its deadline.
     pub(crate) fn deadline_error(&self) -> DriverError {
-        let (n_enqueued, last) = self.progress.progress();
+        let (n_enqueued, last) = self.progress.last_enqueued();
         DriverError::RecordingDeadline {
             name: self.progress.name.clone(),
             limit: self.limit,
@@ -146,17 +146,17 @@ impl WatchGuard {
         }
     }
 
-    /// The stream that is being captured from now on, or none. Waits for a query that the watchdog has begun, so that
-    /// the stream outlives it.
+    /// Sets or clears the stream being captured. Waits for a query of the watchdog in progress, so that the stream outlives
+    /// it.
     pub(crate) fn set_stream(&self, stream: Option<StreamHandle>) {
         if !self.state.watch.edit(QUERY_LIMIT, |armed| armed.stream = stream) {
-            let origin = self.progress.progress().1;
+            let origin = self.progress.last_enqueued().1;
             self.shared.lose(Lost { code: None, call: "cuStreamQuery by the watchdog", origin });
         }
         self.shared.set_recorded_stream(stream);
     }
 
-    /// True once the recording must not go on; looks at the clock too, in case the watchdog thread is late.
+    /// True once the recording must stop. Also checks the clock, in case the watchdog thread is late.
     pub(crate) fn expired(&self) -> bool {
         self.progress.expired() || Instant::now() >= self.deadline
     }
@@ -172,18 +172,18 @@ impl Drop for WatchGuard {
 impl WatchdogState {
     fn run(&self) {
         self.watch.run(
-            |armed| self.look(armed),
+            |armed| self.decide(armed),
             |(stream, shared)| {
                 if let (Some(stream), Some(shared)) = (stream, shared) {
-                    // Its result is the point: 900 here, and the capture is invalidated. The handle is dropped before
-                    // the lock is taken again: it may be the last, whose drop takes it too.
+                    // Only the side effect matters: the query returns 900 and invalidates the capture. `shared` is
+                    // dropped before the lock is taken again, because the drop of the last handle takes it too.
                     let _ = shared.raw(|api| api.stream_query(stream));
                 }
             },
         );
     }
 
-    fn look(&self, armed: &Armed) -> WatchDecision<(Option<StreamHandle>, Option<Arc<DeviceShared>>)> {
+    fn decide(&self, armed: &Armed) -> WatchDecision<(Option<StreamHandle>, Option<Arc<DeviceShared>>)> {
         let now = Instant::now();
         if armed.progress.expired() {
             return WatchDecision::Idle;
@@ -193,10 +193,10 @@ impl WatchdogState {
         }
         armed.progress.expired.store(true, Ordering::Release);
         self.fired.fetch_add(1, Ordering::Relaxed);
-        let (n, last) = armed.progress.progress();
+        let (n, last) = armed.progress.last_enqueued();
         let last = last.map_or_else(|| "nothing".to_owned(), |o| o.to_string());
         tracing::error!(
-            "recording {:?} is over its limit of {:?}: {n} calls enqueued, last {last}",
+            "recording {:?} exceeded its limit of {:?}; calls enqueued: {n}, last: {last}",
             armed.progress.name,
             armed.limit
         );

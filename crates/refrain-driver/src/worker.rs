@@ -205,7 +205,7 @@ impl<S: 'static> Worker<S> {
         limit: Duration,
     ) -> Result<R, Option<Duration>> {
         let shared = &self.device().shared;
-        let look = || (shared.current_call.look(), shared.api.n_done());
+        let look = || (shared.current_call.observe(), shared.api.n_done());
         let interval = (self.call_limit / 8).clamp(Duration::from_millis(1), Duration::from_millis(250));
         let start = Instant::now();
         let (mut seen, mut since) = (look(), start);
@@ -298,7 +298,7 @@ impl<S> Worker<S> {
 
     fn no_answer(&self, what: &'static str, waited: Duration) -> DriverError {
         let mut busy = self.thread.turn.give_up().unwrap_or("nothing").to_owned();
-        if let (_, Some(call)) = self.device().shared.current_call.look() {
+        if let (_, Some(call)) = self.device().shared.current_call.observe() {
             busy = format!("{busy}, in {call}");
         }
         let origin = self.device().shared.last();

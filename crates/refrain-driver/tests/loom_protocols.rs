@@ -196,16 +196,16 @@ fn what_another_thread_throws_away_is_freed_once_by_the_owner_and_never_while_it
         let thrower = Arc::clone(&gate);
         let other = thread::spawn(move || {
             for garbage in [10, 11] {
-                assert_eq!(thrower.throw(garbage, 2), None, "only the owner frees at once");
+                assert_eq!(thrower.discard(garbage, 2), None, "only the owner frees at once");
             }
         });
         let mut freed = gate.empty();
         gate.set_recording(true);
-        assert_eq!(gate.throw(20, OWNER), None, "nothing is freed while something records");
+        assert_eq!(gate.discard(20, OWNER), None, "nothing is freed while something records");
         assert_eq!(gate.empty(), []);
         gate.set_recording(false);
         freed.extend(gate.empty());
-        freed.extend(gate.throw(21, OWNER));
+        freed.extend(gate.discard(21, OWNER));
         other.join().unwrap();
         freed.extend(gate.empty());
         freed.sort_unstable();
@@ -219,7 +219,7 @@ fn what_is_thrown_away_while_the_owner_leaves_is_left_for_the_next_one() {
         let gate = Arc::new(RecordingGate::new());
         assert!(gate.claim(1));
         let thrower = Arc::clone(&gate);
-        let other = thread::spawn(move || assert_eq!(thrower.throw(10, 2), None));
+        let other = thread::spawn(move || assert_eq!(thrower.discard(10, 2), None));
         let mut freed = gate.empty();
         gate.unclaim();
         assert!(gate.claim(3));

@@ -1,6 +1,6 @@
-//! Who owns the device, whether it is being recorded on, and what waits to be freed.
+//! Ownership of the device, whether it is being recorded on, and objects waiting to be freed.
 //!
-//! Only the owner begins and ends recordings and empties the bin; any thread may ask and may throw away.
+//! Only the owner begins and ends recordings and empties the bin. Any thread may query the state and discard objects.
 
 use super::sync::{AtomicBool, AtomicU64, Mutex, Ordering, lock};
 
@@ -21,7 +21,7 @@ impl<G> RecordingGate<G> {
         }
     }
 
-    /// Makes the thread with this tag (not 0) the owner; false when there is one.
+    /// Makes the thread with this non-zero tag the owner; false if there is an owner already.
     pub(crate) fn claim(&self, tag: u64) -> bool {
         self.owner.compare_exchange(0, tag, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
@@ -30,7 +30,7 @@ impl<G> RecordingGate<G> {
         self.owner.load(Ordering::Acquire) == tag
     }
 
-    /// Gives the ownership up.
+    /// Releases ownership.
     pub(crate) fn unclaim(&self) {
         self.owner.store(0, Ordering::Release);
     }
@@ -44,9 +44,9 @@ impl<G> RecordingGate<G> {
         self.recording.store(recording, Ordering::Release);
     }
 
-    /// Throws an object away, on the thread with this tag. It comes back when it is to be freed at once; it stays in
-    /// the bin when something records or when this is not the owner.
-    pub(crate) fn throw(&self, garbage: G, tag: u64) -> Option<G> {
+    /// Discards an object on the thread with this tag. Returns it if the caller must free it now; puts it into the bin if a
+    /// recording is in progress or this is not the owner's thread.
+    pub(crate) fn discard(&self, garbage: G, tag: u64) -> Option<G> {
         if self.is_recording() || !self.is_owner(tag) {
             lock(&self.bin).push(garbage);
             return None;
@@ -54,18 +54,18 @@ impl<G> RecordingGate<G> {
         Some(garbage)
     }
 
-    /// Puts objects into the bin in any case.
+    /// Puts objects into the bin unconditionally.
     pub(crate) fn keep(&self, garbage: impl IntoIterator<Item = G>) {
         lock(&self.bin).extend(garbage);
     }
 
-    /// How many objects wait to be freed.
+    /// Number of objects waiting to be freed.
     pub(crate) fn n_kept(&self) -> usize {
         lock(&self.bin).len()
     }
 
-    /// What the owner is to free now: nothing while it records. Taken in one go, so that the lock is not held over
-    /// driver calls, which may take their time.
+    /// Returns the objects that the owner must free now; none during a recording. Takes all of them at once, so that the
+    /// lock is not held during slow driver calls.
     pub(crate) fn empty(&self) -> Vec<G> {
         if self.is_recording() { Vec::new() } else { std::mem::take(&mut *lock(&self.bin)) }
     }
