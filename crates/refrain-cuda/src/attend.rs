@@ -1,4 +1,5 @@
-//! All between the products of queries, keys and values and the output's, for one token of each sequence, as one launch.
+//! Fused attention for one token of each sequence: one launch from the query, key and value projections to
+//! the output projection.
 
 use std::collections::HashSet;
 
@@ -8,8 +9,8 @@ use refrain_graph::{
     Attend, AttendStored, BufferId, Fusion, GroupKind, GroupQuery, NodeId, Op, Operand, Place, Step,
 };
 use refrain_kernels::{
-    AttendArgs, AttendNorm, KernelError, MAX_ATTEND_ROWS, View, attend_counter_bytes, attend_scratch_bytes,
-    attend_splits, has_product,
+    AttendArgs, AttendNorm, BufView, KernelError, MAX_ATTEND_ROWS, attend_counter_bytes,
+    attend_scratch_bytes, attend_splits, has_product,
 };
 use refrain_tensor::Shape;
 
@@ -18,14 +19,14 @@ use crate::lower::Lowering;
 use crate::prefill::NarrowTo;
 use crate::resident::COUNTER_BYTES;
 
-/// What is said of an attention of one row that is in no group, where the backend was not asked for more.
-pub(crate) const NO_CHAIN: &str = "rope, appends and attention are no chain over the same positions whose values nobody \
-                                   else reads";
+/// Reported for a single-row attention outside any group when the backend was not asked to fuse more.
+pub(crate) const NO_CHAIN: &str = "rope, appends and attention do not form a chain over the same positions with no \
+                                   other readers of its values";
 
-/// The sizes of an attention, as kernels name them.
+/// Sizes of an attention, under the names that kernels use.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Sizes {
-    /// Rows, each of a sequence of its own.
+pub(crate) struct AttendSizes {
+    /// Rows, each from a different sequence.
     n: usize,
     pub(crate) n_heads: usize,
     n_kv_heads: usize,
@@ -35,14 +36,14 @@ pub(crate) struct Sizes {
     max_blocks: usize,
 }
 
-/// Whether one launch does a chain: of a single row or of rows of different sequences, so that no row sees what another one
-/// appends.
+/// Whether one launch can run a chain. It can for a single row, or for rows of different sequences, where no
+/// row reads what another one appends.
 pub(crate) fn fuses(query: &GroupQuery<'_>, attend: &Attend, card: &DeviceInfo) -> Fusion {
     let norms: Vec<NodeId> = attend.norms.iter().flatten().chain(&attend.value_norm).copied().collect();
     fuses_around(query, attend.attention, &norms, attend.ropes[0], card)
 }
 
-/// The same over caches that other launches fill.
+/// Like [`fuses`], over caches that other launches fill.
 pub(crate) fn fuses_stored(query: &GroupQuery<'_>, attend: &AttendStored, card: &DeviceInfo) -> Fusion {
     fuses_around(query, attend.attention, attend.norm.as_slice(), attend.rope, card)
 }
@@ -56,74 +57,78 @@ fn fuses_around(
 ) -> Fusion {
     let shape = |i: usize| query.input(attention, i).layout.shape();
     let [q, cache, tables] = [0, 1, 5].map(shape);
-    let are_apart = |sizes: &Sizes| sizes.n == 1 || query.step().is_some_and(|step| step.is_decode());
-    // Rows of the same sequences have kernels of their own for each of these.
-    let Some(sizes) = Sizes::of(q, cache, tables).filter(are_apart) else {
+    let are_apart = |sizes: &AttendSizes| sizes.n == 1 || query.step().is_some_and(|step| step.is_decode());
+    // Rows of the same sequence are handled by separate kernels.
+    let Some(sizes) = AttendSizes::of(q, cache, tables).filter(are_apart) else {
         return Fusion::Smaller;
     };
     let alike = norms.windows(2).all(|pair| eps(query.op(pair[0])) == eps(query.op(pair[1])));
     let because = if !alike || !norms.iter().all(|&norm| is_vector_weight(&query.input(norm, 1))) {
-        Some("queries, keys and values are normed in different ways".to_owned())
+        Some("queries, keys and values use different norms".to_owned())
     } else if !is_vector_weight(&query.input(rope, 2)) {
-        Some("the frequencies of its rotation are no weights".to_owned())
+        Some("its rope frequencies are not weights".to_owned())
     } else {
         sizes.misfit(card.n_sms)
     };
     because.map_or(Fusion::Joined, Fusion::No)
 }
 
-impl Sizes {
-    /// Those of queries, a cache and tables, when they have the shapes that attention gives them.
-    fn of(q: Shape, cache: Shape, tables: Shape) -> Option<Sizes> {
+impl AttendSizes {
+    /// Sizes from the shapes of queries, cache and block tables; `None` if the shapes are not those of an
+    /// attention.
+    fn of(q: Shape, cache: Shape, tables: Shape) -> Option<AttendSizes> {
         let (&[n, n_heads, head_dim], &[_, n_kv_heads, kv_block, _], &[n_seqs, max_blocks]) =
             (q.dims(), cache.dims(), tables.dims())
         else {
             return None;
         };
-        Some(Sizes { n, n_heads, n_kv_heads, kv_block, head_dim, n_seqs, max_blocks })
+        Some(AttendSizes { n, n_heads, n_kv_heads, kv_block, head_dim, n_seqs, max_blocks })
     }
 
-    /// Those of an attention step.
-    pub(crate) fn of_step(attention: &Step) -> Option<Sizes> {
+    /// Sizes of an attention step.
+    pub(crate) fn of_step(attention: &Step) -> Option<AttendSizes> {
         let [q, cache, tables] = [0, 1, 5].map(|i| attention.inputs[i].layout.shape());
-        Sizes::of(q, cache, tables)
+        AttendSizes::of(q, cache, tables)
     }
 
-    /// Why there is no kernel for these.
+    /// The reason why no kernel supports these sizes.
     fn misfit(&self, n_sms: u32) -> Option<String> {
-        let Sizes { n, n_heads, kv_block, head_dim, .. } = *self;
+        let AttendSizes { n, n_heads, kv_block, head_dim, .. } = *self;
         if !kv_block.is_power_of_two() || kv_block < 16 {
-            return Some(format!("KV blocks have {kv_block} positions, not 16, 32 or another power of two"));
+            return Some(format!("KV blocks have {kv_block} positions, must be a power of two, 16 or more"));
         }
         if !head_dim.is_multiple_of(8) || !(8..=512).contains(&head_dim) {
-            return Some(format!("heads have {head_dim} elements, not a multiple of 8 up to 512"));
+            return Some(format!("heads have {head_dim} elements, must be a multiple of 8 up to 512"));
         }
         if n > MAX_ATTEND_ROWS {
-            return Some(format!("there are {n} rows, at most {MAX_ATTEND_ROWS} go in one launch"));
+            return Some(format!("one launch holds {MAX_ATTEND_ROWS} rows, got {n}"));
         }
         let counters = attend_counter_bytes(n, n_heads, self.splits(n_sms));
-        (counters > COUNTER_BYTES)
-            .then(|| format!("{n_heads} heads of {n} rows have more counters than there is room for"))
+        (counters > COUNTER_BYTES).then(|| {
+            format!(
+                "{n_heads} heads of {n} rows need {counters} bytes of counters, {COUNTER_BYTES} are allocated"
+            )
+        })
     }
 
     fn splits(&self, n_sms: u32) -> usize {
         attend_splits(self.n, self.n_kv_heads, self.max_blocks * self.kv_block, n_sms)
     }
 
-    /// Scratch of the launch.
+    /// Scratch bytes of the launch.
     pub(crate) fn scratch_bytes(&self, n_sms: u32) -> u64 {
         attend_scratch_bytes(self.n, self.n_heads, self.head_dim, self.splits(n_sms))
     }
 }
 
-/// Weights to an attention above which their products should have the card's multiprocessors evenly: about 4 us of
-/// reading. Smaller models gain more from starting early.
+/// Weight bytes per attention above which the products should occupy all SMs evenly: about 4 us of reading.
+/// Smaller models gain more from an early start.
 const FILL_BYTES: usize = 16 << 20;
-/// Weights to an attention above which the product before it reads for some 3 us and more.
+/// Weight bytes per attention above which the preceding product reads for 3 us or more.
 const EARLY_BYTES: usize = 96 << 20;
 
 impl Lowering<'_> {
-    /// Bytes of weights that products read, for each attention.
+    /// Weight bytes read by products, per attention.
     fn weight_bytes_per_attention(&self) -> usize {
         let operands = self.plan.steps().iter().flat_map(|step| &step.inputs);
         let is_one = |o: &&Operand| {
@@ -135,7 +140,7 @@ impl Lowering<'_> {
         bytes / n.max(1)
     }
 
-    /// The launch of a chain. Its counters are zero before the first launch and used by nothing else.
+    /// Launch of a chain. Its counters are zero before the first launch and serve nothing else.
     pub(crate) fn attend(&self, attend: &Attend, narrow: Option<&NarrowTo>) -> Result<Launch, KernelError> {
         let plan = self.plan;
         let [q, k] = attend.ropes.map(|node| plan.step(node));
@@ -159,7 +164,7 @@ impl Lowering<'_> {
         self.attend_over(&members, GroupKind::Attend(*attend), norm, Some(kv), narrow)
     }
 
-    /// The launch of an attention over caches that other launches fill.
+    /// Launch of an attention over caches that other launches fill.
     pub(crate) fn attend_stored(
         &self,
         attend: &AttendStored,
@@ -186,11 +191,12 @@ impl Lowering<'_> {
         members: &Members<'_>,
         kind: GroupKind,
         norm: Option<AttendNorm>,
-        kv: Option<[View; 2]>,
+        kv: Option<[BufView; 2]>,
         narrow: Option<&NarrowTo>,
     ) -> Result<Launch, KernelError> {
         let Members { q_from, rope: q, attention: last, caches } = *members;
-        let (Op::Rope(rope), Op::Attention(attention), Some(s)) = (&q.op, &last.op, Sizes::of_step(last))
+        let (Op::Rope(rope), Op::Attention(attention), Some(s)) =
+            (&q.op, &last.op, AttendSizes::of_step(last))
         else {
             unreachable!("a chain has these ops");
         };
@@ -231,7 +237,8 @@ impl Lowering<'_> {
     }
 }
 
-/// The steps of a launch: what makes the queries, what turns them, and the caches with the steps that name them.
+/// Steps of a launch: the producer of the queries, their rope, the attention, and each cache with the step
+/// that names it.
 #[derive(Clone, Copy)]
 struct Members<'a> {
     q_from: &'a Step,

@@ -14,9 +14,9 @@ use refrain_graph::{
 use refrain_kernels::packed_bytes;
 use refrain_tensor::{DType, HostTensor};
 
+use crate::device_model::{DeviceModel, ProgramId};
 use crate::error::CudaError;
 use crate::feed;
-use crate::machine::{Machine, ProgramId};
 use crate::options::CudaOptions;
 use crate::owner::{self, DeviceOwner, DeviceRef, ModelId};
 use crate::profile::{SharedTimeline, Timeline};
@@ -28,28 +28,28 @@ use crate::{group, lower};
 
 /// Runs graphs of one model on one CUDA device, or on the simulated one.
 ///
-/// The device belongs to a thread of its own, which the backends of all models on it share, with its context and the
-/// kernels that are loaded; every call is sent there and has a deadline. A backend serves one model: loading weights or
-/// allocating states again replaces those before, and what was compiled for them is refused. Dropping it frees what the
-/// model holds.
+/// The device belongs to one thread, which the backends of all models on it share together with its context
+/// and its loaded kernels. Every call is sent to that thread and has a deadline. A backend serves one model:
+/// loading weights or allocating states again replaces the previous ones, and plans compiled for those are
+/// refused. Dropping the backend frees the model's memory.
 pub struct CudaBackend {
     pub(crate) worker: Worker<DeviceOwner>,
     model: ModelId,
     pub(crate) options: CudaOptions,
     ids: AtomicU64,
-    /// Weights and states that calls must come with.
+    /// Ids of the weights and states that calls must pass.
     current: Mutex<Current>,
-    /// Programs whose owner is gone.
+    /// Programs whose [`CudaCompiled`] was dropped.
     retired: Arc<Mutex<Vec<ProgramId>>>,
     status: Arc<Mutex<Status>>,
     timeline: SharedTimeline,
-    /// Outputs of the last step that were fetched along with another.
+    /// Outputs of the last step that were fetched along with a requested one.
     fetched: Vec<(ProgramId, usize, Vec<u8>)>,
     pub(crate) pump: Arc<Pump>,
-    /// The run that has begun and not finished.
+    /// The run that has started and not finished.
     pub(crate) running: Option<u64>,
-    /// Whether edits of states may still wait behind steps of that run.
-    pub(crate) owes_edits: bool,
+    /// Whether state edits may still be waiting for steps of that run.
+    pub(crate) has_deferred_edits: bool,
     pub(crate) control_pool: ControlPool,
 }
 
@@ -63,7 +63,7 @@ struct Current {
 #[derive(Debug)]
 pub struct CudaWeights {
     id: u64,
-    /// How they lie on the device, with the bytes of each layout.
+    /// Layouts on the device, each with its bytes.
     layouts: Vec<(String, usize)>,
 }
 
@@ -74,7 +74,7 @@ pub struct CudaStates {
     layouts: Vec<SlotLayout>,
 }
 
-/// A graph made ready for a [`CudaBackend`]. Dropping it frees its recordings.
+/// A graph compiled for a [`CudaBackend`]. Dropping it frees its recordings.
 pub struct CudaCompiled {
     pub(crate) id: ProgramId,
     plan: Arc<Plan>,
@@ -95,7 +95,7 @@ impl Drop for CudaCompiled {
     }
 }
 
-/// A view of a backend's [`Status`] that stays valid when the backend has gone elsewhere.
+/// A handle to a backend's [`Status`] that works from any thread, after the backend itself has moved.
 #[derive(Clone)]
 pub struct Monitor {
     status: Arc<Mutex<Status>>,
@@ -109,7 +109,7 @@ impl Monitor {
         lock(&self.status).clone()
     }
 
-    /// When each profiled launch ran; empty unless [`CudaOptions::profile`] is on.
+    /// Start times and durations of profiled launches; empty unless [`CudaOptions::profile`] is on.
     #[must_use]
     pub fn timeline(&self) -> Timeline {
         lock(&self.timeline).clone()
@@ -117,30 +117,30 @@ impl Monitor {
 }
 
 impl CudaBackend {
-    /// Refuses states that others have taken the place of.
+    /// Refuses states that a later allocation has replaced.
     fn check_states(&self, states: &CudaStates) -> Result<(), RunError> {
         if states.id == lock(&self.current).states {
             return Ok(());
         }
-        let because = "others were allocated since".to_owned();
+        let because = "newer ones have been allocated".to_owned();
         Err(RunError::Mismatch { what: "states", because })
     }
 
-    /// Where the slots of a state lie.
+    /// Layout of the slots of a state.
     fn layout_of(&self, states: &CudaStates, state: StateId) -> Result<SlotLayout, RunError> {
         self.check_states(states)?;
         states.layouts.get(state.idx()).copied().ok_or_else(|| {
-            let because = format!("there are {}, asked for number {}", states.layouts.len(), state.idx());
+            let because = format!("there are {}, requested number {}", states.layouts.len(), state.idx());
             RunError::Mismatch { what: "states", because }
         })
     }
 
-    /// Opens a device and finds its kernels, or joins those in this process that have it open.
+    /// Opens a device and finds its kernels, or joins the backends of this process that have it open.
     pub fn open(kind: DeviceKind, options: CudaOptions) -> Result<CudaBackend, CudaError> {
         CudaBackend::attach(DeviceRef::Kind(kind), options)
     }
 
-    /// On a device that is open. A simulated one must know the kernels' twins.
+    /// Uses a device that is already open. A simulated one must have the kernels' twins registered.
     pub fn on(device: &Device, options: CudaOptions) -> Result<CudaBackend, CudaError> {
         CudaBackend::attach(DeviceRef::Device(device), options)
     }
@@ -164,12 +164,12 @@ impl CudaBackend {
             fetched: Vec::new(),
             pump,
             running: None,
-            owes_edits: false,
+            has_deferred_edits: false,
             control_pool: ControlPool::default(),
         })
     }
 
-    /// What it holds and has done, from anywhere.
+    /// Returns a handle to the backend's status that works from any thread.
     #[must_use]
     pub fn monitor(&self) -> Monitor {
         Monitor { status: Arc::clone(&self.status), timeline: Arc::clone(&self.timeline) }
@@ -181,39 +181,41 @@ impl CudaBackend {
         self.worker.device()
     }
 
-    /// How many units of kernels there are and how many need no compiler. If that is all of them, they are loaded, so that an
-    /// error here says what the driver refuses.
+    /// Counts the kernel units and those that need no compiler. If none needs one, all are loaded, so that an
+    /// error shows what the driver refuses.
     pub fn examine_kernels(&self) -> Result<KernelUnits, CudaError> {
-        self.call("looking at kernels", self.options.load_limit, |machine| machine.examine_kernels())
+        self.call("examining kernels", self.options.load_limit, |device_model| device_model.examine_kernels())
     }
 
-    /// Names weights that stay in pinned memory of the host, where kernels read them over the bus: tables of which a step
-    /// needs few rows. For the weights that are loaded next.
+    /// Names weights of the next load that stay in pinned host memory, where kernels read them over the bus:
+    /// tables of which a step needs few rows.
     pub fn keep_pinned(&self, names: Vec<String>) -> Result<(), CudaError> {
-        self.call("naming pinned weights", self.options.load_limit, |machine| machine.keep_pinned(names))
+        self.call("naming pinned weights", self.options.load_limit, |device_model| {
+            device_model.keep_pinned(names)
+        })
     }
 
-    /// Free bytes of the device and all of them.
+    /// Free and total bytes of the device.
     pub fn memory_info(&self) -> Result<(u64, u64), CudaError> {
-        self.call("asking for free memory", self.options.load_limit, |machine| machine.memory_info())
+        self.call("querying free memory", self.options.load_limit, |device_model| device_model.memory_info())
     }
 
     fn id(&self) -> u64 {
         self.ids.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Has something done on the device thread without waiting for it; it tells through the pump.
+    /// Runs `f` on the device thread without waiting for it. Results arrive through the pump.
     pub(crate) fn post(
         &self,
         what: &'static str,
-        f: impl FnOnce(&mut Machine) + Send + 'static,
+        f: impl FnOnce(&mut DeviceModel) + Send + 'static,
     ) -> Result<(), CudaError> {
         let (status, job, model) = (Arc::clone(&self.status), self.pump.job(), self.model);
         let posted = self.worker.post(what, self.options.step_limit, move |owner| {
-            // Ends last, when all of this can be seen.
+            // Dropped last, when all effects of this job are visible.
             let _job = job;
-            if let Some(machine) = owner.machine(model) {
-                f(machine);
+            if let Some(device_model) = owner.device_model(model) {
+                f(device_model);
                 show(&status, owner, model, true);
             }
         });
@@ -224,21 +226,21 @@ impl CudaBackend {
         &self,
         what: &'static str,
         limit: Duration,
-        f: impl FnOnce(&mut Machine) -> Result<R, CudaError> + Send + 'static,
+        f: impl FnOnce(&mut DeviceModel) -> Result<R, CudaError> + Send + 'static,
     ) -> Result<R, CudaError> {
         let retired = std::mem::take(&mut *lock(&self.retired));
         let (status, model) = (Arc::clone(&self.status), self.model);
         let answer = self.worker.call(what, limit, move |owner| {
-            let Some(machine) = owner.machine(model) else { return Ok(Err(Machine::gone())) };
-            retired.into_iter().for_each(|id| machine.drop_program(id));
-            let result = f(machine);
+            let Some(device_model) = owner.device_model(model) else { return Ok(Err(DeviceModel::gone())) };
+            retired.into_iter().for_each(|id| device_model.drop_program(id));
+            let result = f(device_model);
             show(&status, owner, model, [STEP, READ, COLLECT].contains(&what));
             Ok(result.map_err(|error| owner.explain(error, model)))
         });
         owner::answered(what, answer)
     }
 
-    /// Refuses things of another model.
+    /// Refuses arguments of another model.
     fn check_io(
         &self,
         compiled: &CudaCompiled,
@@ -249,10 +251,10 @@ impl CudaBackend {
         let mismatch = |what, because: &str| Err(RunError::Mismatch { what, because: because.to_owned() });
         let current = *lock(&self.current);
         if weights.id != current.weights {
-            return mismatch("weights", "others were loaded since");
+            return mismatch("weights", "newer ones have been loaded");
         }
         if states.id != current.states {
-            return mismatch("states", "others were allocated since");
+            return mismatch("states", "newer ones have been allocated");
         }
         let need = compiled.plan.control().bytes();
         if control.len() != need {
@@ -290,19 +292,20 @@ impl CudaBackend {
     }
 }
 
-/// Brings the status up to date. A step seldom changes what graphs there are.
+/// Updates the status. A step seldom changes the set of graphs, so it refreshes only counters unless graphs
+/// changed.
 fn show(status: &Mutex<Status>, owner: &mut DeviceOwner, model: ModelId, is_step: bool) {
-    let Some(machine) = owner.machine(model) else { return };
+    let Some(device_model) = owner.device_model(model) else { return };
     let mut shown = lock(status);
-    let now = machine.stats();
+    let now = device_model.stats();
     let same = [now.recorded, now.demoted] == [shown.cache.recorded, shown.cache.demoted];
     if same && is_step {
-        (shown.cache, shown.compared, shown.queued) = (now, machine.compared, machine.queued.stats);
-        if !machine.profile().is_empty() {
-            shown.profile = machine.profile().to_vec();
+        (shown.cache, shown.compared, shown.queued) = (now, device_model.compared, device_model.queued.stats);
+        if !device_model.profile().is_empty() {
+            shown.profile = device_model.profile().to_vec();
         }
     } else {
-        *shown = machine.status();
+        *shown = device_model.status();
         shown.others = owner.others(model);
     }
 }
@@ -343,7 +346,7 @@ impl Backend for CudaBackend {
     fn load(&self, weights: &[Weight], tensors: Vec<HostTensor>) -> Result<CudaWeights, RunError> {
         let mismatch = |because| RunError::Mismatch { what: "weights", because };
         if weights.len() != tensors.len() {
-            return Err(mismatch(format!("{} are declared, {} were given", weights.len(), tensors.len())));
+            return Err(mismatch(format!("{} are declared, got {}", weights.len(), tensors.len())));
         }
         for (weight, tensor) in weights.iter().zip(&tensors) {
             if weight.ty.dtype != tensor.dtype() || weight.ty.shape != tensor.shape() {
@@ -411,7 +414,7 @@ impl Backend for CudaBackend {
         };
         let edits: Vec<(usize, ByteEdit)> = edits.iter().map(in_bytes).collect::<Result<_, RunError>>()?;
         let edited = self.call(EDIT, self.options.step_limit, move |m| m.edit_states(edits));
-        self.owes_edits |= edited.map_err(self.run_error(EDIT))?;
+        self.has_deferred_edits |= edited.map_err(self.run_error(EDIT))?;
         Ok(())
     }
 
@@ -421,8 +424,9 @@ impl Backend for CudaBackend {
         let (id, sent) = (self.id(), Arc::clone(&plan));
         let (weights, states) = (graph.weights().to_vec(), graph.states().to_vec());
         let placed = Arc::clone(&plan);
-        // Weights travel with the first plan, when all sizes are known; how long that takes is the disk's business.
-        let placed = self.call("sending weights", self.options.load_limit, move |m| {
+        // Weights are uploaded with the first plan, when all sizes are known. Disk speed decides how long
+        // that takes, hence the load limit.
+        let placed = self.call("uploading weights", self.options.load_limit, move |m| {
             m.check_model(&weights, &states)?;
             m.place(&placed).map(drop)
         });
@@ -461,7 +465,7 @@ impl Backend for CudaBackend {
     fn run(&mut self, compiled: &mut CudaCompiled, io: Io<'_, CudaBackend>) -> Result<Ran, RunError> {
         self.fetched.clear();
         self.check_io(compiled, io.weights, io.states, io.control)?;
-        self.finish_ahead(0).map_err(self.run_error("a step sent ahead"))?;
+        self.finish_ahead(0).map_err(self.run_error("a step launched ahead"))?;
         let (id, control) = (compiled.id, io.control.to_vec());
         let ran = self.call(STEP, self.options.step_limit, move |m| m.run(id, &control));
         let (ran, found) = ran.map_err(self.run_error("a step"))?;
@@ -485,7 +489,7 @@ impl Backend for CudaBackend {
         };
         let bytes = &self.fetched[at].2;
         if bytes.len() != into.len() {
-            let because = format!("output {output} has {} bytes, {} were asked for", bytes.len(), into.len());
+            let because = format!("output {output} has {} bytes, {} were requested", bytes.len(), into.len());
             return Err(RunError::Mismatch { what: "outputs", because });
         }
         into.copy_from_slice(bytes);
@@ -503,13 +507,13 @@ impl Backend for CudaBackend {
         outputs: &[usize],
         queue: &mut StepQueue,
     ) -> Result<(), RunError> {
-        // A step that feeds itself has its results in the ring.
+        // A step that feeds itself returns its results through the ring.
         let feeds_itself = compiled.n_fed_rows > 0;
         if feeds_itself && !queue.has_in_flight() {
             return queue_stepwise(self, compiled, io, outputs, queue);
         }
         if feeds_itself || (!queue.is_empty() && !queue.has_in_flight()) {
-            let because = "steps that feed themselves and others are not queued together".to_owned();
+            let because = "steps that feed themselves cannot share a queue with other steps".to_owned();
             return Err(RunError::Mismatch { what: "queues", because });
         }
         self.fetched.clear();
@@ -551,29 +555,29 @@ impl Backend for CudaBackend {
         }
         self.fetched.clear();
         self.check_io(compiled, weights, states, run.control())?;
-        self.send_ahead(compiled, run, n).map_err(self.run_error("a step sent ahead"))
+        self.send_ahead(compiled, run, n).map_err(self.run_error("a step launched ahead"))
     }
 
     fn take(&mut self, compiled: &mut CudaCompiled, run: &mut Run) -> Result<CommittedStep, RunError> {
         match compiled.n_fed_rows {
             0 => take_stepwise(run),
-            _ => self.take_ahead(run).map_err(self.run_error("a step sent ahead")),
+            _ => self.take_ahead(run).map_err(self.run_error("a step launched ahead")),
         }
     }
 
     fn finish(&mut self, compiled: &mut CudaCompiled, run: &mut Run) -> Result<usize, RunError> {
         match compiled.n_fed_rows {
             0 => Ok(finish_stepwise(run)),
-            // Another one has begun since, and has ended this one.
+            // A later run has started, which ended this one.
             _ if self.running != Some(run.id()) => Ok(0),
-            _ => self.finish_ahead(run.n_taken()).map_err(self.run_error("a step sent ahead")),
+            _ => self.finish_ahead(run.n_taken()).map_err(self.run_error("a step launched ahead")),
         }
     }
 
     fn kernels(&self, compiled: &CudaCompiled) -> Vec<(usize, Cow<'static, str>)> {
         let id = compiled.id;
         let named = self.call(READ, self.options.step_limit, move |m| Ok(m.kernels(id)));
-        // A device that does not answer any more says so to whoever runs a step.
+        // If the device has stopped responding, the next step reports it.
         named.unwrap_or_default().into_iter().map(|(step, kernel)| (step, kernel.into())).collect()
     }
 
@@ -582,7 +586,7 @@ impl Backend for CudaBackend {
     }
 }
 
-/// Matrices as in the file or packed, vectors as F32.
+/// Layouts of weights on the device with their bytes: matrices packed or as in the file, vectors as F32.
 fn layouts(weights: &[Weight]) -> Vec<(String, usize)> {
     let mut layouts: Vec<(String, usize)> = Vec::new();
     for weight in weights {
@@ -610,7 +614,7 @@ fn layouts(weights: &[Weight]) -> Vec<(String, usize)> {
 impl Drop for CudaBackend {
     fn drop(&mut self) {
         let model = self.model;
-        // A thread that takes no more work has lost its device, or frees everything when it ends.
+        // A device thread that accepts no more work has lost its device, or frees everything as it ends.
         let _ =
             self.worker.post("freeing a model", self.options.load_limit, move |owner| owner.release(model));
     }

@@ -1,4 +1,5 @@
-//! Graphs by key: recorded on first use, verified, replayed; given up for a while when something fails.
+//! Graphs by key: recorded on first use, verified, then replayed; out of service for a while when something
+//! fails.
 
 use std::collections::HashMap;
 use std::fmt::Debug;
@@ -10,19 +11,19 @@ use refrain_graph::{Ran, Reason};
 
 use crate::error::CudaError;
 use crate::reason::{Stage, is_about_capture, reason_of};
-use crate::verify::{Check, Verified, VerifyError, verify};
+use crate::verify::{Verified, VerifyError, VerifySetup, verify};
 use crate::warm::WarmPlan;
 
 /// Whether steps run as graphs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum GraphMode {
-    /// As graphs where possible; a step that runs eagerly says why.
+    /// Replay where possible; a step that runs eagerly reports why.
     #[default]
     Auto,
-    /// A step that cannot be replayed is an error, and so is one that needs the host in between unless
-    /// [`CacheOptions::allow_host_steps`] says otherwise.
+    /// A step that cannot be replayed is an error. So is one that needs the host in between, unless
+    /// [`CacheOptions::allow_host_steps`] is set.
     Require,
-    /// Never.
+    /// Never record graphs.
     Off,
 }
 
@@ -36,27 +37,27 @@ impl std::fmt::Display for GraphMode {
     }
 }
 
-/// How a cache works.
+/// Options of a graph cache.
 #[derive(Clone, Copy, Debug)]
 pub struct CacheOptions {
     /// Whether steps run as graphs.
     pub mode: GraphMode,
-    /// Whether steps that need the host between two graphs pass under [`GraphMode::Require`]. Off, so that a step that
-    /// is required to be one launch cannot quietly become several.
+    /// Whether [`GraphMode::Require`] accepts steps that need the host between two graphs. Off by default, so
+    /// that a step required to be one launch cannot quietly become several.
     pub allow_host_steps: bool,
-    /// How graphs are recorded first.
+    /// Recording method to try first.
     pub method: Method,
-    /// Whether explicit nodes are tried at once where a stream capture fails.
+    /// Whether to retry with explicit nodes at once when a stream capture fails.
     pub nodes_when_capture_fails: bool,
-    /// Graphs kept; the least recently used goes first.
+    /// Maximum number of graphs; the least recently used is evicted first.
     pub capacity: usize,
     /// Steps a key runs eagerly after its first failure; each further failure doubles it.
     pub first_backoff: u32,
-    /// The most steps it waits.
+    /// Upper limit of that number.
     pub max_backoff: u32,
-    /// How long a recording may take.
+    /// Time limit of a recording.
     pub record_limit: Duration,
-    /// How long a health check after a failure may take.
+    /// Time limit of a health check after a failure.
     pub health_limit: Duration,
 }
 
@@ -76,7 +77,7 @@ impl Default for CacheOptions {
     }
 }
 
-/// What a cache has done so far.
+/// Counters of a graph cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CacheStats {
     /// Recordings that were made and verified.
@@ -89,13 +90,13 @@ pub struct CacheStats {
     pub eager: u64,
     /// Graphs taken out of service after a failed replay.
     pub demoted: u64,
-    /// Keys that came back into service after a failure.
+    /// Keys that returned to service after a failure.
     pub promoted: u64,
-    /// Graphs dropped to make room.
+    /// Graphs evicted at capacity.
     pub evicted: u64,
 }
 
-/// Where work is sent and whose memory it changes.
+/// The stream to launch on and the memory that the launches change.
 #[derive(Debug)]
 pub struct Site<'a> {
     /// The stream.
@@ -104,26 +105,26 @@ pub struct Site<'a> {
     pub lease: &'a mut Lease,
 }
 
-/// Graphs by key.
+/// Verified graphs by key.
 #[derive(Debug)]
 pub struct GraphCache<K> {
     options: CacheOptions,
-    entries: HashMap<K, Entry>,
+    entries: HashMap<K, GraphCacheEntry>,
     stats: CacheStats,
     clock: u64,
-    /// How long work that was sent before a step may still take.
+    /// Time limit for work launched before a step.
     in_flight: Duration,
 }
 
 #[derive(Debug)]
-struct Entry {
+struct GraphCacheEntry {
     graph: Option<Verified<Graph>>,
     /// Why there is no graph, once something has failed.
     failure: Option<Reason>,
     steps_left: u32,
-    /// How long the next failure makes it wait; 0 before the first.
+    /// Length of the next backoff; 0 before the first failure.
     backoff: u32,
-    /// Replays since it came into service.
+    /// Replays since it entered service.
     good: u32,
     used: u64,
 }
@@ -141,19 +142,19 @@ impl<K: Clone + Eq + Hash + Debug> GraphCache<K> {
         }
     }
 
-    /// Says how long work that was sent before the next steps may still take. When one fails, that is waited for before the
-    /// health of the device is asked after.
+    /// Sets the time limit for work launched before the next steps. When a step fails, that work is waited
+    /// for before the device's health is checked.
     pub fn set_in_flight(&mut self, limit: Duration) {
         self.in_flight = limit;
     }
 
-    /// What it has done so far.
+    /// Counters so far.
     #[must_use]
     pub fn stats(&self) -> CacheStats {
         self.stats
     }
 
-    /// How it works.
+    /// The cache's options.
     #[must_use]
     pub fn options(&self) -> &CacheOptions {
         &self.options
@@ -165,33 +166,34 @@ impl<K: Clone + Eq + Hash + Debug> GraphCache<K> {
         self.entries.get(key)?.graph.as_ref()
     }
 
-    /// Whether the next step of a key will try to make a graph, and so needs something to verify it with.
+    /// Whether the next step of a key will try to record a graph, and so needs a [`VerifySetup`].
     #[must_use]
     pub fn wants_check(&self, key: &K) -> bool {
-        let idle = |e: &Entry| e.graph.is_none() && e.steps_left == 0;
+        let idle = |e: &GraphCacheEntry| e.graph.is_none() && e.steps_left == 0;
         self.options.mode != GraphMode::Off && self.entries.get(key).is_none_or(idle)
     }
 
-    /// Drops what is known of a key, its graph included.
+    /// Removes a key with its graph.
     pub fn forget(&mut self, key: &K) {
         self.entries.remove(key);
     }
 
-    /// Drops everything: the memory that the graphs work on is going away.
+    /// Removes all keys: the memory that the graphs work on is going away.
     pub fn clear(&mut self) {
         self.entries.clear();
     }
 
     /// Records and verifies the graph of a key if it has none, so that no step has to.
     ///
-    /// `Ok(Some(reason))` when it did not work and steps will run eagerly; an error under [`GraphMode::Require`], and
-    /// when the context is lost. `check` is asked for only when a graph is to be verified.
+    /// Returns `Ok(Some(reason))` when that fails and steps will run eagerly. It is an error under
+    /// [`GraphMode::Require`], and whenever the context is lost. `check` is called only when a graph is to be
+    /// verified.
     pub fn prepare(
         &mut self,
         key: &K,
         site: &mut Site<'_>,
         warm: &WarmPlan,
-        check: impl FnOnce() -> Result<Check, CudaError>,
+        check: impl FnOnce() -> Result<VerifySetup, CudaError>,
     ) -> Result<Option<Reason>, CudaError> {
         let not_replayed = self.ready(key, site, warm, check, false)?;
         match not_replayed {
@@ -202,13 +204,13 @@ impl<K: Clone + Eq + Hash + Debug> GraphCache<K> {
         }
     }
 
-    /// Runs a step: as a replay if the key has a verified graph or one can be made now, else eagerly.
+    /// Runs a step: as a replay if the key has a verified graph or one can be recorded, otherwise eagerly.
     pub fn step(
         &mut self,
         key: &K,
         site: &mut Site<'_>,
         warm: &WarmPlan,
-        check: impl FnOnce() -> Result<Check, CudaError>,
+        check: impl FnOnce() -> Result<VerifySetup, CudaError>,
     ) -> Result<Ran, CudaError> {
         let reason = match self.ready(key, site, warm, check, true)? {
             None => match self.replay(key, site, warm)? {
@@ -226,13 +228,14 @@ impl<K: Clone + Eq + Hash + Debug> GraphCache<K> {
         Ok(Ran::Eager(reason))
     }
 
-    /// Brings a key's graph into service; `Some` says why it is not. A step counts down a back-off.
+    /// Brings a key's graph into service; `Some` is the reason why it is not. Only a step counts down the
+    /// backoff.
     fn ready(
         &mut self,
         key: &K,
         site: &mut Site<'_>,
         warm: &WarmPlan,
-        check: impl FnOnce() -> Result<Check, CudaError>,
+        check: impl FnOnce() -> Result<VerifySetup, CudaError>,
         is_step: bool,
     ) -> Result<Option<Reason>, CudaError> {
         if self.options.mode == GraphMode::Off {
@@ -267,14 +270,19 @@ impl<K: Clone + Eq + Hash + Debug> GraphCache<K> {
             }
             Err(reason) => {
                 self.stats.failed += 1;
-                self.give_up(key, site, warm, reason).map(Some)
+                self.suspend(key, site, warm, reason).map(Some)
             }
         }
     }
 
-    /// Records and verifies. A failed attempt leaves nothing behind: the recording ends itself, and verification puts
-    /// back what it touched.
-    fn make(&self, site: &mut Site<'_>, warm: &WarmPlan, check: &Check) -> Result<Verified<Graph>, Reason> {
+    /// Records and verifies. A failed attempt leaves no trace: the recording ends itself, and verification
+    /// restores what it changed.
+    fn make(
+        &self,
+        site: &mut Site<'_>,
+        warm: &WarmPlan,
+        check: &VerifySetup,
+    ) -> Result<Verified<Graph>, Reason> {
         let first = self.options.method;
         match self.make_by(first, site, warm, check) {
             Err(reason)
@@ -282,13 +290,13 @@ impl<K: Clone + Eq + Hash + Debug> GraphCache<K> {
                     && self.options.nodes_when_capture_fails
                     && is_about_capture(&reason) =>
             {
-                // One warning for each failure: here when the other method helps, else when the key is given up.
+                // One warning per failure: here if the second method works, otherwise in `suspend`.
                 match self.make_by(Method::Nodes, site, warm, check) {
                     Ok(graph) => {
                         tracing::warn!("{}: {reason}; recorded by {} instead", warm.name(), Method::Nodes);
                         Ok(graph)
                     }
-                    // The capture's failure is the one to report: it is what has to be repaired.
+                    // Report the failure of the capture: that is the one to fix.
                     Err(second) => {
                         let graver =
                             matches!(second, Reason::ContextLost { .. } | Reason::VerifyMismatch { .. });
@@ -305,10 +313,10 @@ impl<K: Clone + Eq + Hash + Debug> GraphCache<K> {
         method: Method,
         site: &mut Site<'_>,
         warm: &WarmPlan,
-        check: &Check,
+        check: &VerifySetup,
     ) -> Result<Verified<Graph>, Reason> {
         let options = RecordOptions { limit: self.options.record_limit, ..RecordOptions::named(warm.name()) };
-        // While something records, the driver does not know what is sent last; this does.
+        // During a recording the driver does not track the last launch, so track it here.
         let mut last = None;
         let recorded = site.stream.record(warm.space().memory(), method, &options, |q| {
             warm.work().iter().try_for_each(|work| {
@@ -331,7 +339,7 @@ impl<K: Clone + Eq + Hash + Debug> GraphCache<K> {
         })
     }
 
-    /// `None` when it was sent.
+    /// Replays the graph; `None` means that it was launched.
     fn replay(&mut self, key: &K, site: &mut Site<'_>, warm: &WarmPlan) -> Result<Option<Reason>, CudaError> {
         let entry = self.entry(key);
         let Some(graph) = &entry.graph else {
@@ -352,12 +360,12 @@ impl<K: Clone + Eq + Hash + Debug> GraphCache<K> {
             Err(error) => {
                 self.stats.demoted += 1;
                 let reason = reason_of(&error, Stage::Replay);
-                self.give_up(key, site, warm, reason).map(Some)
+                self.suspend(key, site, warm, reason).map(Some)
             }
         }
     }
 
-    /// Takes a graph that came out wrong out of service for a while; gives the reason back.
+    /// Takes a graph whose results were wrong out of service for a while; returns the reason.
     pub(crate) fn demote(
         &mut self,
         key: &K,
@@ -366,11 +374,11 @@ impl<K: Clone + Eq + Hash + Debug> GraphCache<K> {
         reason: Reason,
     ) -> Result<Reason, CudaError> {
         self.stats.demoted += 1;
-        self.give_up(key, site, warm, reason)
+        self.suspend(key, site, warm, reason)
     }
 
-    /// Takes a key out of service for a while, after asking whether the device is still good.
-    fn give_up(
+    /// Takes a key out of service for a while and checks the device's health.
+    fn suspend(
         &mut self,
         key: &K,
         site: &mut Site<'_>,
@@ -392,22 +400,22 @@ impl<K: Clone + Eq + Hash + Debug> GraphCache<K> {
         if !self.in_flight.is_zero()
             && let Err(error) = site.stream.wait(self.in_flight)
         {
-            tracing::debug!("{}: waiting for the steps before: {error}", warm.name());
+            tracing::debug!("{}: waiting for earlier steps: {error}", warm.name());
         }
         let health = site.stream.health(options.health_limit).map_err(failed)?;
         if let Health::ContextLost(lost) = health {
             return Err(failed(refrain_driver::DriverError::ContextLost(lost)));
         }
         if health != Health::Healthy {
-            tracing::warn!("{}: {health:?}; a new stream takes its place", warm.name());
+            tracing::warn!("{}: {health:?}; replaced the stream", warm.name());
             let ctx = site.stream.context().clone();
             *site.stream = ctx.stream().map_err(failed)?;
         }
         Ok(reason)
     }
 
-    /// The entry of a key, most recently used from now on. A new one may push the oldest out.
-    fn entry(&mut self, key: &K) -> &mut Entry {
+    /// The entry of a key, marked as most recently used. A new entry may evict the least recently used one.
+    fn entry(&mut self, key: &K) -> &mut GraphCacheEntry {
         self.clock += 1;
         if !self.entries.contains_key(key) && self.entries.len() >= self.options.capacity.max(1) {
             let oldest = self.entries.iter().min_by_key(|(_, e)| e.used).map(|(k, _)| k.clone());
@@ -416,7 +424,8 @@ impl<K: Clone + Eq + Hash + Debug> GraphCache<K> {
             }
         }
         let used = self.clock;
-        let fresh = || Entry { graph: None, failure: None, steps_left: 0, backoff: 0, good: 0, used };
+        let fresh =
+            || GraphCacheEntry { graph: None, failure: None, steps_left: 0, backoff: 0, good: 0, used };
         let entry = self.entries.entry(key.clone()).or_insert_with(fresh);
         entry.used = used;
         entry

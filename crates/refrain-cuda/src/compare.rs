@@ -1,8 +1,8 @@
-//! Continuous verification: every so often a step of a running text or of a training run is compared with its eager run.
+//! Continuous verification: at intervals, a decode or training step is compared with its eager run.
 //!
-//! A graph is verified before it serves; this looks for what goes wrong later. The step runs twice from the same
-//! inputs: first as a replay that the host does not hear of, then eagerly. The eager run is the one whose results count,
-//! so a replay that came out wrong changes nothing: it costs the graph its service, and the ledger says so.
+//! A graph is verified before it enters service; this catches later failures. The step runs twice from the
+//! same inputs: first as a replay whose result the host ignores, then eagerly. Only the eager results count,
+//! so a wrong replay changes nothing: its graph leaves service and the ledger records why.
 
 use std::time::{Duration, Instant};
 
@@ -10,43 +10,44 @@ use refrain_driver::{Buf, DriverError, RING_HEADER_BYTES, Ring};
 use refrain_graph::{Feedback, Place, Plan, Ran, Segment, StateKind};
 
 use crate::cache::{GraphMode, Site};
+use crate::device_model::{DeviceModel, ProgramId};
 use crate::error::CudaError;
 use crate::feed::{RING_ENTRIES, payload_bytes};
-use crate::machine::{Machine, ProgramId};
-use crate::resident::Resident;
+use crate::resident::ResidentMemory;
 use crate::verify::{LiveRing, LiveStep, VerifyError, compare_live};
 use crate::warm::WarmPlan;
 
-/// What continuous verification has done and cost.
+/// Counts and cost of continuous verification.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Compared {
     /// Decode and training steps that were run both ways.
     pub n_steps: u64,
-    /// Those among them that differed.
+    /// Steps whose two runs differed.
     pub n_mismatches: u64,
-    /// How long they took, both runs and the comparison.
+    /// Total time of both runs and the comparison.
     pub took: Duration,
 }
 
-/// A ring count whose entry has the number 0, which the host never waits for. It goes to the ring's last place, so
-/// nothing else may be in flight.
-const UNHEARD: u64 = u64::MAX;
+/// A ring count whose entry gets the number 0, which the host never waits for. It is written to the ring's
+/// last entry, so nothing else may be in flight.
+const UNREPORTED: u64 = u64::MAX;
 
-impl Machine {
-    /// Whether the decode step that was counted last is one to compare.
+impl DeviceModel {
+    /// Whether the decode step counted last is due for comparison.
     pub(crate) fn is_comparison_due(&self) -> bool {
         self.options.verify_every.is_some_and(|n| self.n_decoded.is_multiple_of(n.get().into()))
     }
 
-    /// Whether the next one is.
+    /// Whether the next decode step is due for comparison.
     pub(crate) fn is_next_compared(&self) -> bool {
         self.options.verify_every.is_some_and(|n| (self.n_decoded + 1).is_multiple_of(n.get().into()))
     }
 
-    /// Runs the next decode step both ways. `None` when there is no graph to compare: then it still has to be sent.
+    /// Runs the next decode step both ways. `None` means that there is no graph to compare and that the step
+    /// still has to be launched.
     pub(crate) fn send_compared(&mut self, id: ProgramId) -> Result<Option<Ran>, CudaError> {
         let (Some(program), Some(resident)) = (self.programs.get(&id), &mut self.resident) else {
-            return Err(Machine::gone());
+            return Err(DeviceModel::gone());
         };
         let (Some((segment, warm)), Some(followed)) = (program.only_segment(), &self.followed) else {
             return Ok(None);
@@ -57,10 +58,11 @@ impl Machine {
         self.compare(id, step)
     }
 
-    /// Runs a step both ways whose control block is in place and which is not a step of a run. `None` as above.
+    /// Runs a queued step both ways; its control block is already in place. `None` as for
+    /// [`DeviceModel::send_compared`].
     pub(crate) fn send_queued_compared(&mut self, id: ProgramId) -> Result<Option<Ran>, CudaError> {
         let (Some(program), Some(resident)) = (self.programs.get(&id), &mut self.resident) else {
-            return Err(Machine::gone());
+            return Err(DeviceModel::gone());
         };
         let Some((segment, warm)) = program.only_segment() else { return Ok(None) };
         let mut step = live_step(&program.plan, segment, warm, resident, None)
@@ -71,7 +73,7 @@ impl Machine {
 
     fn compare(&mut self, id: ProgramId, step: LiveStep) -> Result<Option<Ran>, CudaError> {
         let (Some(program), Some(resident)) = (self.programs.get(&id), &mut self.resident) else {
-            return Err(Machine::gone());
+            return Err(DeviceModel::gone());
         };
         let Some((_, warm)) = program.only_segment() else { return Ok(None) };
         let key = (id, 0);
@@ -80,7 +82,7 @@ impl Machine {
         let began = Instant::now();
         let compared = compare_live(graph, &mut self.stream, &mut resident.lease, warm, &step);
         let error = match compared {
-            // Nothing was compared: the step is still to be sent, and meets the same failure as any other would.
+            // Nothing was compared: the step still has to be launched and will meet the same failure.
             Err(VerifyError::Driver(source)) if !source.is_final() => return Ok(None),
             Err(VerifyError::Driver(source)) => {
                 return Err(CudaError::Driver { step: warm.name().to_owned(), source });
@@ -101,21 +103,21 @@ impl Machine {
     }
 }
 
-/// What the step at hand changes and what comes out of it. A step that feeds itself comes with the control block as the host
-/// knows it and its position.
+/// The current step's inputs that have to be restored and the results to compare. A step that feeds itself
+/// comes with the control block as the host knows it.
 fn live_step(
     plan: &Plan,
     segment: &Segment,
     warm: &WarmPlan,
-    resident: &Resident,
+    resident: &ResidentMemory,
     fed: Option<(&Feedback, &[u8])>,
 ) -> Result<LiveStep, DriverError> {
     let mut step = LiveStep { inputs: Vec::new(), ring: None, results: Vec::new(), digests: None };
     if let Some((feedback, _)) = fed {
         let feed = resident.feed_of(feedback.n_rows)?;
         step.inputs.extend([feed, resident.control]);
-        let unheard = (feed.slice(0, 8)?, UNHEARD);
-        step.ring = Some(LiveRing { unheard, entries: ring_entries(resident, feedback.n_rows)? });
+        let unreported = (feed.slice(0, 8)?, UNREPORTED);
+        step.ring = Some(LiveRing { unreported, entries: ring_entries(resident, feedback.n_rows)? });
         step.results.extend([feed.slice(8, feed.len() - 8)?, resident.control]);
     }
     let in_arena = |buf: &Buf| warm.space().contains(resident.arena(), *buf);
@@ -125,13 +127,13 @@ fn live_step(
     for operand in written {
         let Place::State(id) = plan.buffer(operand.buffer).place else { continue };
         match resident.state(id.idx()).kind {
-            // A row is written before it is read, so nothing of it has to be put back.
+            // A row is written before it is read, so nothing has to be restored.
             StateKind::Paged => {
                 if let Some((_, control)) = fed {
                     step.results.extend(written_blocks(plan, resident, id.idx(), control)?);
                 }
             }
-            // What is read is not written.
+            // A step reads one slot of the pair and writes the other.
             StateKind::Slots => {
                 if let Some((_, control)) = fed {
                     step.results.extend(written_slots(plan, resident, id.idx(), control)?);
@@ -147,17 +149,17 @@ fn live_step(
     Ok(step)
 }
 
-fn ring_entries(resident: &Resident, n_rows: usize) -> Result<Vec<Buf>, DriverError> {
+fn ring_entries(resident: &ResidentMemory, n_rows: usize) -> Result<Vec<Buf>, DriverError> {
     let payload = payload_bytes(n_rows);
     let stride = Ring::stride(payload).unwrap_or(0);
     let entry = |i: u32| resident.ring.slice(RING_HEADER_BYTES + u64::from(i) * stride + 8, payload as u64);
     (0..RING_ENTRIES).map(entry).collect()
 }
 
-/// The slots that the step's rows write to.
+/// Slots that the step's rows write.
 fn written_slots(
     plan: &Plan,
-    resident: &Resident,
+    resident: &ResidentMemory,
     state: usize,
     control: &[u8],
 ) -> Result<Vec<Buf>, DriverError> {
@@ -165,7 +167,7 @@ fn written_slots(
     let whole = resident.state_live(state)?;
     let bytes = whole.len() / slots.n_slots.max(1) as u64;
     let mut written = Vec::new();
-    // A step that feeds itself has one row of each sequence.
+    // A step that feeds itself has one row per sequence.
     for (row, position) in slots.positions.read(control).enumerate() {
         let (Ok(position), Ok(seq)) =
             (usize::try_from(position), usize::try_from(slots.seqs.at(control, row)))
@@ -179,11 +181,11 @@ fn written_slots(
     Ok(written)
 }
 
-/// The blocks of a cache that the step's rows write to. A row that has ended writes nothing: then its block is the same
-/// both times.
+/// Cache blocks that the step's rows write. A finished row writes nothing, so its block is the same in both
+/// runs.
 fn written_blocks(
     plan: &Plan,
-    resident: &Resident,
+    resident: &ResidentMemory,
     state: usize,
     control: &[u8],
 ) -> Result<Vec<Buf>, DriverError> {

@@ -1,4 +1,4 @@
-//! What can go wrong, in fields that a caller can match on.
+//! Errors of this crate, with fields that a caller can match on.
 
 use refrain_driver::DriverError;
 use refrain_graph::Reason;
@@ -12,21 +12,21 @@ pub enum CudaError {
     /// Graphs are required and a step could not be replayed.
     #[error("graphs are required, but {step} cannot be replayed: {reason}")]
     Required {
-        /// The step.
+        /// Name of the step.
         step: String,
-        /// Why not.
+        /// Why it cannot be replayed.
         reason: Reason,
     },
     /// The driver failed.
     #[error("{step}: {source}")]
     Driver {
-        /// What was being done.
+        /// The operation that failed.
         step: String,
-        /// What the driver said.
+        /// The driver's error.
         #[source]
         source: DriverError,
     },
-    /// A model, its cache and what a step needs do not fit on the device.
+    /// A model, its cache and the working memory of a step do not fit on the device.
     #[error("{0}")]
     DoesNotFit(Box<MemoryRefusal>),
     /// A plan needs a larger arena than allowed.
@@ -37,7 +37,7 @@ pub enum CudaError {
         /// Bytes allowed.
         limit_bytes: u64,
     },
-    /// There is no kernel for an op as it stands in a plan.
+    /// No kernel supports an op with its dtypes, shapes and layouts.
     #[error("there is no kernel for {op} at {label}: {because}")]
     NoKernel {
         /// Name of the op.
@@ -47,12 +47,12 @@ pub enum CudaError {
         /// Dtypes, shapes and layouts.
         because: String,
     },
-    /// Things of different models were brought together.
+    /// Arguments belong to a different model than this backend's.
     #[error("{what} do not belong to this backend's model: {because}")]
     Mismatch {
-        /// Which argument.
+        /// Name of the argument.
         what: &'static str,
-        /// How they differ.
+        /// The difference.
         because: String,
     },
     /// A host step of the plan failed.
@@ -60,30 +60,30 @@ pub enum CudaError {
     Host {
         /// Label of the step.
         label: String,
-        /// Its author's words.
+        /// The error message of the host call.
         because: String,
     },
-    /// A control block points outside what it indexes.
+    /// A control block holds an index that is out of range.
     #[error("{label}: {what} is {got}, must be below {limit}")]
     OutOfRange {
         /// The step input.
         label: String,
-        /// Which number.
+        /// Name of the index.
         what: &'static str,
-        /// Its value.
+        /// Value of the index.
         got: i64,
-        /// Its bound.
+        /// Exclusive upper bound.
         limit: usize,
     },
     /// The kernels could not be loaded.
     #[error("the kernels cannot be loaded: {0}")]
     Kernels(#[source] std::sync::Arc<refrain_kernels::KernelError>),
-    /// Fewer states to verify with than the rule asks for, or equal ones.
-    #[error("a graph is verified with {need} different control-block states, {got} were given")]
+    /// Fewer distinct verification cases than required.
+    #[error("a graph is verified with {need} different control-block states, got {got}")]
     TooFewCases {
-        /// States asked for.
+        /// Number of cases required.
         need: usize,
-        /// Different states given.
+        /// Number of distinct cases given.
         got: usize,
     },
 }
@@ -94,21 +94,21 @@ impl CudaError {
         move |source| CudaError::Driver { step, source }
     }
 
-    /// What to do about it, where there is something to do.
+    /// A hint at a remedy, if there is one.
     #[must_use]
     pub fn hint(&self) -> Option<String> {
         match self {
             CudaError::Required { reason: Reason::Profiling, .. } => {
-                Some("profile with --graph auto: timings per op need the eager path".into())
+                Some("profile with graph mode auto: timings per op need the eager path".into())
             }
             CudaError::Required { .. } => {
-                Some("pass --graph auto to go on without a graph, or --graph off".into())
+                Some("use graph mode auto to run such steps without a graph, or off".into())
             }
             CudaError::Driver { source, .. } => source.hint().map(str::to_owned),
-            CudaError::DoesNotFit(_) => Some(
-                "lower the context with -c, use a smaller or more quantised model, or free the card".into(),
-            ),
-            CudaError::ArenaTooLarge { .. } => Some("use smaller steps, or raise the arena's limit".into()),
+            CudaError::DoesNotFit(_) => {
+                Some("lower the context, use a smaller or more quantised model, or free GPU memory".into())
+            }
+            CudaError::ArenaTooLarge { .. } => Some("use smaller steps, or raise the arena limit".into()),
             CudaError::Kernels(source) => source.hint(),
             CudaError::NoKernel { .. } => {
                 Some("run it on the CPU, or convert the weights to another type".into())
@@ -120,7 +120,7 @@ impl CudaError {
         }
     }
 
-    /// The driver's code, where there is one.
+    /// The driver's error code, if any.
     #[must_use]
     pub(crate) fn code(&self) -> Option<u32> {
         match self {
@@ -137,7 +137,7 @@ impl CudaError {
         }
     }
 
-    /// What was sent last before the driver failed: step and kernel.
+    /// The last step and kernel launched before the driver failed.
     pub(crate) fn sent_last(&self) -> Option<String> {
         let CudaError::Driver { source: refrain_driver::DriverError::ContextLost(lost), .. } = self else {
             return None;
@@ -145,7 +145,7 @@ impl CudaError {
         lost.origin.as_ref().map(ToString::to_string)
     }
 
-    /// True when nothing runs on the device in this process any more.
+    /// Whether the device is unusable for the rest of this process.
     #[must_use]
     pub fn is_final(&self) -> bool {
         match self {
@@ -163,10 +163,10 @@ impl CudaError {
     }
 }
 
-/// Bytes as people read them, with the exact number where it is short.
-struct Size(u64);
+/// Formats a byte count, exactly where it is short and in binary units otherwise.
+struct DisplayBytes(u64);
 
-impl std::fmt::Display for Size {
+impl std::fmt::Display for DisplayBytes {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let scaled = |shift: u32| self.0 as f64 / (1_u64 << shift) as f64;
         match self.0 {
@@ -178,27 +178,27 @@ impl std::fmt::Display for Size {
     }
 }
 
-/// A model, its cache and what a step needs do not fit on a device.
+/// A model, its cache and the working memory of a step do not fit on a device.
 #[derive(Clone, Debug)]
 pub struct MemoryRefusal {
-    /// What is needed.
+    /// Bytes needed.
     pub need: Accounting,
     /// Bytes free on the device.
     pub free_bytes: u64,
-    /// Bytes of the device.
+    /// Total bytes of the device.
     pub total_bytes: u64,
-    /// The device.
+    /// Name of the device.
     pub device: String,
-    /// What other models of this process hold there.
+    /// Memory that other models of this process hold on the device.
     pub others: Vec<HeldBytes>,
 }
 
-/// What a model holds on a device.
+/// Device memory that a model holds.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HeldBytes {
-    /// The model, as [`crate::CudaOptions::model`] calls it.
+    /// Name of the model, from [`crate::CudaOptions::model`].
     pub model: String,
-    /// Its bytes: weights, states, and room for steps.
+    /// Bytes of weights, states and working memory of steps.
     pub bytes: u64,
 }
 
@@ -208,19 +208,19 @@ impl std::fmt::Display for MemoryRefusal {
         write!(
             f,
             "{} are needed (weights {}, KV cache {}, arena {}, workspace {}), {} of {} are free on {device}",
-            Size(need.total()),
-            Size(need.weight_bytes),
-            Size(need.kv_bytes),
-            Size(need.arena_bytes),
-            Size(need.workspace_bytes),
-            Size(*free_bytes),
-            Size(*total_bytes),
+            DisplayBytes(need.total()),
+            DisplayBytes(need.weight_bytes),
+            DisplayBytes(need.kv_bytes),
+            DisplayBytes(need.arena_bytes),
+            DisplayBytes(need.workspace_bytes),
+            DisplayBytes(*free_bytes),
+            DisplayBytes(*total_bytes),
         )?;
         let mut others = others.iter();
         if let Some(first) = others.next() {
-            write!(f, "; {} holds {}", first.model, Size(first.bytes))?;
+            write!(f, "; {} holds {}", first.model, DisplayBytes(first.bytes))?;
         }
-        others.try_for_each(|held| write!(f, ", {} holds {}", held.model, Size(held.bytes)))
+        others.try_for_each(|held| write!(f, ", {} holds {}", held.model, DisplayBytes(held.bytes)))
     }
 }
 
@@ -229,7 +229,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_does_not_fit_is_told_in_numbers_with_a_way_out() {
+    fn a_memory_refusal_reports_sizes_and_a_hint() {
         let need = Accounting {
             weight_bytes: 16 << 30,
             kv_bytes: 1 << 30,
@@ -252,6 +252,6 @@ mod tests {
         refusal.others = vec![held("llama", 11 << 30), held("qwen3", 20 << 20)];
         let error = CudaError::DoesNotFit(Box::new(refusal));
         assert_eq!(error.to_string(), format!("{text}; llama holds 11.00 GiB, qwen3 holds 20.0 MiB"));
-        assert!(error.hint().unwrap().contains("-c"));
+        assert!(error.hint().unwrap().contains("lower the context"));
     }
 }

@@ -1,4 +1,4 @@
-//! Mixtures of experts: which kernels their ops are.
+//! Lowers mixture-of-experts ops to launches.
 
 use refrain_driver::{Buf, Launch};
 use refrain_graph::{ExpertGate, MoeOp, Operand, Place, Step, TensorType};
@@ -10,36 +10,36 @@ use refrain_tensor::DType;
 
 use crate::lower::Lowering;
 
-/// Why there is no kernel for an op with these inputs.
+/// The reason why no kernel supports an op with these inputs.
 pub(crate) fn unsupported(op: &MoeOp, ins: &[TensorType]) -> Option<&'static str> {
     let no = |bad: bool, because| bad.then_some(because);
     let weights = match op {
         MoeOp::Route(route) => {
             let groups = route.groups.map_or(0, |groups| groups.n_groups);
             let n_experts = ins[0].shape.dim_back(0);
-            return no(route.n_choices > MAX_CHOICES, "at most 64 choices of a row")
-                .or(no(groups > MAX_ROUTE_GROUPS, "at most 64 groups"))
-                .or(no(n_experts > MAX_EXPERTS, "at most 4096 experts"));
+            return no(route.n_choices > MAX_CHOICES, "more than 64 experts per row")
+                .or(no(groups > MAX_ROUTE_GROUPS, "more than 64 groups of experts"))
+                .or(no(n_experts > MAX_EXPERTS, "more than 4096 experts"));
         }
         MoeOp::Gated(gate) => 2..2 + gate.n_weights(),
         MoeOp::Summed { .. } => 3..4,
     };
     let of = &ins[weights.clone()];
     let tiles = |ty: &TensorType| match op {
-        // Both halves begin with a tile.
+        // Gate and up rows each start on a tile boundary.
         MoeOp::Gated(ExpertGate { joined: true, .. }) => ty.shape.dims()[1].is_multiple_of(16),
         MoeOp::Gated(_) | MoeOp::Summed { .. } | MoeOp::Route(_) => ty.shape.dims()[1].is_multiple_of(8),
     };
     let is_packed = |ty: &TensorType| PACKED_DTYPES.contains(&ty.dtype);
-    no(ins[0].dtype != DType::F32, "activations are F32")
-        .or(no(ins[1].shape.dim_back(0) > MAX_CHOICES, "at most 64 choices of a row"))
+    no(ins[0].dtype != DType::F32, "activations must be F32")
+        .or(no(ins[1].shape.dim_back(0) > MAX_CHOICES, "more than 64 experts per row"))
         .or(no(!of.iter().all(|ty| has_experts(ty.dtype)), "no kernel reads experts of this dtype"))
-        .or(no(of.iter().any(|ty| ty.dtype != of[0].dtype), "gate and up are of one dtype"))
+        .or(no(of.iter().any(|ty| ty.dtype != of[0].dtype), "gate and up must have one dtype"))
         .or(no(
             of.iter().any(|ty| is_packed(ty) && !tiles(ty)),
-            "the rows of quantised experts are whole tiles of eight",
+            "the rows of a quantised expert must be a multiple of 8",
         ))
-        .or(no(ins[weights.end..].iter().any(|ty| ty.dtype != DType::F32), "biases of experts are F32"))
+        .or(no(ins[weights.end..].iter().any(|ty| ty.dtype != DType::F32), "biases of experts must be F32"))
 }
 
 fn sizes(op: &MoeOp, step: &Step) -> ExpertSizes {
@@ -57,7 +57,7 @@ fn sizes(op: &MoeOp, step: &Step) -> ExpertSizes {
     }
 }
 
-/// The scratch that the launches of a step share.
+/// Scratch that the launches of a step share.
 pub(crate) fn scratch_bytes(op: &MoeOp, step: &Step) -> u64 {
     let n_products = match op {
         MoeOp::Route(_) => return 0,

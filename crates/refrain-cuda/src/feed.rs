@@ -1,42 +1,45 @@
-//! What steps that feed themselves have on the device besides the plan's control block, and the messages that fill it.
+//! Device memory of steps that feed themselves, in addition to the plan's control block, and the messages
+//! that fill it.
 //!
 //! ```text
-//! control region   .. | count u64 | CommitState of each row | ids that end each row | the plan's control block
-//! ring region      pinned: one entry for each step that was sent and not taken, with a result for each row
-//! edits region     changes of rows on their way into the control region
+//! control region   .. | count u64 | CommitState per row | end ids per row | the plan's control block
+//! ring region      pinned: one entry per step in flight or not collected, with a result per row
+//! edits region     edits of rows, on the way into the control region
 //! ```
 //!
-//! The header of a run lies right before the control block, however many rows it has. The host writes both at once when a
-//! run begins. From then on count, states and the changing fields of the control block are the device's. The host changes
-//! rows and block tables by [`Edits`], which take effect between two steps.
+//! The header of a run ends where the control block starts, for any number of rows. The host writes both at
+//! once when a run starts. From then on, the count, the states and the changing fields of the control block
+//! belong to the device. The host edits rows and block tables through [`Edits`], which take effect between
+//! two steps.
 
 use refrain_driver::{Buf, DriverError, Launch, Ring};
 use refrain_graph::{Feedback, Field, Plan, RowLimits, Run, RunEdits, SegmentKind};
 use refrain_kernels::{CommitArgs, CommitEntry, CommitRing, CommitState, Edits, Kernels};
 
 use crate::error::CudaError;
-use crate::resident::Resident;
+use crate::resident::ResidentMemory;
 use crate::warm::WarmPlan;
 
-/// Results that may be under way: twice the most steps that are sent ahead.
+/// Maximum number of uncollected results: twice the maximum number of steps launched ahead.
 pub(crate) const RING_ENTRIES: u32 = 64;
-/// The most steps that may be under way.
+/// Maximum number of steps in flight.
 pub(crate) const MAX_AHEAD: usize = RING_ENTRIES as usize / 2;
-/// The most steps of several rows that may be under way: a sequence that joins waits for them.
+/// Maximum number of steps of several rows in flight: a sequence that joins waits for them.
 pub(crate) const MAX_AHEAD_OF_ROWS: usize = 4;
-/// The most rows that feed themselves.
+/// Maximum number of rows that feed themselves.
 pub(crate) const MAX_ROWS: usize = 512;
 /// Bytes of the ring.
 pub(crate) const RING_BYTES: u64 = ring_bytes(MAX_ROWS);
-/// Bytes of the region for edits: about ten rows at once.
+/// Bytes of the edits region: about ten rows at once.
 pub(crate) const EDIT_BYTES: u64 = 64 << 10;
 
-/// Ids that the device knows of each row; the host finds a row's end by any others, and then drops what was sent ahead.
+/// End ids per row that the device checks. The host detects all others, and then discards the steps launched
+/// ahead.
 const MAX_END: usize = 16;
-/// Bytes for the largest header.
+/// Bytes of the largest header.
 pub(crate) const FEED_BYTES: u64 = (FeedLayout { n_rows: MAX_ROWS }.bytes() as u64).next_multiple_of(256);
 
-/// What lies where in the header of a run.
+/// Layout of a run header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct FeedLayout {
     pub(crate) n_rows: usize,
@@ -45,7 +48,7 @@ pub(crate) struct FeedLayout {
 impl FeedLayout {
     const STATES: usize = 32;
 
-    /// All of it.
+    /// Size of the header.
     pub(crate) const fn bytes(self) -> usize {
         self.ends() + 4 * MAX_END * self.n_rows
     }
@@ -58,19 +61,19 @@ impl FeedLayout {
         FeedLayout::STATES + size_of::<CommitState>() * row
     }
 
-    /// The ids of one rank lie together, so that neighbouring rows read neighbouring words.
+    /// End ids of the same rank are contiguous, so that neighbouring rows read neighbouring words.
     const fn end(self, row: usize, idx: usize) -> usize {
         self.ends() + 4 * (idx * self.n_rows + row)
     }
 
-    /// What the host writes in front of the control block when a run begins.
+    /// Header that the host writes in front of the control block when a run starts.
     pub(crate) fn header(self, count: u64, rows: &[(CommitState, &[u32])]) -> Vec<u8> {
         let mut bytes = vec![0; self.bytes()];
         bytes[..8].copy_from_slice(&count.to_le_bytes());
         bytes[self.ends()..].fill(0xFF);
         for (row, (state, ends)) in rows.iter().enumerate().take(self.n_rows) {
-            let at = self.state(row);
-            bytes[at..at + size_of::<CommitState>()].copy_from_slice(bytemuck::bytes_of(state));
+            let start = self.state(row);
+            bytes[start..start + size_of::<CommitState>()].copy_from_slice(bytemuck::bytes_of(state));
             for (idx, id) in ends.iter().enumerate().take(MAX_END) {
                 bytes[self.end(row, idx)..][..4].copy_from_slice(&id.to_le_bytes());
             }
@@ -79,9 +82,9 @@ impl FeedLayout {
     }
 }
 
-/// Bytes of the part of the ring that a run of so many rows uses.
+/// Bytes of the ring that a run of `n_rows` rows uses.
 pub(crate) const fn ring_bytes(n_rows: usize) -> u64 {
-    Ring::bytes(RING_ENTRIES, payload_bytes(n_rows)).expect("a few entries fit")
+    Ring::bytes(RING_ENTRIES, payload_bytes(n_rows)).expect("a ring of a few entries fits")
 }
 
 /// Bytes of the results of one step.
@@ -89,13 +92,13 @@ pub(crate) const fn payload_bytes(n_rows: usize) -> usize {
     n_rows * size_of::<CommitEntry>()
 }
 
-/// The feedback of a plan whose every step is on the device.
+/// Feedback of a plan that runs entirely on the device, in one segment.
 pub(crate) fn feedback(plan: &Plan) -> Option<Feedback> {
     let on_device = plan.segments().iter().all(|s| s.kind == SegmentKind::Recordable);
     Feedback::of(plan).filter(|f| f.n_rows <= MAX_ROWS && on_device && plan.segments().len() == 1)
 }
 
-/// A row's state when it begins; padding has ended.
+/// Initial state of a row. Padding starts as ended.
 pub(crate) fn commit_state(limits: Option<&RowLimits>) -> CommitState {
     let word = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
     let Some(limits) = limits else { return CommitState { done: 1, ..bytemuck::Zeroable::zeroed() } };
@@ -111,11 +114,11 @@ pub(crate) fn commit_state(limits: Option<&RowLimits>) -> CommitState {
     }
 }
 
-/// Adds the commit of a plan's choices.
+/// Adds the commit of a plan's choices to `warm`.
 pub(crate) fn push_commit(
     kernels: &Kernels,
     plan: &Plan,
-    resident: &Resident,
+    resident: &ResidentMemory,
     feedback: &Feedback,
     warm: &mut WarmPlan,
 ) -> Result<(), CudaError> {
@@ -124,7 +127,7 @@ pub(crate) fn push_commit(
     let field = |f: Field| resident.control.slice(f.offset as u64, 4 * f.len as u64).map_err(failed);
     let layout = FeedLayout { n_rows: feedback.n_rows };
     let header = resident.feed_of(feedback.n_rows).map_err(failed)?;
-    let feed = |at: usize, bytes: usize| header.slice(at as u64, bytes as u64).map_err(failed);
+    let feed = |start: usize, bytes: usize| header.slice(start as u64, bytes as u64).map_err(failed);
     let ring = resident.ring.slice(0, ring_bytes(feedback.n_rows)).map_err(failed)?;
     let args = CommitArgs {
         token: output(feedback.token)?,
@@ -160,8 +163,8 @@ pub(crate) fn push_commit(
 
 const STEP: &str = "commit";
 
-/// The launch that puts edits in place.
-pub(crate) fn edit_launch(kernels: &Kernels, resident: &Resident) -> Result<Launch, CudaError> {
+/// Launch that applies edits.
+pub(crate) fn edit_launch(kernels: &Kernels, resident: &ResidentMemory) -> Result<Launch, CudaError> {
     kernels.edit(resident.message, resident.edits, "edit").map_err(|e| no_kernel("edit", &e))
 }
 
@@ -169,14 +172,15 @@ fn no_kernel(op: &'static str, error: &refrain_kernels::KernelError) -> CudaErro
     CudaError::NoKernel { op, label: op.into(), because: error.to_string() }
 }
 
-/// What has changed in a run, as messages that each fit into the region for edits.
+/// Edits of a run, as messages that each fit into the edits region.
 pub(crate) fn messages(run: &Run, edits: &RunEdits) -> Vec<Edits> {
     let control = run.control();
     let n_rows = run.feedback().n_rows;
     let layout = FeedLayout { n_rows };
-    let control_at = FEED_BYTES as usize;
-    let header_at = control_at - layout.bytes();
-    // Of places that were changed more than once the last value counts, which all of them would read.
+    let control_start = FEED_BYTES as usize;
+    let header_start = control_start - layout.bytes();
+    // Merge overlapping ranges: words are read from the current control block, so the latest value is sent
+    // once.
     let mut pieces: Vec<(usize, usize)> = edits.fields.iter().map(|f| (f.offset / 4, f.len)).collect();
     pieces.sort_unstable();
     let mut messages = Messages(vec![Edits::default()]);
@@ -187,7 +191,7 @@ pub(crate) fn messages(run: &Run, edits: &RunEdits) -> Vec<Edits> {
             let words: Vec<u32> = (from..end)
                 .map(|i| control.get(4 * i..4 * i + 4).map_or(u32::MAX, bytemuck::pod_read_unaligned))
                 .collect();
-            messages.push(control_at / 4 + from, &words);
+            messages.push(control_start / 4 + from, &words);
             done = end;
         }
     }
@@ -196,10 +200,10 @@ pub(crate) fn messages(run: &Run, edits: &RunEdits) -> Vec<Edits> {
     rows.dedup();
     for row in rows {
         let limits = run.limits(row);
-        messages.push((header_at + layout.state(row)) / 4, bytemuck::cast_slice(&[commit_state(limits)]));
+        messages.push((header_start + layout.state(row)) / 4, bytemuck::cast_slice(&[commit_state(limits)]));
         let ends = limits.map_or(&[][..], |limits| &limits.end);
         let ids = ends.iter().copied().chain(std::iter::repeat(u32::MAX)).take(MAX_END);
-        ids.enumerate().for_each(|(idx, id)| messages.push((header_at + layout.end(row, idx)) / 4, &[id]));
+        ids.enumerate().for_each(|(idx, id)| messages.push((header_start + layout.end(row, idx)) / 4, &[id]));
     }
     messages.0.retain(|edits| !edits.is_empty());
     messages.0
@@ -213,7 +217,7 @@ impl Messages {
         let mut to = to as u32;
         while !words.is_empty() {
             let Some(last) = self.0.last_mut() else { unreachable!("there is always one") };
-            // A piece longer than a message is cut.
+            // A range longer than a message is split.
             let n = words.len().min(MOST / 2);
             if last.n_words_with(n) > MOST {
                 self.0.push(Edits::default());
@@ -225,8 +229,8 @@ impl Messages {
     }
 }
 
-impl Resident {
-    /// The header of a run of so many rows.
+impl ResidentMemory {
+    /// Header of a run with `n_rows` rows.
     pub(crate) fn feed_of(&self, n_rows: usize) -> Result<Buf, DriverError> {
         let bytes = FeedLayout { n_rows }.bytes() as u64;
         self.feed.slice(FEED_BYTES.saturating_sub(bytes), bytes)

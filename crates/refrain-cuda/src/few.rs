@@ -1,17 +1,17 @@
-//! Products of a few rows with packed weights: the rows rounded once, each weight read once.
+//! Matrix products of a few rows with packed weights: rows are rounded once and each weight is read once.
 
 use refrain_driver::{Buf, Launch};
 use refrain_graph::Step;
 use refrain_kernels::{
-    FewArgs, FewPart, FewRowsArgs, KernelError, MAX_FEW_PARTS, MAX_FEW_ROWS, ProductArgs, ProductPart,
+    FewArgs, FewPart, FewRowsArgs, KernelError, MAX_FEW_PARTS, MAX_FEW_ROWS, ProductArgs, ProductWeight,
     few_bytes,
 };
 
 use crate::lower::Lowering;
 
 impl Lowering<'_> {
-    /// Products of the same rows with packed weights of one dtype. More rows than go together, of a matrix that is too
-    /// large to be decoded, are taken in turns.
+    /// Matrix products of the same rows with packed weights of one dtype. When a matrix is too large to be
+    /// decoded and has more rows than one launch takes, they run in several passes.
     pub(crate) fn few(
         &self,
         steps: &[&Step],
@@ -30,21 +30,21 @@ impl Lowering<'_> {
         }
         if m == 1 {
             for (w, y, n, step) in weights {
-                launches.push(self.one_row(x, ProductPart { w, dtype, bias: None, y, n }, k, step)?);
+                launches.push(self.one_row(x, ProductWeight { w, dtype, bias: None, y, n }, k, step)?);
             }
             return Ok(());
         }
-        let row = |buf: Buf, at: usize, n_rows: usize, n: usize| {
-            buf.slice(4 * (at * n) as u64, 4 * (n_rows * n) as u64)
+        let row = |buf: Buf, start: usize, n_rows: usize, n: usize| {
+            buf.slice(4 * (start * n) as u64, 4 * (n_rows * n) as u64)
         };
-        for at in (0..m).step_by(MAX_FEW_ROWS) {
-            let m = (m - at).min(MAX_FEW_ROWS);
+        for start in (0..m).step_by(MAX_FEW_ROWS) {
+            let m = (m - start).min(MAX_FEW_ROWS);
             let rows = scratch.slice(0, few_bytes(m, k).unwrap_or(usize::MAX) as u64)?;
-            let x = row(x, at, m, k)?;
+            let x = row(x, start, m, k)?;
             launches.push(self.kernels.few_rows(&FewRowsArgs { x, rows, m, k, step: &first.label })?);
             for set in weights.chunks(MAX_FEW_PARTS) {
                 let part = |&(w, y, n, _): &(Buf, Buf, usize, &str)| {
-                    Ok::<_, KernelError>(FewPart { w, y: row(y, at, m, n)?, n })
+                    Ok::<_, KernelError>(FewPart { w, y: row(y, start, m, n)?, n })
                 };
                 let parts = set.iter().map(part).collect::<Result<Vec<_>, _>>()?;
                 let label = set.iter().map(|(_, _, _, label)| *label).collect::<Vec<_>>().join(" + ");
@@ -55,7 +55,7 @@ impl Lowering<'_> {
         Ok(())
     }
 
-    fn one_row(&self, a: Buf, part: ProductPart, k: usize, step: &str) -> Result<Launch, KernelError> {
+    fn one_row(&self, a: Buf, part: ProductWeight, k: usize, step: &str) -> Result<Launch, KernelError> {
         self.kernels.product(&ProductArgs {
             a,
             b: None,

@@ -1,7 +1,9 @@
-//! Decode steps that feed themselves: sent by the device thread, taken by whoever asks for tokens.
+//! Decode steps that feed themselves: launched by the device thread, collected by the caller that wants
+//! tokens.
 //!
-//! The run belongs to the taker: [`Run`] knows its rows, what was sent and what was taken. The device thread has what it
-//! needs to send the next step ([`Followed`]), and the [`Pump`](crate::pump::Pump) is the way between the two.
+//! The run belongs to the caller: [`Run`] knows its rows and counts launched and collected steps. The device
+//! thread keeps what it needs to launch the next step ([`Followed`]). The [`Pump`](crate::pump::Pump)
+//! connects the two.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -12,34 +14,34 @@ use refrain_graph::{
 use refrain_kernels::{CommitEntry, Edits};
 
 use crate::backend::{CudaBackend, CudaCompiled};
+use crate::device_model::{DeviceModel, FetchedOutputs, ProgramId};
 use crate::error::CudaError;
 use crate::feed::{FEED_BYTES, FeedLayout, commit_state, messages};
-use crate::machine::{Found, Machine, ProgramId};
 
-/// How long a result is waited for before the device thread is asked to look for errors; then twice that, and so on.
-const FIRST_LOOK: Duration = Duration::from_micros(250);
-/// The longest between two looks.
-const LAST_LOOK: Duration = Duration::from_millis(20);
-/// How often one look asks the driver. The simulated device gets a few kernels further each time.
-const ASKS: usize = 8;
+/// Time to wait for a result before the device thread checks for errors. It doubles with each check.
+const FIRST_CHECK: Duration = Duration::from_micros(250);
+/// Maximum time between two checks.
+const LAST_CHECK: Duration = Duration::from_millis(20);
+/// Driver queries per check. The simulated device executes a few kernels at each query.
+const N_QUERIES: usize = 8;
 
-const SEND: &str = "sending steps";
-const LOOK: &str = "looking after steps";
-const SETTLE: &str = "waiting for steps sent ahead";
+const SEND: &str = "launching steps";
+const CHECK: &str = "checking steps";
+const DRAIN: &str = "waiting for steps launched ahead";
 
-/// The run whose steps the device thread sends.
+/// The run whose steps the device thread launches.
 pub(crate) struct Followed {
     id: ProgramId,
     feedback: Feedback,
-    /// The control block of the next step as far as the host knows it: a row that has ended seems to go on.
+    /// Control block of the next step as the host knows it: rows that have ended appear to continue.
     control: Vec<u8>,
-    /// What was asked for and not sent yet, in order.
-    owed: VecDeque<Owed>,
+    /// Requested steps and edits that have not been launched, in order.
+    requested: VecDeque<RequestedSteps>,
 }
 
-/// Steps to send, and what changes in front of them.
+/// Steps to launch, and edits to apply before them.
 #[derive(Default)]
-struct Owed {
+struct RequestedSteps {
     states: Vec<(usize, ByteEdit)>,
     edits: Vec<Edits>,
     n_steps: usize,
@@ -53,7 +55,7 @@ impl Followed {
     fn apply(&mut self, edits: &Edits) {
         for (to, words) in edits.pieces() {
             let bytes: &[u8] = bytemuck::cast_slice(words);
-            // Pieces before the control block are of the header.
+            // Ranges before the control block belong to the header.
             let start = (4 * to).checked_sub(FEED_BYTES as usize);
             let place = start.and_then(|start| self.control.get_mut(start..start + bytes.len()));
             if let Some(place) = place {
@@ -62,7 +64,7 @@ impl Followed {
         }
     }
 
-    /// A step was sent.
+    /// Accounts for a launched step.
     fn advance(&mut self) {
         let words = self.control.get_mut(self.feedback.positions.range()).unwrap_or_default();
         for word in words.as_chunks_mut::<4>().0 {
@@ -72,47 +74,47 @@ impl Followed {
     }
 }
 
-impl Machine {
-    /// Brings the first step's inputs to the device.
+impl DeviceModel {
+    /// Uploads the first step's inputs.
     fn begin(&mut self, id: ProgramId, header: &[u8], control: Vec<u8>) -> Result<(), CudaError> {
         self.stream.set_limit(self.options.step_limit);
-        let Some(program) = self.programs.get(&id) else { return Err(Machine::gone()) };
+        let Some(program) = self.programs.get(&id) else { return Err(DeviceModel::gone()) };
         program.lowered()?;
-        let Some(resident) = &mut self.resident else { return Err(Machine::gone()) };
-        let Some(feedback) = program.feedback else { return Err(Machine::gone()) };
+        let Some(resident) = &mut self.resident else { return Err(DeviceModel::gone()) };
+        let Some(feedback) = program.feedback else { return Err(DeviceModel::gone()) };
         if self.pump.n_pending() > 0 {
-            // Left by a run that failed.
-            self.stream.synchronize().map_err(CudaError::driver(SETTLE))?;
+            // A failed run left these.
+            self.stream.synchronize().map_err(CudaError::driver(DRAIN))?;
         }
         self.pump.restart(feedback.n_rows).map_err(CudaError::driver("beginning a run"))?;
         let sent = resident.send_control(&mut self.stream, Some(header), &control);
-        sent.map_err(CudaError::driver("sending the control block"))?;
-        self.followed = Some(Followed { id, feedback, control, owed: VecDeque::new() });
+        sent.map_err(CudaError::driver("uploading the control block"))?;
+        self.followed = Some(Followed { id, feedback, control, requested: VecDeque::new() });
         Ok(())
     }
 
-    /// Changes rows behind the steps that were sent.
+    /// Edits rows, after the launched steps.
     fn edit(&mut self, edits: &[Edits]) -> Result<(), CudaError> {
         let (Some(followed), Some(resident)) = (&mut self.followed, &mut self.resident) else {
-            return Err(Machine::gone());
+            return Err(DeviceModel::gone());
         };
-        let Some(program) = self.programs.get(&followed.id) else { return Err(Machine::gone()) };
-        let Some(launch) = &program.lowered()?.edit else { return Err(Machine::gone()) };
+        let Some(program) = self.programs.get(&followed.id) else { return Err(DeviceModel::gone()) };
+        let Some(launch) = &program.lowered()?.edit else { return Err(DeviceModel::gone()) };
         for edits in edits {
             let sent = resident.send_edits(&mut self.stream, launch, edits);
-            sent.map_err(CudaError::driver("changing the rows of a run"))?;
+            sent.map_err(CudaError::driver("editing the rows of a run"))?;
             followed.apply(edits);
         }
         Ok(())
     }
 
-    /// Sends the next step, whose inputs are on the device already.
+    /// Launches the next step, whose inputs are already on the device.
     fn send_next(&mut self) -> Result<Ran, CudaError> {
         let Some(id) = self.followed.as_ref().map(|followed| followed.id) else {
-            return Err(Machine::gone());
+            return Err(DeviceModel::gone());
         };
         if !self.pump.reserve() {
-            return Err(CudaError::Mismatch { what: "runs", because: "the ring has no room".into() });
+            return Err(CudaError::Mismatch { what: "runs", because: "the ring is full".into() });
         }
         self.n_decoded += 1;
         let compared = if self.is_comparison_due() { self.send_compared(id)? } else { None };
@@ -123,14 +125,14 @@ impl Machine {
         Ok(ran)
     }
 
-    /// A run of one step.
+    /// Runs a single step as a run of its own.
     pub(crate) fn run_fed(
         &mut self,
         id: ProgramId,
         control: &[u8],
         feedback: &Feedback,
-    ) -> Result<(Ran, Found), CudaError> {
-        let Some(program) = self.programs.get(&id) else { return Err(Machine::gone()) };
+    ) -> Result<(Ran, FetchedOutputs), CudaError> {
+        let Some(program) = self.programs.get(&id) else { return Err(DeviceModel::gone()) };
         program.lowered()?;
         program.check(control)?;
         let limits = RowLimits { n_positions: usize::MAX, n_choices: 1, ..RowLimits::default() };
@@ -138,13 +140,13 @@ impl Machine {
         let header = FeedLayout { n_rows: feedback.n_rows }.header(0, &rows);
         self.begin(id, &header, control.to_vec())?;
         let sent = self.send_next();
-        // Over, however it ends: nothing follows this step.
+        // The run is over even on an error: no step follows.
         self.followed = None;
         let ran = sent?;
         let entries = self.pump.take(&mut self.stream, self.options.step_limit);
         let entries = entries.map_err(CudaError::driver("a step"))?;
         if entries.iter().all(|entry| StepFlags(entry.flags).has(StepFlags::PAST_END)) {
-            // Padding: what came out of it is still where the plan put it.
+            // Padding only: the results are still in the plan's output buffers.
             return Ok((ran, Vec::new()));
         }
         let tokens = entries.iter().flat_map(|entry| entry.token.to_le_bytes()).collect();
@@ -152,48 +154,54 @@ impl Machine {
         Ok((ran, vec![(feedback.token, tokens), (feedback.logprob, logprobs)]))
     }
 
-    /// Sends `n` more steps behind those that are owed, with changes in front of them.
+    /// Launches `n_steps` more steps after the requested ones, with edits before them.
     fn send_steps(&mut self, n_steps: usize, edits: Vec<Edits>) {
         if let Some(followed) = &mut self.followed {
-            followed.owed.push_back(Owed { edits, n_steps, ..Owed::default() });
+            followed.requested.push_back(RequestedSteps { edits, n_steps, ..RequestedSteps::default() });
         }
-        self.send_owed();
+        self.send_requested();
     }
 
-    /// Has edits of states wait behind the steps that are owed; gives them back where none is.
-    pub(crate) fn owe_state_edits(
+    /// Defers state edits until the requested steps are launched; returns them if there are none.
+    pub(crate) fn defer_state_edits(
         &mut self,
         states: Vec<(usize, ByteEdit)>,
     ) -> Option<Vec<(usize, ByteEdit)>> {
         match &mut self.followed {
-            Some(followed) if !followed.owed.is_empty() => {
-                followed.owed.push_back(Owed { states, ..Owed::default() });
+            Some(followed) if !followed.requested.is_empty() => {
+                followed.requested.push_back(RequestedSteps { states, ..RequestedSteps::default() });
                 None
             }
             _ => Some(states),
         }
     }
 
-    /// Sends what is owed, or a part of it: while a graph has to be made or a step is to be compared, only when all those
-    /// before were taken, since both write to the ring. Whoever takes the last of them asks for the rest. Changes keep
-    /// their place among the steps.
-    fn send_owed(&mut self) {
+    /// Launches the requested steps, or some of them. A graph that has to be recorded and a step that is to
+    /// be compared both write to the ring, so they wait until all earlier steps are collected; the caller
+    /// that collects the last one requests the remaining steps. Edits keep their position among the steps.
+    fn send_requested(&mut self) {
         while let Some(followed) = &mut self.followed {
             let id = followed.id;
-            let Some(owed) = followed.owed.front_mut() else { return };
-            if owed.n_steps == 0 && owed.states.is_empty() {
-                followed.owed.pop_front();
+            let Some(requested) = followed.requested.front_mut() else { return };
+            if requested.n_steps == 0 && requested.states.is_empty() {
+                followed.requested.pop_front();
                 continue;
             }
             if self.pump.is_stopped() {
                 return;
             }
-            let (states, edits) = (std::mem::take(&mut owed.states), std::mem::take(&mut owed.edits));
+            let (states, edits) =
+                (std::mem::take(&mut requested.states), std::mem::take(&mut requested.edits));
             let edited = if states.is_empty() { Ok(()) } else { self.enqueue_state_edits(&states) };
             if let Err(error) = edited.and_then(|()| self.edit(&edits)) {
                 return self.pump.fail(error, true);
             }
-            if self.followed.as_ref().and_then(|f| f.owed.front()).is_some_and(|owed| owed.n_steps == 0) {
+            if self
+                .followed
+                .as_ref()
+                .and_then(|f| f.requested.front())
+                .is_some_and(|requested| requested.n_steps == 0)
+            {
                 continue;
             }
             let uses_ring = self.wants_graph(id) || self.is_next_compared();
@@ -204,16 +212,18 @@ impl Machine {
                 Ok(ran) => self.pump.sent(ran),
                 Err(error) => return self.pump.fail(error, true),
             }
-            if let Some(owed) = self.followed.as_mut().and_then(|followed| followed.owed.front_mut()) {
-                owed.n_steps -= 1;
+            if let Some(requested) =
+                self.followed.as_mut().and_then(|followed| followed.requested.front_mut())
+            {
+                requested.n_steps -= 1;
             }
         }
     }
 
-    /// Looks for errors of the steps under way.
-    fn look(&mut self) {
+    /// Checks the steps in flight for errors.
+    fn check_in_flight(&mut self) {
         let n_sent = self.pump.n_sent();
-        for _ in 0..ASKS {
+        for _ in 0..N_QUERIES {
             match self.stream.is_done() {
                 Ok(true) => return self.pump.done(n_sent),
                 Ok(false) => {}
@@ -224,21 +234,22 @@ impl Machine {
         }
     }
 
-    /// Waits for every step that was sent. Steps that are owed are not sent; edits of states behind them are made.
-    pub(crate) fn settle(&mut self) -> Result<(), CudaError> {
-        let owed = self.followed.take().map(|followed| followed.owed).unwrap_or_default();
-        let mut owed = owed.iter().filter(|owed| !owed.states.is_empty());
-        let edited = owed.try_for_each(|owed| self.enqueue_state_edits(&owed.states));
-        self.stream.synchronize().map_err(CudaError::driver(SETTLE))?;
-        self.pump.forget();
+    /// Waits for all launched steps. Requested steps are not launched, but state edits among them are
+    /// applied.
+    pub(crate) fn drain(&mut self) -> Result<(), CudaError> {
+        let requested = self.followed.take().map(|followed| followed.requested).unwrap_or_default();
+        let mut requested = requested.iter().filter(|requested| !requested.states.is_empty());
+        let edited = requested.try_for_each(|requested| self.enqueue_state_edits(&requested.states));
+        self.stream.synchronize().map_err(CudaError::driver(DRAIN))?;
+        self.pump.discard();
         edited
     }
 }
 
-const STEP: &str = "a step sent ahead";
+const STEP: &str = "a step launched ahead";
 
 impl CudaBackend {
-    /// Has `n` more steps of a run sent, without waiting for that.
+    /// Has `n` more steps of a run launched, without waiting for that.
     pub(crate) fn send_ahead(
         &mut self,
         compiled: &CudaCompiled,
@@ -248,7 +259,7 @@ impl CudaBackend {
         let out = |OutOfBounds { label, what, got, limit }| CudaError::OutOfRange { label, what, got, limit };
         let is_first = run.n_sent() == 0;
         if !is_first && self.running != Some(run.id()) {
-            return Err(CudaError::Mismatch { what: "runs", because: "another one has begun since".into() });
+            return Err(CudaError::Mismatch { what: "runs", because: "a later one has started".into() });
         }
         let checked = run.check(compiled.plan().bounds(), n).map_err(out);
         if is_first {
@@ -258,7 +269,7 @@ impl CudaBackend {
         }
         run.sent(n);
         if let Err(error) = checked {
-            // Results of steps sent before may be there: they are taken first.
+            // Results of earlier steps may be available: they are collected first.
             self.pump.fail(error, true);
             return Ok(());
         }
@@ -272,76 +283,78 @@ impl CudaBackend {
             };
             let rows: Vec<_> = (0..n_rows).map(row).collect();
             let header = FeedLayout { n_rows }.header(0, &rows);
-            return self.post(SEND, move |machine| match machine.begin(id, &header, control) {
-                Ok(()) => machine.send_steps(n, Vec::new()),
-                Err(error) => machine.pump.fail(error, true),
+            return self.post(SEND, move |m| match m.begin(id, &header, control) {
+                Ok(()) => m.send_steps(n, Vec::new()),
+                Err(error) => m.pump.fail(error, true),
             });
         }
         let edits = if edits.is_empty() { Vec::new() } else { messages(run, &edits) };
-        let posted = self.post(SEND, move |machine| machine.send_steps(n, edits));
+        let posted = self.post(SEND, move |m| m.send_steps(n, edits));
         if let Err(error) = posted {
             self.pump.fail(error, true);
         }
         Ok(())
     }
 
-    /// Waits for the oldest step that was not taken, looking at the ring itself.
+    /// Waits for the oldest uncollected step, polling the ring directly.
     pub(crate) fn take_ahead(&mut self, run: &mut Run) -> Result<CommittedStep, CudaError> {
         let ended = |because: &str| CudaError::Mismatch { what: "runs", because: because.to_owned() };
         if self.running != Some(run.id()) {
-            return Err(ended("none has begun"));
+            return Err(ended("none has started"));
         }
         let mut began = Instant::now();
-        let (mut next_look, mut interval) = (FIRST_LOOK, FIRST_LOOK);
-        let (n_asked, n_taken) = (run.n_sent(), run.n_taken());
+        let (mut next_check, mut interval) = (FIRST_CHECK, FIRST_CHECK);
+        let (n_requested, n_taken) = (run.n_sent(), run.n_taken());
         loop {
-            // In this order: what is idle has counted all that it sent, and a failure comes behind results.
+            // Order matters: an idle device thread has counted all steps it launched, and a failure comes
+            // after results.
             let idle = self.pump.is_idle();
-            let under_way = self.pump.n_sent() > n_taken;
-            let is_over = self.pump.is_over(under_way);
+            let in_flight = self.pump.n_sent() > n_taken;
+            let has_ended = self.pump.has_ended(in_flight);
             if let Some((entries, ran)) = self.pump.next(n_taken)? {
                 run.taken();
                 let rows = entries.into_iter().map(committed).collect();
                 return Ok(CommittedStep { rows, ran });
             }
-            if is_over && let Some(error) = self.pump.take_failure() {
+            if has_ended && let Some(error) = self.pump.take_failure() {
                 return Err(error);
             }
-            if idle && !under_way {
-                if n_asked == n_taken {
-                    return Err(ended("no step of it is under way"));
+            if idle && !in_flight {
+                if n_requested == n_taken {
+                    return Err(ended("no step of it is in flight"));
                 }
-                self.post(SEND, Machine::send_owed)?;
+                self.post(SEND, DeviceModel::send_requested)?;
             }
             let waited = began.elapsed();
             if waited >= self.options.step_limit && !idle && self.worker.is_serving_another() {
-                // The time of a step begins when it is sent, which waits for other models.
-                (began, next_look, interval) = (Instant::now(), FIRST_LOOK, FIRST_LOOK);
+                // A step's time starts at its launch, which may wait for other models.
+                (began, next_check, interval) = (Instant::now(), FIRST_CHECK, FIRST_CHECK);
                 continue;
             }
             if waited >= self.options.step_limit || self.pump.has_lost(n_taken) {
                 let source = self.worker.overdue("a step", waited);
                 return Err(CudaError::Driver { step: STEP.into(), source });
             }
-            if waited >= next_look && idle {
-                self.post(LOOK, Machine::look)?;
-                interval = (2 * interval).min(LAST_LOOK);
-                next_look = waited + interval;
+            if waited >= next_check && idle {
+                self.post(CHECK, DeviceModel::check_in_flight)?;
+                interval = (2 * interval).min(LAST_CHECK);
+                next_check = waited + interval;
             }
             relax(waited);
         }
     }
 
-    /// Waits until nothing of the run that has begun is under way; how many steps nobody took, if `n_taken` were.
+    /// Waits until no step of the current run is in flight; returns the number of uncollected steps if
+    /// `n_taken` were collected.
     pub(crate) fn finish_ahead(&mut self, n_taken: u64) -> Result<usize, CudaError> {
         if self.running.take().is_none() {
             return Ok(0);
         }
-        // A step that failed may have left a place in the ring that nothing will come to.
-        let quiet = self.pump.is_idle() && self.pump.n_pending() == 0 && self.pump.n_sent() == n_taken;
-        if !quiet || std::mem::take(&mut self.owes_edits) {
+        // A failed step may have left a ring entry that is never written.
+        let is_quiet = self.pump.is_idle() && self.pump.n_pending() == 0 && self.pump.n_sent() == n_taken;
+        if !is_quiet || std::mem::take(&mut self.has_deferred_edits) {
             self.pump.stop();
-            self.call(SETTLE, self.options.step_limit, Machine::settle)?;
+            self.call(DRAIN, self.options.step_limit, DeviceModel::drain)?;
         }
         match self.pump.take_failure() {
             Some(error) => Err(error),
@@ -350,15 +363,15 @@ impl CudaBackend {
     }
 }
 
-/// `None` for a row that had ended before.
+/// `None` for a row that had already ended.
 fn committed(entry: CommitEntry) -> Option<Committed> {
     let (token, logprob, flags) = (entry.token as u32, entry.logprob, StepFlags(entry.flags));
-    // The entry has the position of the next token.
+    // The entry holds the position of the next token.
     let position = usize::try_from(entry.position).map_or(0, |next| next.saturating_sub(1));
     (!flags.has(StepFlags::PAST_END)).then_some(Committed { token, logprob, position, flags })
 }
 
-/// A token of a small model takes less than a sleep.
+/// Waits with increasing patience: a token of a small model takes less time than a sleep.
 fn relax(waited: Duration) {
     match waited.as_micros() {
         0..100 => std::hint::spin_loop(),

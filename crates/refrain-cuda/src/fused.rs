@@ -1,54 +1,53 @@
-//! The products of one row, with what is around them: the norm before, biases, the gate behind.
+//! Fused matrix products of one row: the norm before them, their biases, and the gate after them.
 //!
-//! Blocks of such a launch do not wait for each other, so a group of them has its memory to itself.
+//! Blocks of such a launch do not wait for each other, so its buffers may not overlap those of other steps in
+//! the group.
 
 use refrain_driver::api::DeviceInfo;
 use refrain_driver::{Buf, Launch};
 use refrain_graph::{Fusion, GroupQuery, Op, Operand, Place, Plan, Producer, ProductPart, Products, Step};
 use refrain_kernels::{
-    KernelError, MAX_PARTS, ProductArgs, ProductPart as Part, has_product, product_too_long, products_join,
+    KernelError, MAX_PARTS, ProductArgs, ProductWeight as Part, has_product, product_too_long, products_join,
 };
 use refrain_tensor::{DType, Layout};
 
 use crate::group::{eps, is_vector_weight, n_rows};
 use crate::lower::Lowering;
 
-/// Whether a row lies in one piece that can be read sixteen bytes at a time.
+/// Whether a row is contiguous and can be read with 16-byte loads.
 fn is_aligned_row(layout: &Layout) -> bool {
     layout.is_contiguous()
         && layout.offset().is_multiple_of(4)
         && layout.shape().dim_back(0).is_multiple_of(4)
 }
 
-/// Why [`refrain_kernels::Kernels::product`] cannot multiply a row that lies so with the whole of a weight, seen
-/// transposed.
+/// The reason why [`refrain_kernels::Kernels::product`] cannot multiply a row of layout `x` with a whole
+/// weight, whose layout `w` is transposed.
 fn misfit(x: &Layout, w: &Layout, dtype: DType) -> Option<String> {
     if !has_product(dtype) {
-        return Some(format!(
-            "no kernel multiplies one row with {dtype} weights and does what is around that"
-        ));
+        return Some(format!("no fused single-row kernel supports {dtype} weights"));
     }
-    // In rows that a kernel can read sixteen bytes at a time.
+    // Rows that a kernel can read with 16-byte loads.
     let whole = w.shape().rank() == 2
         && w.shape().dims()[0].is_multiple_of(8)
         && w.transpose().is_ok_and(|l| l.is_contiguous() && l.offset() == 0);
     if !whole {
         return Some(format!(
-            "the weight is seen as {} in part, or its rows are no multiple of 8",
+            "the weight is a partial view {}, or its rows are not a multiple of 8 elements",
             w.shape()
         ));
     }
-    (!is_aligned_row(x)).then(|| format!("the row {} does not lie 16 bytes at a time", x.shape()))
+    (!is_aligned_row(x)).then(|| format!("the row {} is not 16-byte aligned and contiguous", x.shape()))
 }
 
-/// Whether one launch for each set of dtypes does all of a group of one row.
+/// Whether one launch per set of dtypes runs a whole group of one row.
 pub(crate) fn fuses(query: &GroupQuery<'_>, products: &Products, card: &DeviceInfo) -> Fusion {
     if products.producer.is_none() && products.gate.is_none() {
-        // Each part has a kernel that needs nothing of the others.
+        // Each part has a kernel that does not depend on the others.
         return Fusion::Joined;
     }
     match &products.producer {
-        // The launch before makes them.
+        // The preceding launch produces the rows.
         Some(Producer::Gate(_) | Producer::Attention(_)) => return Fusion::Smaller,
         Some(Producer::Norm(_) | Producer::AddNorm { .. }) | None => {}
     }
@@ -77,7 +76,7 @@ fn obstacle(query: &GroupQuery<'_>, products: &Products, card: &DeviceInfo) -> O
         let types: Vec<_> =
             products.parts.iter().map(|p| (weight(p).dtype, weight(p).layout.shape())).collect();
         if types.windows(2).any(|w| w[0] != w[1]) {
-            return Some("the gate joins weights of different types".to_owned());
+            return Some("gate and up have different types or shapes".to_owned());
         }
     }
     let aligned = |seen: refrain_graph::Seen| is_aligned_row(&seen.layout);
@@ -98,9 +97,7 @@ fn obstacle(query: &GroupQuery<'_>, products: &Products, card: &DeviceInfo) -> O
         Some(Producer::Gate(_) | Producer::Attention(_)) => false,
     };
     if !fits {
-        return Some(
-            "the norm's rows are not aligned, or its weights are no vector of the model's".to_owned(),
-        );
+        return Some("the norm's rows are not aligned, or its weight is not a vector weight".to_owned());
     }
     let made = products.producer.as_ref().map(|producer| {
         let node = producer.node();
@@ -109,12 +106,12 @@ fn obstacle(query: &GroupQuery<'_>, products: &Products, card: &DeviceInfo) -> O
     });
     match made {
         Some((1, true)) | None => None,
-        Some((1, false)) => Some("something else reads the row that the norm makes".to_owned()),
-        Some((n, _)) => Some(format!("the norm is of {n} rows that are multiplied as one")),
+        Some((1, false)) => Some("another step reads the norm's output".to_owned()),
+        Some((n, _)) => Some(format!("the norm has {n} rows, the product has 1")),
     }
 }
 
-/// Indices of dtypes, those that one launch multiplies with together, in as few sets as can be.
+/// Partitions dtypes into few sets that one launch can multiply together; returns indices.
 pub(crate) fn sets(dtypes: &[DType]) -> Vec<Vec<usize>> {
     let mut sets: Vec<Vec<usize>> = Vec::new();
     for i in 0..dtypes.len() {
@@ -130,7 +127,7 @@ pub(crate) fn sets(dtypes: &[DType]) -> Vec<Vec<usize>> {
     sets
 }
 
-/// Whether a step is a product of one row that [`refrain_kernels::Kernels::product`] takes alone.
+/// Whether a step is a product of one row that [`refrain_kernels::Kernels::product`] can run alone.
 pub(crate) fn is_single(plan: &Plan, step: &Step, card: &DeviceInfo) -> bool {
     let [x, w] = [&step.inputs[0], &step.inputs[1]];
     let k = x.layout.shape().dim_back(0);
@@ -143,17 +140,18 @@ pub(crate) fn is_single(plan: &Plan, step: &Step, card: &DeviceInfo) -> bool {
 
 /// One launch of a group of one row.
 #[derive(Clone, Debug)]
-pub(crate) struct RowProducts {
-    /// The group, for what is around the products.
+pub(crate) struct SingleRowProducts {
+    /// The group, for the ops around the products.
     pub(crate) group: Products,
-    /// Those of its parts that this launch multiplies with.
+    /// The parts of the group that this launch multiplies.
     pub(crate) parts: Vec<ProductPart>,
-    /// Whether this is the first launch of the group: the sum is the same in each, one writes it.
+    /// Whether this is the first launch of the group. All launches compute the same residual sum; the first
+    /// one stores it.
     pub(crate) is_first: bool,
 }
 
-impl RowProducts {
-    /// The steps' names.
+impl SingleRowProducts {
+    /// Joined labels of the steps.
     fn label(&self, plan: &Plan) -> String {
         let biases: Vec<_> = self.group.parts.iter().filter_map(|part| part.bias).collect();
         let nodes = refrain_graph::GroupKind::Products(self.group.clone()).nodes();
@@ -161,7 +159,7 @@ impl RowProducts {
         named.map(|node| plan.step(node).label.as_str()).collect::<Vec<_>>().join(" + ")
     }
 
-    /// What the launch writes, with the step that it belongs to.
+    /// Outputs of the launch, each with its step.
     pub(crate) fn writes<'p>(&self, plan: &'p Plan) -> Vec<(&'p Step, &'p Operand)> {
         let mut writes = Vec::new();
         if let Some(Producer::AddNorm { add, .. }) = self.group.producer
@@ -181,11 +179,11 @@ impl RowProducts {
 }
 
 impl Lowering<'_> {
-    /// The launch of some products of one row. With a gate, which makes it the longest of a layer, also what it has left
-    /// to read when its first weights are there.
+    /// Launch of some products of one row. For a launch with a gate, which is the longest of a layer, also
+    /// returns how much it still has to read when its first weights have arrived.
     pub(crate) fn row_products(
         &self,
-        run: &RowProducts,
+        run: &SingleRowProducts,
         behind: Option<usize>,
     ) -> Result<(Launch, Option<usize>), KernelError> {
         let (plan, label) = (self.plan, run.label(self.plan));

@@ -1,4 +1,4 @@
-//! Which groups of nodes there are kernels for.
+//! Which groups of nodes have kernels.
 
 use refrain_driver::api::DeviceInfo;
 use refrain_graph::{Fusion, GroupKind, GroupQuery, Op, Products, Seen};
@@ -6,7 +6,7 @@ use refrain_tensor::Layout;
 
 use crate::{attend, fused, prefill, train_products};
 
-/// The answer to [`refrain_graph::Backend::fuses`] on a card.
+/// Implements [`refrain_graph::Backend::fuses`].
 pub(crate) fn fuses(query: &GroupQuery<'_>, card: &DeviceInfo) -> Fusion {
     match query.kind {
         GroupKind::One(_) => Fusion::Smaller,
@@ -17,12 +17,12 @@ pub(crate) fn fuses(query: &GroupQuery<'_>, card: &DeviceInfo) -> Fusion {
         GroupKind::Products(products) => prefill::fuses(query, products, card),
         GroupKind::Attend(attend) => attend::fuses(query, attend, card),
         GroupKind::AttendStored(attend) => attend::fuses_stored(query, attend, card),
-        // Turning in place is allowed: whoever reads an element writes it.
+        // In-place rope is allowed: the thread that reads an element also writes it.
         GroupKind::RopeAppend(_) => Fusion::Staged,
     }
 }
 
-/// The rows that are multiplied.
+/// The rows to multiply.
 fn rows_of(query: &GroupQuery<'_>, products: &Products) -> Seen {
     query.input(products.parts[0].product, 0)
 }
@@ -32,12 +32,13 @@ pub(crate) fn n_rows(layout: &Layout) -> usize {
     shape.n_elements() / shape.dim_back(0).max(1)
 }
 
-/// A vector of weights: kernels ask for it before they wait, so nothing may write it.
+/// Whether this is a weight vector. Kernels prefetch such vectors before they wait for their inputs, so
+/// nothing may write them.
 pub(crate) fn is_vector_weight(seen: &Seen) -> bool {
     seen.is_weight() && seen.layout.shape().rank() == 1
 }
 
-/// What a norm adds to the mean square.
+/// Epsilon that a norm adds to the mean square.
 pub(crate) fn eps(op: &Op) -> Option<f32> {
     match op {
         Op::RmsNorm { eps } | Op::AddRmsNorm { eps } => Some(*eps),

@@ -1,4 +1,4 @@
-//! Host steps between segments, and operands as the host sees them.
+//! Host steps between segments, and operands in host memory.
 
 use std::borrow::Cow;
 
@@ -6,13 +6,14 @@ use refrain_driver::{Buf, Stream};
 use refrain_graph::{HostBuf, Op, Operand, Place, Plan, Step};
 
 use crate::error::CudaError;
-use crate::resident::{HostModel, Resident};
+use crate::resident::{HostModel, ResidentMemory};
 
-/// Runs one host step: what it reads comes over, what it makes goes to the place where the next segment reads it.
+/// Runs one host step: copies its inputs from the device and its outputs to where the next segment reads
+/// them.
 pub(crate) fn run(
     step: &Step,
     plan: &Plan,
-    resident: &mut Resident,
+    resident: &mut ResidentMemory,
     model: &HostModel,
     stream: &mut Stream,
     control: &[u8],
@@ -38,20 +39,20 @@ pub(crate) fn run(
     Ok(())
 }
 
-/// An output's elements in order, once the step is done; `whole` is where its buffer lies.
+/// Contiguous elements of an output, read once the step is done; `whole` is the output's buffer.
 pub(crate) fn output_bytes(
     plan: &Plan,
-    resident: &Resident,
+    resident: &ResidentMemory,
     stream: &mut Stream,
     operand: &Operand,
     whole: Buf,
 ) -> Result<Vec<u8>, CudaError> {
     let unfit = || CudaError::Mismatch {
         what: "outputs",
-        because: format!("{} reaches over the end of its buffer", operand.ty()),
+        because: format!("{} extends past the end of its buffer", operand.ty()),
     };
     if resident.is_packed(plan, operand) {
-        let because = format!("{} is a weight that is packed on the device", operand.ty());
+        let because = format!("{} is a packed weight, which cannot be read", operand.ty());
         return Err(CudaError::Mismatch { what: "outputs", because });
     }
     let (layout, dtype) = (&operand.layout, resident.dtype(plan, operand));
@@ -74,11 +75,12 @@ pub(crate) fn output_bytes(
     Ok(out)
 }
 
-/// An operand's elements in order, whatever its layout: borrowed where the host has them so, since a table may be large.
+/// Contiguous elements of an operand. Borrowed if the host has them in this layout, since a table may be
+/// large.
 fn dense_bytes<'h>(
     step: &Step,
     plan: &Plan,
-    (resident, model, control): (&Resident, &'h HostModel, &'h [u8]),
+    (resident, model, control): (&ResidentMemory, &'h HostModel, &'h [u8]),
     stream: &mut Stream,
     operand: &Operand,
 ) -> Result<Cow<'h, [u8]>, CudaError> {
@@ -102,7 +104,7 @@ fn dense_bytes<'h>(
     let n_bytes = bytes.len();
     let unfit = || CudaError::Host {
         label: step.label.clone(),
-        because: format!("an input {} reaches over the end of its {n_bytes} bytes", operand.ty()),
+        because: format!("an input {} extends past the end of its {n_bytes} bytes", operand.ty()),
     };
     if layout.is_contiguous() {
         let (start, len) = (dtype.bytes_for(layout.offset()), dtype.bytes_for(layout.shape().n_elements()));

@@ -1,4 +1,4 @@
-//! Tasks of a plan into launches.
+//! Lowers the tasks of a plan to launches.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -9,10 +9,10 @@ use refrain_graph::{
     TensorType, TrainOp,
 };
 use refrain_kernels::{
-    AddRmsNormArgs, AttentionArgs, BinaryArgs, BlasLt, CastArgs, CopyArgs, DequantArgs, GateArgs,
+    AddRmsNormArgs, AttentionArgs, BinaryArgs, BlasLt, BufView, CastArgs, CopyArgs, DequantArgs, GateArgs,
     GatedDeltaArgs, GatherRowsArgs, KernelError, Kernels, KvAppendArgs, LINEAR_DTYPES, LinearArgs,
     LinearPart, MAX_CONV_WIDTH, MAX_DELTA_KEY, PACKED_DTYPES, ReduceArgs, RmsNormArgs, RopeArgs, RopeKvArgs,
-    SampleArgs, SampleTop, ShortConvArgs, SlotArgs, SoftmaxArgs, UnaryArgs, View, attention_scratch_bytes,
+    SampleArgs, SampleTop, ShortConvArgs, SlotArgs, SoftmaxArgs, UnaryArgs, attention_scratch_bytes,
     sample_scratch_bytes, sample_state_bytes,
 };
 use refrain_tensor::DType;
@@ -20,12 +20,12 @@ use refrain_tensor::DType;
 use crate::error::CudaError;
 use crate::experts;
 use crate::prefill::{BatchProducts, PlacedAreas};
-use crate::resident::{COUNTER_BYTES, Resident};
-use crate::tasks::{SegmentTasks, Task, splits};
+use crate::resident::{COUNTER_BYTES, ResidentMemory};
+use crate::tasks::{KernelTask, SegmentTasks, splits};
 use crate::train_products;
 use crate::warm::{WarmPlan, Work};
 
-/// Whether there is a kernel for an op with these dtypes. Layouts are looked at when the plan is lowered.
+/// Whether a kernel supports an op with these dtypes. Layouts are checked when the plan is lowered.
 pub(crate) fn supports(query: &Query<'_>) -> Support {
     match unsupported(query) {
         None => Support::Yes,
@@ -40,7 +40,8 @@ pub(crate) fn supports(query: &Query<'_>) -> Support {
 
 fn unsupported(query: &Query<'_>) -> Option<&'static str> {
     let ins = query.inputs;
-    // Vectors among the weights become F32 when they are loaded, but a vector may be something else as well.
+    // Weight vectors of any float type are converted to F32 at load. A vector that is not a weight keeps its
+    // type and is refused later.
     let is =
         |i: usize, dtype: DType| ins[i].dtype == dtype || (dtype == DType::F32 && is_float_vector(&ins[i]));
     let no = |bad: bool, because| bad.then_some(because);
@@ -48,15 +49,16 @@ fn unsupported(query: &Query<'_>) -> Option<&'static str> {
         Op::View(_) | Op::HostCall(_) => None,
         Op::Copy => no(
             !matches!(ins[0].dtype.block_bytes(), 1 | 2 | 4) || ins[0].dtype.is_quantized(),
-            "copies are of elements of 1, 2 or 4 bytes",
+            "copied elements must have 1, 2 or 4 bytes",
         ),
         Op::Cast(to) if ins[0].dtype.is_quantized() => {
-            no(*to != DType::BF16, "quantised weights are decoded to BF16")
+            no(*to != DType::BF16, "quantised weights can only be decoded to BF16")
                 .or(no(!is_weight_dtype(ins[0].dtype), "no kernel reads this dtype"))
-                .or(no(ins[0].shape.rank() != 2, "only matrices are decoded"))
+                .or(no(ins[0].shape.rank() != 2, "only matrices can be decoded"))
         }
         Op::Cast(_) => None,
-        // What they take was checked when the graph was built: floats of any type, and I32 where that makes sense.
+        // Their dtypes were checked when the graph was built: floats of any type, and I32 where it makes
+        // sense.
         Op::Compare(_)
         | Op::Select
         | Op::Pick
@@ -77,45 +79,46 @@ fn unsupported(query: &Query<'_>) -> Option<&'static str> {
         Op::Train(TrainOp::AddProduct) => train_products::unsupported_product(&ins[1], &ins[2]),
         Op::Train(_) => None,
         Op::MatMul => train_products::unsupported_product(&ins[0], &ins[1]),
-        Op::GatherRows(to) => {
-            no(*to != DType::F32 && !ins[0].dtype.is_float(), "rows of quantised tables come out in F32")
-                .or(no(!is_weight_dtype(ins[0].dtype), "no kernel reads this dtype"))
-                .or(no(ins[1].dtype != DType::I32, "ids are I32"))
-        }
+        Op::GatherRows(to) => no(
+            *to != DType::F32 && !ins[0].dtype.is_float(),
+            "rows of a quantised table can only be gathered as F32",
+        )
+        .or(no(!is_weight_dtype(ins[0].dtype), "no kernel reads this dtype"))
+        .or(no(ins[1].dtype != DType::I32, "ids must be I32")),
         Op::Rope(_) => {
-            no(!ins[0].dtype.is_float() || !is(2, DType::F32), "heads are floats, frequencies F32")
-                .or(no(ins[1].dtype != DType::I32, "positions are I32"))
+            no(!ins[0].dtype.is_float() || !is(2, DType::F32), "heads must be floats and frequencies F32")
+                .or(no(ins[1].dtype != DType::I32, "positions must be I32"))
         }
-        Op::KvAppend => no(!ins[0].dtype.is_float(), "the cache is F16, BF16 or F32")
-            .or(no(ins[1].dtype != DType::F32, "activations are F32")),
-        Op::Attention(_) => no(ins[0].dtype != DType::F32, "activations are F32")
+        Op::KvAppend => no(!ins[0].dtype.is_float(), "the cache must be F16, BF16 or F32")
+            .or(no(ins[1].dtype != DType::F32, "activations must be F32")),
+        Op::Attention(_) => no(ins[0].dtype != DType::F32, "activations must be F32")
             .or(no(
                 !ins[1].dtype.is_float() || ins[1].dtype != ins[2].dtype,
-                "both caches are F16, BF16 or F32",
+                "both caches must be of one type: F16, BF16 or F32",
             ))
             .or(no(
                 !ins[0].shape.dim_back(0).is_multiple_of(2) || ins[0].shape.dim_back(0) > 512,
-                "heads have an even number of elements, at most 512",
+                "heads must have an even number of elements, at most 512",
             )),
         Op::Recurrent(op) => unsupported_recurrent(op, ins),
-        Op::Sample(_) => no(ins[0].dtype != DType::F32, "logits are F32")
-            .or(no(ins[0].shape.dim_back(0) > 1 << 20, "at most 2^20 tokens")),
+        Op::Sample(_) => no(ins[0].dtype != DType::F32, "logits must be F32")
+            .or(no(ins[0].shape.dim_back(0) > 1 << 20, "the vocabulary has more than 2^20 tokens")),
     }
 }
 
 fn unsupported_recurrent(op: &Recurrent, ins: &[TensorType]) -> Option<&'static str> {
     let no = |bad: bool, because| bad.then_some(because);
     match op {
-        Recurrent::ShortConv(_) => no(ins[1].dtype != DType::F32, "activations are F32")
-            .or(no(ins[2].shape.dims()[0] > MAX_CONV_WIDTH, "filters are at most 8 wide")),
+        Recurrent::ShortConv(_) => no(ins[1].dtype != DType::F32, "activations must be F32")
+            .or(no(ins[2].shape.dims()[0] > MAX_CONV_WIDTH, "filters must be at most 8 wide")),
         Recurrent::GatedDelta(_) => {
-            no(ins[1..6].iter().any(|x| x.dtype != DType::F32), "activations are F32")
-                .or(no(ins[1].shape.dim_back(0) > MAX_DELTA_KEY, "keys have at most 256 elements"))
+            no(ins[1..6].iter().any(|x| x.dtype != DType::F32), "activations must be F32")
+                .or(no(ins[1].shape.dim_back(0) > MAX_DELTA_KEY, "keys must have at most 256 elements"))
         }
     }
 }
 
-/// Whether kernels read matrices of this dtype: as in the file, or packed.
+/// Whether kernels read matrices of this dtype, in their file layout or packed.
 fn is_weight_dtype(dtype: DType) -> bool {
     LINEAR_DTYPES.contains(&dtype) || PACKED_DTYPES.contains(&dtype)
 }
@@ -124,23 +127,23 @@ fn is_float_vector(ty: &TensorType) -> bool {
     ty.shape.rank() < 2 && ty.dtype.is_float()
 }
 
-/// Turns tasks of one plan into launches over one memory.
+/// Lowers the tasks of one plan to launches over one memory.
 pub(crate) struct Lowering<'a> {
     pub(crate) kernels: &'a Kernels,
     pub(crate) plan: &'a Plan,
-    pub(crate) resident: &'a Resident,
-    /// Outputs that do not lie in the arena.
+    pub(crate) resident: &'a ResidentMemory,
+    /// Outputs outside the arena.
     pub(crate) results: &'a HashMap<BufferId, Buf>,
     pub(crate) n_sms: u32,
-    /// Launches may run beside each other: not where each of them is timed.
+    /// Whether launches may overlap; false when each of them is timed.
     pub(crate) overlaps: bool,
-    /// The library that multiplies many rows, if there is one.
+    /// cuBLASLt for products of many rows, if available.
     pub(crate) blas: Option<&'a Arc<BlasLt>>,
-    /// Where the scratch of launches lies.
+    /// Scratch areas of the launches.
     pub(crate) areas: PlacedAreas,
 }
 
-/// What a task enqueues, and what it has left to read of its weights if it is long.
+/// The launches of a task, and for a long product how much it still has to read of its weights.
 #[derive(Default)]
 struct Made {
     work: Vec<Work>,
@@ -160,15 +163,16 @@ impl From<Vec<Launch>> for Made {
 }
 
 impl Lowering<'_> {
-    /// Adds the launches of a segment, the names of what they write, and what is not done as one would like.
+    /// Adds the launches of a segment, the names of their outputs, and the notes on work that could not be
+    /// fused.
     pub(crate) fn push(&self, segment: &SegmentTasks, warm: &mut WarmPlan) -> Result<(), CudaError> {
-        segment.notes.iter().for_each(|note| warm.tell(note.clone()));
-        // What is left to read in the launch before, if that is a long product.
-        let mut behind = None;
+        segment.notes.iter().for_each(|note| warm.note(note.clone()));
+        // Bytes that the preceding launch still has to read, if it is a long product.
+        let mut bytes_before = None;
         for task in &segment.tasks {
-            let made = self.task(task, behind.take(), warm);
+            let made = self.task(task, bytes_before.take(), warm);
             let made = made.map_err(|e| self.refuse(self.writes(task)[0].0, e))?;
-            behind = made.left;
+            bytes_before = made.left;
             for (step, operand) in self.writes(task) {
                 self.name_output(step, operand, warm)?;
             }
@@ -177,42 +181,51 @@ impl Lowering<'_> {
         Ok(())
     }
 
-    fn task(&self, task: &Task, behind: Option<usize>, warm: &mut WarmPlan) -> Result<Made, KernelError> {
+    fn task(
+        &self,
+        task: &KernelTask,
+        bytes_before: Option<usize>,
+        warm: &mut WarmPlan,
+    ) -> Result<Made, KernelError> {
         let plan = self.plan;
         let steps = |nodes: &[NodeId]| nodes.iter().map(|&node| plan.step(node)).collect::<Vec<_>>();
         let mut launches = Vec::new();
         Ok(match task {
-            Task::Op(node) => {
+            KernelTask::Op(node) => {
                 self.step(plan.step(*node), &mut launches)?;
                 launches.into()
             }
-            Task::Row(run) => {
-                let (launch, left) = self.row_products(run, behind)?;
+            KernelTask::Row(run) => {
+                let (launch, left) = self.row_products(run, bytes_before)?;
                 Made { left, ..launch.into() }
             }
-            Task::Linear(products) => self.products(&steps(products))?.into(),
-            Task::Few(products) => {
+            KernelTask::Linear(products) => self.products(&steps(products))?.into(),
+            KernelTask::Few(products) => {
                 self.few(&steps(products), self.areas.own, &mut launches)?;
                 launches.into()
             }
-            Task::Attend { attend, narrow } => self.attend(attend, narrow.as_ref())?.into(),
-            Task::AttendStored { attend, narrow } => self.attend_stored(attend, narrow.as_ref())?.into(),
-            Task::RopeKv(group) => self.rope_kv(group)?.into(),
-            Task::Flash(node) => self.kernels.flash(&self.attention_args(plan.step(*node))?, None)?.into(),
-            Task::Narrowed { node, to } => self.narrowed(plan.step(*node), to)?.into(),
-            Task::NarrowRows { products, to } => self.narrow_rows(&steps(products), to)?.into(),
-            Task::Batch(batch) => self.batch(batch)?.into(),
-            Task::Decode(product) => self.decode(plan.step(*product))?.into(),
-            Task::Gemm { products, rows, decoded, plan } => {
+            KernelTask::Attend { attend, narrow } => self.attend(attend, narrow.as_ref())?.into(),
+            KernelTask::AttendStored { attend, narrow } => {
+                self.attend_stored(attend, narrow.as_ref())?.into()
+            }
+            KernelTask::RopeKv(group) => self.rope_kv(group)?.into(),
+            KernelTask::Flash(node) => {
+                self.kernels.flash(&self.attention_args(plan.step(*node))?, None)?.into()
+            }
+            KernelTask::Narrowed { node, to } => self.narrowed(plan.step(*node), to)?.into(),
+            KernelTask::NarrowRows { products, to } => self.narrow_rows(&steps(products), to)?.into(),
+            KernelTask::Batch(batch) => self.batch(batch)?.into(),
+            KernelTask::Decode(product) => self.decode(plan.step(*product))?.into(),
+            KernelTask::Gemm { products, rows, decoded, plan } => {
                 self.gemm(&steps(products), rows, *decoded, *plan)?.into()
             }
-            Task::Library { product, rows, decoded } => {
+            KernelTask::Library { product, rows, decoded } => {
                 let Some(blas) = self.blas else { unreachable!("chosen with a library") };
                 let [product, rehearsal] = self.library(blas, plan.step(*product), rows, *decoded)?;
                 warm.rehearse(rehearsal);
                 Made { work: vec![Work::Library(product)], left: None }
             }
-            Task::LibraryOfValues(product) => {
+            KernelTask::LibraryOfValues(product) => {
                 let Some(blas) = self.blas else { unreachable!("chosen with a library") };
                 let product = self.library_product_of_values(blas, plan.step(*product))?;
                 warm.measure(product.clone());
@@ -221,30 +234,35 @@ impl Lowering<'_> {
         })
     }
 
-    /// The operands that a task writes or makes ready, at least one, each with the step it belongs to.
-    fn writes(&self, task: &Task) -> Vec<(&Step, &Operand)> {
+    /// Operands that a task writes or prepares, at least one, each with its step.
+    fn writes(&self, task: &KernelTask) -> Vec<(&Step, &Operand)> {
         let plan = self.plan;
         let of = |node: &NodeId| {
             let step = plan.step(*node);
             step.outputs.iter().map(move |operand| (step, operand))
         };
         match task {
-            Task::Op(node) | Task::Flash(node) | Task::Narrowed { node, .. } | Task::Decode(node) => {
-                of(node).collect()
+            KernelTask::Op(node)
+            | KernelTask::Flash(node)
+            | KernelTask::Narrowed { node, .. }
+            | KernelTask::Decode(node) => of(node).collect(),
+            KernelTask::Row(run) => run.writes(plan),
+            KernelTask::Batch(BatchProducts { gate: Some((gate, _)), .. }) => of(gate).collect(),
+            KernelTask::Batch(BatchProducts { products, gate: None, .. }) => {
+                products.iter().flat_map(of).collect()
             }
-            Task::Row(run) => run.writes(plan),
-            Task::Batch(BatchProducts { gate: Some((gate, _)), .. }) => of(gate).collect(),
-            Task::Batch(BatchProducts { products, gate: None, .. }) => products.iter().flat_map(of).collect(),
-            Task::Linear(nodes)
-            | Task::Few(nodes)
-            | Task::NarrowRows { products: nodes, .. }
-            | Task::Gemm { products: nodes, .. } => nodes.iter().flat_map(of).collect(),
-            Task::Library { product, .. } | Task::LibraryOfValues(product) => of(product).collect(),
-            Task::Attend { attend, .. } => {
+            KernelTask::Linear(nodes)
+            | KernelTask::Few(nodes)
+            | KernelTask::NarrowRows { products: nodes, .. }
+            | KernelTask::Gemm { products: nodes, .. } => nodes.iter().flat_map(of).collect(),
+            KernelTask::Library { product, .. } | KernelTask::LibraryOfValues(product) => {
+                of(product).collect()
+            }
+            KernelTask::Attend { attend, .. } => {
                 attend.appends.iter().chain([&attend.attention]).flat_map(of).collect()
             }
-            Task::AttendStored { attend, .. } => of(&attend.attention).collect(),
-            Task::RopeKv(group) => group.ropes.iter().chain(&group.appends).flat_map(of).collect(),
+            KernelTask::AttendStored { attend, .. } => of(&attend.attention).collect(),
+            KernelTask::RopeKv(group) => group.ropes.iter().chain(&group.appends).flat_map(of).collect(),
         }
     }
 
@@ -274,27 +292,28 @@ impl Lowering<'_> {
         self.results.get(&id).map_or_else(|| self.resident.buffer(self.plan, id), |buf| Ok(*buf))
     }
 
-    pub(crate) fn view(&self, operand: &Operand) -> Result<View, KernelError> {
+    pub(crate) fn view(&self, operand: &Operand) -> Result<BufView, KernelError> {
         if self.resident.is_packed(self.plan, operand) {
             return Err(KernelError::Unsupported {
                 op: "view",
                 dtype: operand.dtype,
                 shape: operand.layout.shape().to_string(),
-                because: "this weight is packed for products and lookups; no other op reads it".to_owned(),
+                because: "this weight is packed, and only products and lookups read packed weights"
+                    .to_owned(),
             });
         }
         let buf = self.buffer(operand.buffer)?;
-        Ok(View { buf, dtype: self.resident.dtype(self.plan, operand), layout: operand.layout })
+        Ok(BufView { buf, dtype: self.resident.dtype(self.plan, operand), layout: operand.layout })
     }
 
-    /// The bytes of a dense operand.
+    /// Bytes of a contiguous operand.
     pub(crate) fn dense(&self, step: &Step, operand: &Operand) -> Result<Buf, KernelError> {
         let view = self.view(operand)?;
         let strided = || KernelError::Unsupported {
             op: step.op.name(),
             dtype: view.dtype,
             shape: view.layout.shape().to_string(),
-            because: format!("it is laid out in strides of {:?}; copy it first", view.layout.strides()),
+            because: format!("its strides are {:?}, it must be contiguous", view.layout.strides()),
         };
         if !view.layout.is_contiguous() {
             return Err(strided());
@@ -345,7 +364,7 @@ impl Lowering<'_> {
                 let (x, [n_rows, n_cols]) = (view(0)?, self.rows(&step.inputs[0]));
                 launches.push(k.softmax(&SoftmaxArgs { x, y: out(0)?, n_rows, n_cols, step: label })?);
             }
-            // Those of F32 rows with a weight are tasks of their own.
+            // Products of F32 rows with a weight are separate tasks.
             Op::MatMul | Op::Train(TrainOp::AddProduct) => launches.push(self.product_of_values(step)?),
             Op::GatherRows(_) => {
                 let table = step.inputs[0].layout.shape();
@@ -419,7 +438,7 @@ impl Lowering<'_> {
                 self.span_attention_grad(step, *attention, launches)?;
             }
             Op::Train(_) => unreachable!("lowered by `typed`"),
-            // The output is the state itself: each element is read before it is written.
+            // The output is the state itself. That is safe: each element is read before it is written.
             Op::Accumulate => launches.push(k.binary(&BinaryArgs {
                 f: Binary::Add,
                 a: view(0)?,
@@ -438,7 +457,7 @@ impl Lowering<'_> {
         [shape.n_elements() / n_cols.max(1), n_cols]
     }
 
-    /// A dense F32 operand: a norm's weights.
+    /// A contiguous F32 vector such as a norm's weight.
     pub(crate) fn vector(&self, step: &Step, i: usize) -> Result<Buf, KernelError> {
         let operand = &step.inputs[i];
         let dtype = self.resident.dtype(self.plan, operand);
@@ -450,36 +469,36 @@ impl Lowering<'_> {
         self.dense(step, operand)
     }
 
-    /// The bytes of a product's weight, `[n, k]` seen transposed: all of it.
+    /// Bytes of a product's whole weight `[n, k]`, which the step sees transposed.
     pub(crate) fn weight(&self, step: &Step) -> Result<Buf, KernelError> {
         let operand = &step.inputs[1];
         let Ok(rows) = operand.layout.transpose() else {
-            return Err(self.seen_in_part(step, operand));
+            return Err(self.partial_view(step, operand));
         };
         match self.resident.is_packed(self.plan, operand) {
             true => self.packed(step, operand, rows),
-            // A quantised weight that is not packed lies as in the file, which the kernels of its dtype do not read.
-            false if PACKED_DTYPES.contains(&operand.dtype) => Err(self.seen_in_part(step, operand)),
+            // An unpacked quantised weight has the file layout, which the kernels of its dtype do not read.
+            false if PACKED_DTYPES.contains(&operand.dtype) => Err(self.partial_view(step, operand)),
             false if rows.is_contiguous() && rows.offset() == 0 => Ok(self.buffer(operand.buffer)?),
-            false => Err(self.seen_in_part(step, operand)),
+            false => Err(self.partial_view(step, operand)),
         }
     }
 
-    /// A quantised weight as a value in BF16.
+    /// Decodes a quantised weight to a BF16 value.
     fn decoded_weight(&self, step: &Step) -> Result<Launch, KernelError> {
         let operand = &step.inputs[0];
         let layout = operand.layout;
         let w = match self.resident.is_packed(self.plan, operand) {
             true => self.packed(step, operand, layout)?,
-            false if PACKED_DTYPES.contains(&operand.dtype) => return Err(self.seen_in_part(step, operand)),
+            false if PACKED_DTYPES.contains(&operand.dtype) => return Err(self.partial_view(step, operand)),
             false => self.dense(step, operand)?,
         };
-        let &[n, k] = layout.shape().dims() else { return Err(self.seen_in_part(step, operand)) };
+        let &[n, k] = layout.shape().dims() else { return Err(self.partial_view(step, operand)) };
         let (dtype, y) = (operand.dtype, self.dense(step, &step.outputs[0])?);
         self.kernels.dequant(&DequantArgs { w, dtype, y, n, k, step: &step.label })
     }
 
-    /// The bytes of a packed weight that is seen as it was declared: its tiles have no other view.
+    /// Bytes of a packed weight in its declared shape: tiles cannot be viewed in any other way.
     pub(crate) fn packed(
         &self,
         step: &Step,
@@ -489,21 +508,21 @@ impl Lowering<'_> {
         let declared = self.resident.packed_shape(self.plan, operand);
         let whole = rows.is_contiguous() && rows.offset() == 0 && Some(rows.shape()) == declared;
         if !whole {
-            return Err(self.seen_in_part(step, operand));
+            return Err(self.partial_view(step, operand));
         }
         Ok(self.buffer(operand.buffer)?)
     }
 
-    fn seen_in_part(&self, step: &Step, operand: &Operand) -> KernelError {
+    fn partial_view(&self, step: &Step, operand: &Operand) -> KernelError {
         KernelError::Unsupported {
             op: step.op.name(),
             dtype: operand.dtype,
             shape: operand.layout.shape().to_string(),
-            because: "the weight is seen in part or in another shape than its own".to_owned(),
+            because: "the weight is a partial view or has another shape than declared".to_owned(),
         }
     }
 
-    /// Products of the same rows with weights of one dtype, as one launch.
+    /// Matrix products of the same rows with weights of one dtype, as one launch.
     fn products(&self, steps: &[&Step]) -> Result<Launch, KernelError> {
         let parts = steps.iter().map(|step| self.product(step)).collect::<Result<Vec<_>, _>>()?;
         let labels: Vec<&str> = steps.iter().map(|step| step.label.as_str()).collect();
@@ -520,14 +539,14 @@ impl Lowering<'_> {
         })
     }
 
-    /// The second factor must be a weight `[n, k]`, or a value like one, seen transposed.
+    /// The right operand must be a weight or value `[n, k]`, seen transposed.
     pub(crate) fn product(&self, step: &Step) -> Result<LinearPart, KernelError> {
         if self.resident.is_packed(self.plan, &step.inputs[1]) {
             let n = step.inputs[1].layout.shape().dims()[1];
             return Ok(LinearPart { w: self.weight(step)?, y: self.dense(step, &step.outputs[0])?, n });
         }
         if PACKED_DTYPES.contains(&step.inputs[1].dtype) {
-            return Err(self.seen_in_part(step, &step.inputs[1]));
+            return Err(self.partial_view(step, &step.inputs[1]));
         }
         let (x, w) = (self.view(&step.inputs[0])?, self.view(&step.inputs[1])?);
         let refuse = || KernelError::Unsupported {
@@ -535,7 +554,7 @@ impl Lowering<'_> {
             dtype: w.dtype,
             shape: format!("{} by {}", x.layout.shape(), w.layout.shape()),
             because: format!(
-                "the second factor lies in strides of {:?}, must be [n, k] seen transposed",
+                "the right operand has strides {:?}, must be a transposed [n, k] matrix",
                 w.layout.strides()
             ),
         };
@@ -548,7 +567,7 @@ impl Lowering<'_> {
         Ok(LinearPart { w: w.buf.slice(start as u64, bytes as u64)?, y, n })
     }
 
-    /// A cache with its scratch blocks, and how many blocks that makes.
+    /// A cache including its scratch blocks, and the number of its blocks.
     pub(crate) fn cache(&self, step: &Step, operand: &Operand) -> Result<(Buf, usize), KernelError> {
         let refuse = |because: &str| KernelError::Unsupported {
             op: step.op.name(),
@@ -560,7 +579,7 @@ impl Lowering<'_> {
             return Err(refuse("the cache is not a state"));
         };
         if !operand.layout.is_contiguous() || operand.layout.offset() != 0 {
-            return Err(refuse("the cache is seen through a view"));
+            return Err(refuse("the cache must not be a view"));
         }
         let state = self.resident.state(id.idx());
         let n_blocks = operand.layout.shape().dims()[0];
@@ -589,7 +608,7 @@ impl Lowering<'_> {
         })
     }
 
-    /// A state in slots, with those of verification, and what finds the slots of rows.
+    /// A state in slots, including those for verification, and the inputs that map rows to slots.
     fn slots(&self, step: &Step, positions: usize) -> Result<SlotArgs, KernelError> {
         let ins = &step.inputs;
         let (state, n_slots) = self.cache(step, &ins[0])?;
@@ -680,7 +699,7 @@ impl Lowering<'_> {
         self.kernels.attention(&AttentionArgs { scratch, ..args }, launches)
     }
 
-    /// Without scratch.
+    /// Arguments of an attention, without scratch.
     pub(crate) fn attention_args<'s>(&self, step: &'s Step) -> Result<AttentionArgs<'s>, KernelError> {
         let Op::Attention(attention) = step.op else { unreachable!("called for attention") };
         let ins = &step.inputs;

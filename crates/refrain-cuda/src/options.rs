@@ -1,4 +1,4 @@
-//! How a backend is set up.
+//! Options of a backend.
 
 use std::num::NonZeroU32;
 use std::path::PathBuf;
@@ -11,56 +11,59 @@ use crate::cache::{CacheOptions, GraphMode};
 use crate::progress::LoadListener;
 use crate::states::N_READ;
 
-/// Rows that have a scratch block of their own at once.
+/// Maximum number of rows with a scratch block of their own.
 const MAX_VERIFIED_ROWS: usize = 32;
 
-/// Whether NVIDIA's library multiplies the rows of prompts.
+/// Whether cuBLASLt runs the matrix products of prompts.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum CublasLt {
-    /// Where it is found in the usual places.
+    /// If it is found in the usual locations.
     #[default]
     IfFound,
-    /// This file; the kernels of this engine if it does not open.
+    /// This file; falls back to Refrain's own kernels if it cannot be opened.
     At(PathBuf),
-    /// The kernels of this engine, always.
+    /// Always use Refrain's own kernels.
     Never,
 }
 
-/// How a [`crate::CudaBackend`] works.
+/// Options of a [`crate::CudaBackend`].
 #[derive(Clone, Debug)]
 pub struct CudaOptions {
-    /// What messages call the model.
+    /// Name of the model in messages.
     pub model: String,
-    /// Whether steps run as graphs, and how graphs are recorded, kept and given up.
+    /// Whether steps run as graphs, and how graphs are recorded, cached and retried.
     pub graphs: CacheOptions,
-    /// Times every launch with events; steps then run eagerly.
+    /// Whether to time every launch with events; steps then run eagerly.
     pub profile: bool,
-    /// Where kernels come from.
+    /// Where to load kernels from.
     pub kernels: LoadOptions,
-    /// What multiplies the rows of prompts.
+    /// Whether cuBLASLt runs the matrix products of prompts.
     pub cublaslt: CublasLt,
-    /// The most bytes of arena that are set aside for steps larger than the first one compiled.
+    /// Maximum arena bytes reserved for steps larger than the first one compiled.
     pub arena_reserve_bytes: u64,
-    /// The most bytes of arena a plan may have; `None`: what fits.
+    /// Maximum arena bytes of a plan; `None` for whatever fits.
     pub arena_limit_bytes: Option<u64>,
-    /// Sizes of step that graphs are made for; other steps are padded to the next one. A prompt has as many steps of the
-    /// largest as it fills, and what is left is one more: another step costs as much as some hundred rows of padding.
+    /// Step sizes that graphs are recorded for; other steps are padded to the next one. A prompt is split
+    /// into as many steps of the largest size as it fills, plus one for the remainder: a further step costs
+    /// as much as several hundred rows of padding.
     pub buckets: Vec<usize>,
-    /// Numbers of sequences that graphs of decode steps are made for; others are padded to the next one.
+    /// Row counts that decode graphs are recorded for; others are padded to the next one.
     pub row_buckets: Vec<usize>,
-    /// Decode steps that may be under way at once, at most 32: the next ones are sent before their tokens are asked for.
+    /// Maximum number of decode steps in flight, up to 32: steps are launched before the caller requests
+    /// their tokens.
     pub ahead: usize,
-    /// Compares every so many decode steps of a running text with their eager run; `None`: none of them.
+    /// Interval, in steps, at which decode and training steps are compared with their eager run; `None` for
+    /// never.
     pub verify_every: Option<NonZeroU32>,
-    /// Hears how much memory a model takes, before any is allocated, and how far its weights are.
+    /// Callback for planned memory, before it is allocated, and for upload and compilation progress.
     pub on_load: LoadListener,
-    /// How long one step may take until its caller is told that the device gives no answer.
+    /// Time limit of one step before its caller gets a timeout.
     pub step_limit: Duration,
-    /// The same for making a plan ready: weights sent, graphs recorded and verified.
+    /// Time limit of compiling a plan, including recording and verifying its graphs.
     pub compile_limit: Duration,
-    /// How long a single driver call may take, whatever it belongs to; allocations and modules being loaded aside.
+    /// Time limit of a single driver call, except allocations and module loading.
     pub call_limit: Duration,
-    /// The same for starting and for taking weights over.
+    /// Time limit of starting and of uploading weights.
     pub load_limit: Duration,
 }
 
@@ -88,15 +91,16 @@ impl Default for CudaOptions {
 }
 
 impl CudaOptions {
-    /// The usual ones, with this mode and method.
+    /// Defaults with this mode and method.
     #[must_use]
     pub fn new(mode: GraphMode, method: Method) -> CudaOptions {
         let graphs = CacheOptions { mode, method, ..CacheOptions::default() };
         CudaOptions { graphs, ..CudaOptions::default() }
     }
 
-    /// KV blocks beside the pool, on which graphs are verified: each row writes to one of its own, and all read a few
-    /// others. More rows than [`MAX_VERIFIED_ROWS`] take turns, from one state that a graph is verified with to the next.
+    /// Number of KV blocks in addition to the pool, on which graphs are verified: each row writes to its own
+    /// block, and all rows read a few others. If there are more than [`MAX_VERIFIED_ROWS`] rows, they take
+    /// turns from one verification case to the next.
     pub(crate) fn scratch_blocks(&self) -> usize {
         let n_rows = self.row_buckets.iter().copied().max().unwrap_or(1);
         n_rows.min(MAX_VERIFIED_ROWS) + N_READ

@@ -1,14 +1,15 @@
-//! The one owner of a device in a process: its context, its thread, its loaded kernels, and the models on it.
+//! The single owner of a device in a process: its context, its thread, its loaded kernels, and the models on
+//! it.
 //!
 //! ```text
-//! CudaBackend (a model) ──┐                               ┌── Machine: weights, states, programs, graphs, stream
-//! CudaBackend (a model) ──┼──► device thread: DeviceOwner ┤   Machine
+//! CudaBackend (a model) ──┐                               ┌── DeviceModel: weights, states, programs, graphs, stream
+//! CudaBackend (a model) ──┼──► device thread: DeviceOwner ┤   DeviceModel
 //! CudaBackend (a model) ──┘                               └── kernels and libraries, loaded once
 //! ```
 //!
-//! Who opens a device that somebody in this process has open gets a handle to the same thread: no second context is made
-//! and no kernel is loaded twice. The owner goes with its last model. What models send is done in the order in which it
-//! comes; each has a stream of its own, so the device may run steps of several at once.
+//! Opening a device that is already open in this process returns a handle to the same thread, so there is one
+//! context and no kernel is loaded twice. The owner ends with its last model. Calls of all models run in
+//! order of arrival. Each model has its own stream, so the device may run steps of several models at once.
 
 use std::collections::BTreeMap;
 use std::rc::Rc;
@@ -18,43 +19,44 @@ use std::time::Duration;
 use refrain_driver::{Context, Device, DeviceKind, DriverError, WeakDevice, WeakWorker, Worker};
 use refrain_kernels::{Kernels, LoadOptions};
 
+use crate::device_model::DeviceModel;
 use crate::error::{CudaError, HeldBytes};
-use crate::machine::Machine;
 use crate::options::{CublasLt, CudaOptions};
-use crate::prefill::Products;
+use crate::prefill::ProductLibrary;
 use crate::profile::SharedTimeline;
 use crate::pump::Pump;
 
-/// Names a model on a device thread; never used twice there.
+/// Id of a model on a device thread; never reused there.
 pub(crate) type ModelId = u64;
 
-/// What the device thread holds.
+/// State of the device thread.
 pub(crate) struct DeviceOwner {
-    // Before what they use.
-    machines: BTreeMap<ModelId, Machine>,
+    // Dropped before what they use.
+    models: BTreeMap<ModelId, DeviceModel>,
     n_models: ModelId,
     supplies: Vec<Rc<Supplies>>,
     ctx: Context,
 }
 
-/// Kernels and libraries that models share which want them from the same places.
+/// Kernels and libraries, shared by models with the same load options.
 pub(crate) struct Supplies {
     wanted: (LoadOptions, CublasLt),
     pub(crate) kernels: Kernels,
-    pub(crate) products: Products,
+    pub(crate) products: ProductLibrary,
 }
 
-/// Device threads of this process that have a handle.
+/// Device threads of this process that still have a handle.
 static OWNERS: Mutex<Vec<KnownOwner>> = Mutex::new(Vec::new());
 
 struct KnownOwner {
-    /// How it was opened, where it may be opened that way again.
+    /// How the device was opened, if it may be shared with others who open it the same way.
     kind: Option<DeviceKind>,
     device: WeakDevice,
     worker: WeakWorker<DeviceOwner>,
 }
 
-/// Whether two ways to open a device lead to the same one. A simulated device with faults belongs to who asked for them.
+/// Whether two kinds name the same device. A simulated device with faults is private to whoever requested the
+/// faults.
 fn is_same_kind(a: &DeviceKind, b: &DeviceKind) -> bool {
     match (a, b) {
         (DeviceKind::Cuda(a), DeviceKind::Cuda(b)) => a == b,
@@ -63,23 +65,23 @@ fn is_same_kind(a: &DeviceKind, b: &DeviceKind) -> bool {
     }
 }
 
-/// Who opens a device.
+/// How the caller names a device.
 pub(crate) enum DeviceRef<'a> {
-    /// By what it is.
+    /// By kind.
     Kind(DeviceKind),
-    /// It is open already.
+    /// An already open device.
     Device(&'a Device),
 }
 
-/// A handle to the thread that owns a device, which is started if there is none.
+/// A handle to the thread that owns a device; the thread is started if there is none.
 pub(crate) fn attach(opened: DeviceRef<'_>, limit: Duration) -> Result<Worker<DeviceOwner>, CudaError> {
-    // Held to the end: who opens the same device meanwhile finds this one.
+    // Held to the end, so that concurrent calls find this device.
     let mut owners = OWNERS.lock().unwrap_or_else(PoisonError::into_inner);
     owners.retain(|known| known.worker.is_alive());
-    // Only the one that is asked for gets a further handle: whoever drops the last one waits for the end of the thread.
+    // Upgrade only the matching handle: whoever drops the last handle of a thread waits for its end.
     let is_it = |known: &&KnownOwner| match &opened {
         DeviceRef::Kind(kind) => known.kind.as_ref().is_some_and(|known| is_same_kind(known, kind)),
-        DeviceRef::Device(device) => known.device.is(device),
+        DeviceRef::Device(device) => known.device.refers_to(device),
     };
     if let Some(worker) = owners.iter().filter(is_it).find_map(|known| known.worker.upgrade()) {
         return Ok(worker);
@@ -102,10 +104,10 @@ pub(crate) fn attach(opened: DeviceRef<'_>, limit: Duration) -> Result<Worker<De
 
 impl DeviceOwner {
     fn new(ctx: &Context) -> DeviceOwner {
-        DeviceOwner { machines: BTreeMap::new(), n_models: 0, supplies: Vec::new(), ctx: ctx.clone() }
+        DeviceOwner { models: BTreeMap::new(), n_models: 0, supplies: Vec::new(), ctx: ctx.clone() }
     }
 
-    /// Takes in a model, which has nothing yet.
+    /// Adds a model, without weights or states.
     pub(crate) fn admit(
         &mut self,
         options: CudaOptions,
@@ -113,32 +115,32 @@ impl DeviceOwner {
         timeline: SharedTimeline,
     ) -> Result<ModelId, CudaError> {
         let supplies = self.supplies(&options)?;
-        let machine = Machine::new(&self.ctx, supplies, options, pump, timeline)?;
+        let device_model = DeviceModel::new(&self.ctx, supplies, options, pump, timeline)?;
         self.n_models += 1;
-        self.machines.insert(self.n_models, machine);
+        self.models.insert(self.n_models, device_model);
         Ok(self.n_models)
     }
 
-    /// Lets a model go, with all that it holds.
+    /// Removes a model and frees what it holds.
     pub(crate) fn release(&mut self, id: ModelId) {
-        self.machines.remove(&id);
+        self.models.remove(&id);
     }
 
-    pub(crate) fn machine(&mut self, id: ModelId) -> Option<&mut Machine> {
-        self.machines.get_mut(&id)
+    pub(crate) fn device_model(&mut self, id: ModelId) -> Option<&mut DeviceModel> {
+        self.models.get_mut(&id)
     }
 
-    /// What other models hold on the device.
+    /// Memory that other models hold on the device.
     pub(crate) fn others(&self, id: ModelId) -> Vec<HeldBytes> {
-        let others = self.machines.iter().filter(|(other, _)| **other != id);
-        let held = |machine: &Machine| HeldBytes {
-            model: machine.options.model.clone(),
-            bytes: machine.held_bytes(),
+        let others = self.models.iter().filter(|(other, _)| **other != id);
+        let held = |device_model: &DeviceModel| HeldBytes {
+            model: device_model.options.model.clone(),
+            bytes: device_model.held_bytes(),
         };
-        others.map(|(_, machine)| held(machine)).filter(|held| held.bytes > 0).collect()
+        others.map(|(_, device_model)| held(device_model)).filter(|held| held.bytes > 0).collect()
     }
 
-    /// Adds to an error about memory what other models hold.
+    /// Adds what other models hold to an out-of-memory error.
     pub(crate) fn explain(&self, mut error: CudaError, id: ModelId) -> CudaError {
         if let CudaError::DoesNotFit(refusal) = &mut error {
             refusal.others = self.others(id);
@@ -153,14 +155,14 @@ impl DeviceOwner {
         }
         let kernels =
             Kernels::load(&self.ctx, &options.kernels).map_err(|e| CudaError::Kernels(Arc::new(e)))?;
-        let products = Products::open(&self.ctx, &options.cublaslt);
+        let products = ProductLibrary::open(&self.ctx, &options.cublaslt);
         let supplies = Rc::new(Supplies { wanted, kernels, products });
         self.supplies.push(Rc::clone(&supplies));
         Ok(supplies)
     }
 }
 
-/// The error of a call to a thread that did not answer, or whose answer is an error.
+/// Flattens the result of a call: the thread may not have answered, or may have answered with an error.
 pub(crate) fn answered<R>(
     what: &'static str,
     answer: Result<Result<R, CudaError>, DriverError>,

@@ -1,8 +1,9 @@
-//! Steps of many rows: products and attention on tensor cores.
+//! Steps of many rows: matrix products and attention on tensor cores.
 //!
-//! Products with weights of 16 bits take their rows in 16 bits; quantised weights are decoded into one workspace first,
-//! matrix after matrix, so that there is never a second copy of all of them. F32 weights keep the exact kernels. Norms,
-//! gates and attention write their rows in 16 bits at once where nothing but such products reads them.
+//! Products with 16-bit weights take their rows in 16 bits. Quantised weights are first decoded into one
+//! workspace, matrix after matrix, so that there is never a second copy of all of them. F32 weights keep the
+//! exact kernels. Norms, gates and attention write their rows in 16 bits directly if only such products read
+//! them.
 
 use std::collections::HashSet;
 use std::fmt;
@@ -26,26 +27,27 @@ use crate::lower::Lowering;
 use crate::options::CublasLt;
 use crate::warm::{Rehearsal, WarmPlan};
 
-/// From this many rows on, but for weights of 16 bits, which need no decoding. Fewer rows of quantised weights, and F32
-/// ones, have kernels that read the weights once for some of them.
+/// Minimum number of rows, except for 16-bit weights, which need no decoding. Smaller numbers of rows of
+/// quantised weights, and F32 weights, have kernels that read the weights once for several rows.
 pub(crate) const MIN_ROWS: usize = 16;
-/// The largest matrix that is decoded as a whole; larger ones (a vocabulary's) are multiplied a few rows at a time.
+/// Largest matrix that is decoded as a whole. Larger ones, such as a vocabulary's, are multiplied a few rows
+/// at a time.
 const MAX_DECODED: u64 = 512 << 20;
 const ALIGN: u64 = 256;
 
-/// What multiplies the rows of prompts.
+/// What runs the matrix products of prompts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PromptProducts {
-    /// NVIDIA's library.
+    /// NVIDIA's cuBLASLt.
     CublasLt {
-        /// Its version.
+        /// Version of the library.
         version: (usize, usize),
-        /// Where it was found.
+        /// File it was loaded from.
         file: String,
     },
-    /// The kernels of this engine.
+    /// Refrain's own kernels.
     Own {
-        /// Why not the library.
+        /// Why cuBLASLt is not used.
         because: String,
     },
 }
@@ -59,15 +61,15 @@ impl fmt::Display for PromptProducts {
     }
 }
 
-/// The library, if there is one, and what to say about it.
+/// cuBLASLt, if available, and the choice to report.
 #[derive(Debug)]
-pub(crate) struct Products {
+pub(crate) struct ProductLibrary {
     pub(crate) blas: Option<Arc<BlasLt>>,
     pub(crate) choice: PromptProducts,
 }
 
-impl Products {
-    pub(crate) fn open(ctx: &Context, options: &CublasLt) -> Products {
+impl ProductLibrary {
+    pub(crate) fn open(ctx: &Context, options: &CublasLt) -> ProductLibrary {
         let opened = match options {
             CublasLt::Never => Err("cuBLASLt is switched off".to_owned()),
             CublasLt::IfFound if ctx.device().backend() != "cuda" => {
@@ -84,31 +86,31 @@ impl Products {
             }
             Err(because) => (None, PromptProducts::Own { because }),
         };
-        tracing::info!("products of prompts: {choice}");
-        Products { blas, choice }
+        tracing::info!("matrix products of prompts: {choice}");
+        ProductLibrary { blas, choice }
     }
 }
 
-/// Bytes of each kind of workspace, over all launches of a plan. They lie one behind the other, but for what launches need
-/// to themselves, which lies where decoded matrices and what follows these do: rows in 16 bits outlast the launch that makes
+/// Bytes of each kind of workspace, over all launches of a plan. The areas are consecutive, except that `own`
+/// overlaps the decoded matrix and the areas after it: rows in 16 bits must outlive the launch that writes
 /// them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Areas {
-    /// What a launch or two need to themselves.
+    /// Private scratch of one or two launches.
     pub(crate) own: u64,
     /// Rows in 16 bits.
     rows: u64,
-    /// Rows in 16 bits that a launch makes while it reads others.
+    /// Rows in 16 bits that a launch writes while it reads others.
     gated: u64,
     /// A decoded matrix.
     weight: u64,
-    /// Sums of splits, or a result that nobody reads.
+    /// Partial sums of splits, or the output of a rehearsal.
     sums: u64,
-    /// The library's own.
+    /// Workspace of cuBLASLt.
     library: u64,
 }
 
-/// The areas where they lie.
+/// Buffers of the areas.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PlacedAreas {
     pub(crate) own: Buf,
@@ -124,8 +126,8 @@ fn area(a: usize, b: usize, size: u64) -> u64 {
 }
 
 impl Areas {
-    /// What the products of a plan would need if every one but the last, which is the head, had so many rows: room for
-    /// the prompts of a model of which only a small step is known.
+    /// What the products of a plan would need if all of them except the last, which is the head, had `m`
+    /// rows. Sizes the memory of prompts when only a small step of the model is known.
     pub(crate) fn of_prompts(plan: &Plan, m: usize, n_sms: u32, blas: bool) -> Areas {
         let mut areas = Areas::default();
         let is_product = |step: &&Step| matches!(step.op, Op::MatMul);
@@ -133,9 +135,9 @@ impl Areas {
         for group in plan.groups() {
             let GroupKind::Products(products) = &group.kind else { continue };
             let steps = products.parts.iter().filter(|part| Some(part.product) != head);
-            let shapes = steps.filter_map(|part| Shape::of(plan.step(part.product)));
-            let mut sets: Vec<Vec<Shape>> = Vec::new();
-            for shape in shapes.map(|shape| Shape { m, ..shape }).filter(Shape::is_many) {
+            let shapes = steps.filter_map(|part| GemmShape::of(plan.step(part.product)));
+            let mut sets: Vec<Vec<GemmShape>> = Vec::new();
+            for shape in shapes.map(|shape| GemmShape { m, ..shape }).filter(GemmShape::is_many) {
                 match sets.iter_mut().find(|set| set[0].dtype == shape.dtype && set.len() < MAX_PRODUCTS) {
                     Some(set) => set.push(shape),
                     None => sets.push(vec![shape]),
@@ -146,9 +148,9 @@ impl Areas {
         areas
     }
 
-    /// Products of the same rows with weights of one dtype, whatever the library refuses of them.
-    fn add_all(&mut self, shapes: &[Shape], n_sms: u32, blas: bool) {
-        let Shape { dtype, m, k, .. } = shapes[0];
+    /// Adds products of the same rows with weights of one dtype, for any subset that cuBLASLt may refuse.
+    fn add_all(&mut self, shapes: &[GemmShape], n_sms: u32, blas: bool) {
+        let GemmShape { dtype, m, k, .. } = shapes[0];
         self.add_rows(m, k);
         let ns: Vec<usize> = shapes.iter().map(|shape| shape.n).collect();
         let together: Vec<&[usize]> = match dtype.is_quantized() {
@@ -186,13 +188,13 @@ impl Areas {
         self.sums = self.sums.max(bytes.next_multiple_of(ALIGN));
     }
 
-    /// The library's workspace, and a result for the call that loads its code.
+    /// Adds cuBLASLt's workspace, and the output of a rehearsal.
     pub(crate) fn add_library(&mut self, m: usize, n: usize) {
         self.add_workspace();
         self.add_sums(area(m, n, 4));
     }
 
-    /// The library's workspace alone.
+    /// Adds cuBLASLt's workspace alone.
     pub(crate) fn add_workspace(&mut self) {
         self.library = BlasLt::WORKSPACE_BYTES;
     }
@@ -215,48 +217,49 @@ impl Areas {
     }
 }
 
-/// Every choice of some of at most four sizes, in their order.
+/// All non-empty subsets of at most four sizes, in order.
 fn subsets(ns: &[usize]) -> Vec<Vec<usize>> {
     let chosen = |mask: usize| (0..ns.len()).filter(|i| mask >> i & 1 == 1).map(|i| ns[i]).collect();
     (1..1_usize << ns.len()).map(chosen).collect()
 }
 
-/// A product that tensor cores can do.
+/// Shape of a product that tensor cores can run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Shape {
+pub(crate) struct GemmShape {
     dtype: DType,
     pub(crate) m: usize,
     n: usize,
     pub(crate) k: usize,
 }
 
-impl Shape {
-    fn new(m: usize, w: &Layout, dtype: DType) -> Option<Shape> {
+impl GemmShape {
+    fn new(m: usize, w: &Layout, dtype: DType) -> Option<GemmShape> {
         let w = w.shape();
         let &[k, n] = w.dims() else { return None };
         let decodable =
             dtype.is_quantized() && (LINEAR_DTYPES.contains(&dtype) || PACKED_DTYPES.contains(&dtype));
         let known = GEMM_DTYPES.contains(&dtype) || decodable;
-        (known && k.is_multiple_of(8) && n > 0 && k > 0).then_some(Shape { dtype, m, n, k })
+        (known && k.is_multiple_of(8) && n > 0 && k > 0).then_some(GemmShape { dtype, m, n, k })
     }
 
-    pub(crate) fn of(step: &Step) -> Option<Shape> {
+    pub(crate) fn of(step: &Step) -> Option<GemmShape> {
         let w = &step.inputs[1];
-        Shape::new(n_rows(&step.outputs[0].layout), &w.layout, w.dtype)
+        GemmShape::new(n_rows(&step.outputs[0].layout), &w.layout, w.dtype)
     }
 
-    /// The shape of a product that has enough rows for it.
-    pub(crate) fn of_many(step: &Step) -> Option<Shape> {
-        Shape::of(step).filter(Shape::is_many)
+    /// Shape of a product that has enough rows for tensor cores.
+    pub(crate) fn of_many(step: &Step) -> Option<GemmShape> {
+        GemmShape::of(step).filter(GemmShape::is_many)
     }
 
-    /// Whether there are enough rows to decode the weight for them, if it needs that, and it is small enough.
+    /// Whether there are enough rows to decode the weight for them, if it needs decoding, and the weight is
+    /// small enough.
     fn is_many(&self) -> bool {
         let bytes = 2 * (self.n as u64).saturating_mul(self.k as u64);
         self.m >= self.min_rows() && (!self.dtype.is_quantized() || bytes <= MAX_DECODED)
     }
 
-    /// Whether there are as many rows as in a step of many sequences, and a card has kernels for them.
+    /// Whether there are as many rows as in a step of several sequences, and the device has kernels for that.
     pub(crate) fn is_batch(&self, card: &DeviceInfo) -> bool {
         self.m > 1 && has_batch(self.dtype, self.m, self.k, card)
     }
@@ -265,14 +268,14 @@ impl Shape {
         if GEMM_DTYPES.contains(&self.dtype) { 2 } else { MIN_ROWS }
     }
 
-    /// What the rows become.
+    /// Dtype that the rows are converted to.
     pub(crate) fn rows_dtype(&self) -> DType {
         if self.dtype == DType::F16 { DType::F16 } else { DType::BF16 }
     }
 }
 
-/// Whether products of many rows are a unit with what makes the rows: where they take them in 16 bits, that writes them
-/// so at once. Biases and gates have launches of their own.
+/// Whether products of many rows are fused with the producer of their rows, which then writes rows in 16 bits
+/// if they take those. Biases and gates are separate launches.
 pub(crate) fn fuses(query: &GroupQuery<'_>, products: &ProductGroup, card: &DeviceInfo) -> Fusion {
     if products.parts.iter().any(|part| part.bias.is_some()) {
         return Fusion::Smaller;
@@ -292,7 +295,7 @@ pub(crate) fn fuses(query: &GroupQuery<'_>, products: &ProductGroup, card: &Devi
     }
     let mut shapes = products.parts.iter().filter_map(|part| {
         let (y, w) = (query.output(part.product, 0), query.input(part.product, 1));
-        Shape::new(n_rows(&y.layout), &w.layout, w.dtype)
+        GemmShape::new(n_rows(&y.layout), &w.layout, w.dtype)
     });
     match products.gate.is_some() || shapes.any(|shape| shape.is_many() || shape.is_batch(card)) {
         true => Fusion::Staged,
@@ -300,13 +303,13 @@ pub(crate) fn fuses(query: &GroupQuery<'_>, products: &ProductGroup, card: &Devi
     }
 }
 
-/// Whether a launch of the products of many sequences does their gate as well.
+/// Whether one launch of a batch's products also runs their gate.
 fn joins_gate(query: &GroupQuery<'_>, products: &ProductGroup, card: &DeviceInfo) -> bool {
     let shapes = products.parts.iter().map(|part| {
         let (y, w) = (query.output(part.product, 0), query.input(part.product, 1));
-        Shape::new(n_rows(&y.layout), &w.layout, w.dtype)
+        GemmShape::new(n_rows(&y.layout), &w.layout, w.dtype)
     });
-    let Some(shapes) = shapes.collect::<Option<Vec<Shape>>>() else { return false };
+    let Some(shapes) = shapes.collect::<Option<Vec<GemmShape>>>() else { return false };
     let (first, readable) = (shapes[0], unaligned_rows(&query.input(products.parts[0].product, 0).layout));
     shapes.iter().all(|&shape| shape == first) && readable.is_none() && first.is_batch(card)
 }
@@ -317,16 +320,16 @@ pub(crate) struct NarrowTo {
     pub(crate) dtype: DType,
     pub(crate) m: usize,
     pub(crate) k: usize,
-    /// Rows of the planes they lie in; 0 where they are dense.
+    /// Rows of the planes that hold them; 0 if they are contiguous.
     pub(crate) plane_rows: usize,
-    /// Whether they are in the area of rows that a gate makes.
+    /// Whether they are in the area for a gate's output.
     pub(crate) is_gated: bool,
-    /// Whether they are written in F32 as well.
+    /// Whether they are also written in F32.
     pub(crate) also_wide: bool,
 }
 
 impl NarrowTo {
-    /// Rows that there is room for: planes are whole.
+    /// Number of allocated rows: planes are whole.
     pub(crate) fn n_placed(&self) -> usize {
         self.m.next_multiple_of(self.plane_rows.max(1))
     }
@@ -342,19 +345,19 @@ impl NarrowTo {
     }
 }
 
-/// Products of the rows of many sequences with weights of one dtype.
+/// Matrix products of a batch: rows of several sequences with weights of one dtype.
 #[derive(Clone, Debug)]
 pub(crate) struct BatchProducts {
     pub(crate) products: Vec<NodeId>,
     /// The rows.
     pub(crate) rows: NarrowTo,
     pub(crate) plan: BatchPlan,
-    /// The gate that joins both of them, and the rows that come of it.
+    /// The gate of both products, and the rows it writes.
     pub(crate) gate: Option<(NodeId, NarrowTo)>,
 }
 
 impl Lowering<'_> {
-    /// A node that writes its rows in 16 bits.
+    /// Launch of a node that writes its rows in 16 bits.
     pub(crate) fn narrowed(&self, step: &Step, to: &NarrowTo) -> Result<Launch, KernelError> {
         let (k, label, to) = (self.kernels, step.label.as_str(), to.narrow(&self.areas)?);
         let view = |i: usize| self.view(&step.inputs[i]);
@@ -401,17 +404,17 @@ impl Lowering<'_> {
             | Op::KvAppend
             | Op::Recurrent(_)
             | Op::Sample(_)
-            | Op::Accumulate => unreachable!("{label} makes no rows of products"),
+            | Op::Accumulate => unreachable!("{label} does not produce rows of products"),
         }
     }
 
-    /// The rows of products into 16 bits.
+    /// Converts rows of products to 16 bits.
     pub(crate) fn narrow_rows(&self, steps: &[&Step], to: &NarrowTo) -> Result<Launch, KernelError> {
         let x = self.view(&steps[0].inputs[0])?;
         self.kernels.narrow_rows(&x, to.m, to.k, &to.narrow(&self.areas)?, &labels(steps))
     }
 
-    /// A weight into the workspace.
+    /// Decodes a weight into the workspace.
     pub(crate) fn decode(&self, step: &Step) -> Result<Launch, KernelError> {
         let part = self.product(step)?;
         let (k, n) = (step.inputs[1].layout.shape().dims()[0], part.n);
@@ -429,7 +432,7 @@ impl Lowering<'_> {
         Ok(LinearPart { w, ..part })
     }
 
-    /// Products on tensor cores.
+    /// Matrix products on tensor cores.
     pub(crate) fn gemm(
         &self,
         steps: &[&Step],
@@ -447,7 +450,7 @@ impl Lowering<'_> {
         Ok(launches)
     }
 
-    /// Products of the rows of many sequences.
+    /// Matrix products of a batch.
     pub(crate) fn batch(&self, task: &BatchProducts) -> Result<Vec<Launch>, KernelError> {
         let BatchProducts { products, rows, plan, gate } = task;
         let steps: Vec<&Step> = products.iter().map(|&node| self.plan.step(node)).collect();
@@ -472,7 +475,7 @@ impl Lowering<'_> {
         Ok(launches)
     }
 
-    /// A product by the library, and the same into a result that nobody reads.
+    /// A product by cuBLASLt, and its rehearsal: the same product into an output that nobody reads.
     pub(crate) fn library(
         &self,
         blas: &Arc<BlasLt>,
@@ -483,9 +486,9 @@ impl Lowering<'_> {
         let part = self.part(step, rows, decoded)?;
         let shape = BlasLtShape::of_rows(rows.dtype, rows.m, part.n, rows.k);
         let (x, workspace) = (rows.buf(&self.areas)?, self.areas.library);
-        let nowhere = self.areas.sums.slice(0, 4 * (rows.m * part.n) as u64)?;
+        let unused = self.areas.sums.slice(0, 4 * (rows.m * part.n) as u64)?;
         let product = blas.product(shape, [x, part.w, part.y, workspace], &step.label)?;
-        let rehearsal = product.over([x, part.w, nowhere, workspace])?;
+        let rehearsal = product.over([x, part.w, unused, workspace])?;
         Ok([product, rehearsal])
     }
 }
@@ -494,9 +497,9 @@ pub(crate) fn labels(steps: &[&Step]) -> String {
     steps.iter().map(|step| step.label.as_str()).collect::<Vec<_>>().join(" + ")
 }
 
-/// Runs each of the library's products once, with results that nobody reads: it loads its code at the first call of a
-/// shape, which must not be while something records. Before it, the algorithms of products that run in every step of a
-/// training are timed.
+/// Runs each cuBLASLt product once, into outputs that nobody reads: the library loads code at the first call
+/// of a shape, which must not happen during a recording. Before that, it times the algorithms of products
+/// that run in every training step.
 pub(crate) fn warm_up(
     warm: &WarmPlan,
     stream: &mut Stream,
@@ -515,5 +518,5 @@ pub(crate) fn warm_up(
         }
         stream.run(lease, false, |q| product.enqueue(q)).map_err(failed())?;
     }
-    stream.synchronize().map_err(CudaError::driver("warming up products"))
+    stream.synchronize().map_err(CudaError::driver("warming up matrix products"))
 }

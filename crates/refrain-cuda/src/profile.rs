@@ -1,4 +1,4 @@
-//! Where the time of eager steps goes, launch by launch.
+//! Time of eager steps, launch by launch.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -8,22 +8,23 @@ use refrain_driver::{DriverError, Event, Lease, Stream};
 use crate::traffic::Moved;
 use crate::warm::WarmPlan;
 
-/// Launches that a timeline holds; a page of more is slow to open, and the table counts them all.
+/// Maximum number of launches in a timeline. A page with more is slow to open, and the table counts all of
+/// them.
 const MAX_SPANS: usize = 60_000;
 
-/// All launches of one kernel for one step of a plan.
+/// Totals of one kernel for one plan step.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ProfileRow {
     /// Label of the step.
     pub step: String,
-    /// The kernel, `copy` or `fill`.
+    /// Name of the kernel, `copy` or `fill`.
     pub kernel: String,
-    /// Launches.
+    /// Number of launches.
     pub n: u64,
-    /// Their time on the device.
+    /// Total time on the device.
     pub total_ms: f64,
-    /// Bytes of the buffers that they name, each counted as often as it is read or written. Of a cache the positions
-    /// that were looked back on or added count, of a table the rows that were taken.
+    /// Bytes of the named buffers, counted once per read and per write. Of a cache only the positions read or
+    /// added count, of a gathered table only the gathered rows.
     pub bytes: u64,
 }
 
@@ -32,9 +33,9 @@ pub struct ProfileRow {
 pub struct ProfileSpan {
     /// Its row in [`crate::Status::profile`].
     pub row: usize,
-    /// When it began, after the first profiled launch.
+    /// Start time, relative to the first profiled launch.
     pub start_ms: f64,
-    /// How long it took, with the wait for its turn.
+    /// Duration, including the wait for its turn.
     pub ms: f64,
     /// Bytes, as in [`ProfileRow::bytes`].
     pub bytes: u64,
@@ -43,36 +44,36 @@ pub struct ProfileSpan {
 /// One step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ProfileStep {
-    /// Tokens that its plan is for.
+    /// Tokens of its plan.
     pub n_tokens: usize,
-    /// Its first launch in [`Timeline::spans`]; the next step's first ends it.
+    /// Index of its first launch in [`Timeline::spans`]; the step ends where the next one starts.
     pub first_span: usize,
 }
 
-/// The first launches of a profile in their order.
+/// The first launches of a profile, in order.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Timeline {
     /// Steps.
     pub steps: Vec<ProfileStep>,
     /// Launches.
     pub spans: Vec<ProfileSpan>,
-    /// Steps that came when the timeline was full.
+    /// Steps that did not fit into the timeline.
     pub n_steps_left_out: u64,
 }
 
-/// A timeline that the device thread fills and others look at.
+/// A timeline that the device thread fills and other threads read.
 pub(crate) type SharedTimeline = Arc<Mutex<Timeline>>;
 
-/// Timings so far, in the order in which steps first ran.
+/// Timings so far, in the order of each step's first run.
 #[derive(Debug, Default)]
 pub(crate) struct Profile {
     rows: Vec<ProfileRow>,
     index: HashMap<(String, String), usize>,
     events: Vec<Event>,
-    /// Set before the first launch of all.
+    /// Recorded before the first launch.
     origin: Option<Event>,
     timeline: SharedTimeline,
-    /// Whether the step under way is in the timeline.
+    /// Whether the current step goes into the timeline.
     is_kept: bool,
 }
 
@@ -85,11 +86,11 @@ impl Profile {
         &self.rows
     }
 
-    /// Says that a step begins: a timeline holds whole steps.
+    /// Starts a step: a timeline holds whole steps only.
     pub(crate) fn begin_step(&mut self, n_tokens: usize, n_launches: usize) {
         let mut timeline = self.timeline.lock().unwrap_or_else(PoisonError::into_inner);
         let first_span = timeline.spans.len();
-        // The first step is kept whatever its size: a timeline of nothing helps nobody.
+        // The first step is kept whatever its size, since an empty timeline helps nobody.
         self.is_kept =
             timeline.n_steps_left_out == 0 && (first_span == 0 || first_span + n_launches <= MAX_SPANS);
         if self.is_kept {
@@ -99,7 +100,7 @@ impl Profile {
         }
     }
 
-    /// Runs a plan eagerly, one event after each launch, and waits for it.
+    /// Runs a plan eagerly with an event after each launch, and waits for it.
     pub(crate) fn run(
         &mut self,
         stream: &mut Stream,
@@ -132,7 +133,7 @@ impl Profile {
             let bytes = moved.bytes(work);
             let row = self.add(step, kernel, ms, bytes);
             spans.push(ProfileSpan { row, start_ms: at_ms, ms, bytes });
-            // Each launch begins where the one before it ended: they are on one stream.
+            // Each launch starts where the previous one ended: they share a stream.
             at_ms += ms;
         }
         if self.is_kept {
@@ -143,8 +144,8 @@ impl Profile {
 
     fn add(&mut self, step: String, kernel: String, ms: f64, bytes: u64) -> usize {
         let key = (step, kernel);
-        let at = match self.index.get(&key) {
-            Some(&at) => at,
+        let row_idx = match self.index.get(&key) {
+            Some(&idx) => idx,
             None => {
                 let (step, kernel) = key.clone();
                 self.rows.push(ProfileRow { step, kernel, n: 0, total_ms: 0.0, bytes: 0 });
@@ -152,11 +153,11 @@ impl Profile {
                 self.rows.len() - 1
             }
         };
-        let row = &mut self.rows[at];
+        let row = &mut self.rows[row_idx];
         row.n += 1;
         row.total_ms += ms;
         row.bytes += bytes;
-        at
+        row_idx
     }
 }
 
@@ -179,7 +180,7 @@ mod tests {
         assert!(step(&mut profile, MAX_SPANS - 10));
         assert!(step(&mut profile, 10));
         assert!(!step(&mut profile, 1));
-        assert!(!step(&mut profile, 0), "once a step is missing, none follows");
+        assert!(!step(&mut profile, 0), "no step follows one that was left out");
         let timeline = timeline.lock().unwrap();
         assert_eq!((timeline.steps.len(), timeline.n_steps_left_out), (2, 2));
         assert_eq!(timeline.steps[1].first_span, MAX_SPANS - 10);

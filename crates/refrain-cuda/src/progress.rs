@@ -1,32 +1,32 @@
-//! What is heard while a model is brought to a device.
+//! Progress events while a model is loaded.
 
 use std::sync::Arc;
 
 use crate::resident::Accounting;
 
-/// One thing to know.
+/// A progress event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum LoadEvent {
-    /// Everything has its place; nothing was allocated yet. What does not fit is refused after it.
+    /// Memory is planned and not yet allocated. If it does not fit, a refusal follows.
     Planned(Accounting),
-    /// Weights were handed to the device.
-    Sent {
-        /// Bytes so far.
+    /// Weights have been handed to the device.
+    Uploaded {
+        /// Bytes uploaded so far.
         done_bytes: u64,
-        /// Bytes in all.
+        /// Bytes to upload.
         total_bytes: u64,
     },
-    /// Kernels that a plan needs are being compiled: neither the binary nor the cache has them.
+    /// Kernels of a plan are being compiled: neither the binary nor the cache has them.
     Compiling {
-        /// Units that are compiled.
+        /// Units compiled so far.
         n_done: usize,
         /// Units to compile for the plan.
         n_total: usize,
     },
 }
 
-/// Somebody who hears it, on the device's thread: whoever takes long keeps the weights waiting.
+/// A callback for progress events. It runs on the device thread, so a slow one delays the upload.
 #[derive(Clone)]
 pub struct LoadListener(Arc<dyn Fn(LoadEvent) + Send + Sync>);
 
@@ -36,7 +36,7 @@ impl LoadListener {
         LoadListener(Arc::new(f))
     }
 
-    pub(crate) fn hear(&self, event: LoadEvent) {
+    pub(crate) fn report(&self, event: LoadEvent) {
         (self.0)(event);
     }
 }

@@ -1,10 +1,10 @@
-//! What the thread that takes tokens and the device thread that sends steps share: a channel between the two, no more.
-//! The run itself is the taker's ([`refrain_graph::Run`]).
+//! A channel between the caller that collects tokens and the device thread that launches steps. The run
+//! itself belongs to the caller ([`refrain_graph::Run`]).
 //!
-//! The device thread sends steps and counts them; their results come through the ring, which the other thread looks at
-//! itself, so that no token waits for a thread to wake up. A step is counted after it was sent, and the ring is looked at
-//! only while a counted step has not been taken: the device thread can verify a graph, which writes to the ring, once
-//! everything it sent was taken.
+//! The device thread launches steps and counts them. Their results come through the ring, which the caller
+//! polls directly, so that no token waits for a thread to wake up. A step is counted after its launch, and
+//! the ring is polled only while a counted step is uncollected. So once all launched steps are collected, the
+//! device thread can verify a graph, which writes to the ring.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -19,57 +19,57 @@ use refrain_kernels::CommitEntry;
 use crate::error::CudaError;
 use crate::feed::payload_bytes;
 
-/// See the module's documentation.
+/// Shared state of caller and device thread; see the module's documentation.
 #[derive(Default)]
 pub(crate) struct Pump {
     ring: Mutex<Option<Ring>>,
-    /// Steps of the run that were sent.
+    /// Steps of the run that were launched.
     n_sent: AtomicU64,
-    /// Steps among them that are done, as far as somebody looked.
+    /// Launched steps known to be done.
     n_done: AtomicU64,
-    /// Jobs posted to the device thread that have not ended.
+    /// Jobs posted to the device thread that have not finished.
     n_jobs: AtomicU64,
-    /// No more steps of the run shall be sent.
+    /// Whether to launch no more steps of the run.
     stop: AtomicBool,
-    told: Mutex<Told>,
+    report: Mutex<RunReport>,
 }
 
-/// What the device thread tells about the run.
+/// The device thread's report on the run.
 #[derive(Default)]
-struct Told {
-    /// How the steps that were sent and not taken ran.
+struct RunReport {
+    /// How each uncollected step ran.
     ran: VecDeque<Ran>,
-    failed: Option<Failure>,
+    failed: Option<PumpFailure>,
 }
 
-/// Why a run does not go on.
+/// The error that ended a run.
 #[derive(Debug)]
-struct Failure {
+struct PumpFailure {
     error: CudaError,
-    /// Whether steps that were sent before may still come to an end.
-    others_go_on: bool,
+    /// Whether steps launched earlier may still complete.
+    others_continue: bool,
 }
 
 impl Pump {
-    /// Puts the ring of a new memory in place.
+    /// Sets the ring of a new memory.
     pub(crate) fn install(&self, ring: Ring) {
         *lock(&self.ring) = Some(ring);
     }
 
-    /// The memory is going away.
+    /// Drops the ring: its memory is going away.
     pub(crate) fn uninstall(&self) {
         *lock(&self.ring) = None;
     }
 
-    /// Forgets the last run. Nothing of it is under way.
+    /// Clears the state of the last run, which must have nothing in flight.
     pub(crate) fn reset(&self) {
         self.n_sent.store(0, Ordering::Relaxed);
         self.n_done.store(0, Ordering::Relaxed);
         self.stop.store(false, Ordering::Relaxed);
-        *lock(&self.told) = Told::default();
+        *lock(&self.report) = RunReport::default();
     }
 
-    /// Asks the device thread to send no more steps.
+    /// Asks the device thread to launch no more steps.
     pub(crate) fn stop(&self) {
         self.stop.store(true, Ordering::Relaxed);
     }
@@ -78,65 +78,67 @@ impl Pump {
         self.n_sent.load(Ordering::Acquire)
     }
 
-    /// Counts a step that was sent.
+    /// Counts a launched step.
     pub(crate) fn sent(&self, ran: Ran) {
-        lock(&self.told).ran.push_back(ran);
+        lock(&self.report).ran.push_back(ran);
         self.n_sent.fetch_add(1, Ordering::Release);
     }
 
-    /// Says that the run does not go on; the first failure stands.
-    pub(crate) fn fail(&self, error: CudaError, others_go_on: bool) {
-        lock(&self.told).failed.get_or_insert(Failure { error, others_go_on });
+    /// Reports that the run has failed; the first failure is kept.
+    pub(crate) fn fail(&self, error: CudaError, others_continue: bool) {
+        lock(&self.report).failed.get_or_insert(PumpFailure { error, others_continue });
     }
 
-    /// Whether the run does not go on: no more of it may be sent.
+    /// Whether no more steps of the run may be launched.
     pub(crate) fn is_stopped(&self) -> bool {
-        // Under the lock, so that a failure is always seen here: as one, or as taken.
-        let told = lock(&self.told);
-        told.failed.is_some() || self.stop.load(Ordering::Relaxed)
+        // Under the lock: `take_failure` stops the run before it removes the failure, so one of the two is
+        // always visible.
+        let report = lock(&self.report);
+        report.failed.is_some() || self.stop.load(Ordering::Relaxed)
     }
 
-    /// Whether a failure is all that is left of the run: not while steps that were sent before it are still to come.
-    pub(crate) fn is_over(&self, under_way: bool) -> bool {
-        let told = lock(&self.told);
-        told.failed.as_ref().is_some_and(|f| !(f.others_go_on && under_way && !f.error.is_final()))
+    /// Whether only a failure is left of the run: not while results of steps launched before it are still to
+    /// come.
+    pub(crate) fn has_ended(&self, in_flight: bool) -> bool {
+        let report = lock(&self.report);
+        report.failed.as_ref().is_some_and(|f| !(f.others_continue && in_flight && !f.error.is_final()))
     }
 
-    /// Takes the failure. What was asked for before is not sent any more.
+    /// Takes the failure. Steps requested earlier are no longer launched.
     pub(crate) fn take_failure(&self) -> Option<CudaError> {
-        let mut told = lock(&self.told);
-        if told.failed.is_some() {
+        let mut report = lock(&self.report);
+        if report.failed.is_some() {
             self.stop();
         }
-        told.failed.take().map(|failure| failure.error)
+        report.failed.take().map(|failure| failure.error)
     }
 
-    /// Notes that the first `n` steps are done.
+    /// Records that the first `n` steps are done.
     pub(crate) fn done(&self, n: u64) {
         self.n_done.store(n, Ordering::Release);
     }
 
-    /// Whether the step behind the first `n_taken` is done and has left no result.
+    /// Whether the step after the first `n_taken` is done without a result.
     pub(crate) fn has_lost(&self, n_taken: u64) -> bool {
-        // Asked in this order, since its result comes before the step is done.
+        // In this order: a step's result is written before the step is done.
         self.n_done.load(Ordering::Acquire) > n_taken && !self.has_result()
     }
 
-    /// The results of the step behind the first `n_taken`, one for each row, and how it ran, if they are there.
+    /// The results of the step after the first `n_taken`, one per row, and how it ran, if they are available.
     pub(crate) fn next(&self, n_taken: u64) -> Result<Option<(Vec<CommitEntry>, Ran)>, CudaError> {
         if self.n_sent() <= n_taken {
             return Ok(None);
         }
-        let entries = self.try_take().map_err(CudaError::driver("taking a token"))?;
-        // It was told before the step was counted.
-        Ok(entries.and_then(|entries| Some((entries, lock(&self.told).ran.pop_front()?))))
+        let entries = self.try_take().map_err(CudaError::driver("collecting a token"))?;
+        // The report was pushed before the step was counted.
+        Ok(entries.and_then(|entries| Some((entries, lock(&self.report).ran.pop_front()?))))
     }
 
     pub(crate) fn is_idle(&self) -> bool {
         self.n_jobs.load(Ordering::Acquire) == 0
     }
 
-    /// A job that is about to be posted; it ends when the guard is dropped.
+    /// Guard of a job that is about to be posted; dropping it ends the job.
     pub(crate) fn job(self: &Arc<Self>) -> PostedJob {
         self.n_jobs.fetch_add(1, Ordering::AcqRel);
         PostedJob(Arc::clone(self))
@@ -146,7 +148,7 @@ impl Pump {
         lock(&self.ring).as_ref().is_some_and(Ring::has_next)
     }
 
-    /// The results of the next step, if they are there.
+    /// Results of the next step, if they are available.
     fn try_take(&self) -> Result<Option<Vec<CommitEntry>>, DriverError> {
         let mut ring = lock(&self.ring);
         let Some(ring) = ring.as_mut().filter(|ring| ring.has_next()) else { return Ok(None) };
@@ -154,17 +156,17 @@ impl Pump {
         Ok(ring.try_take(bytemuck::cast_slice_mut(&mut entries))?.map(|_| entries))
     }
 
-    /// Counts a result that will come; false when there is no room for it.
+    /// Reserves a ring entry; false if the ring is full.
     pub(crate) fn reserve(&self) -> bool {
         lock(&self.ring).as_mut().is_some_and(Ring::reserve)
     }
 
-    /// Results that are on their way or not taken.
+    /// Results in flight or uncollected.
     pub(crate) fn n_pending(&self) -> u64 {
         lock(&self.ring).as_ref().map_or(0, Ring::n_pending)
     }
 
-    /// Begins the ring anew, for steps of so many rows; the device's count must become 0.
+    /// Restarts the ring for steps of `n_rows` rows; the device's count must be reset to 0.
     pub(crate) fn restart(&self, n_rows: usize) -> Result<(), DriverError> {
         match &mut *lock(&self.ring) {
             Some(ring) => ring.restart_with(payload_bytes(n_rows)),
@@ -172,24 +174,24 @@ impl Pump {
         }
     }
 
-    /// Forgets what was on its way. Nothing writes to the ring any more.
-    pub(crate) fn forget(&self) {
+    /// Discards pending results. Nothing may write to the ring any more.
+    pub(crate) fn discard(&self) {
         if let Some(ring) = &mut *lock(&self.ring) {
             ring.restart();
         }
     }
 
-    /// Waits for the next results on the device thread, and looks for errors of the stream meanwhile. The ring is free
-    /// for the other thread all the while: a driver call that does not return must not hold it.
+    /// Waits for the next results on the device thread and checks the stream for errors meanwhile. The ring
+    /// stays unlocked between polls: a driver call that hangs must not block the caller.
     pub(crate) fn take(&self, stream: &mut Stream, limit: Duration) -> Result<Vec<CommitEntry>, DriverError> {
         let began = Instant::now();
-        let mut next_look = LOOK;
+        let mut next_check = CHECK_INTERVAL;
         loop {
             if let Some(entries) = self.try_take()? {
                 return Ok(entries);
             }
             let waited = began.elapsed();
-            if waited >= next_look {
+            if waited >= next_check {
                 let done = stream.is_done()?;
                 if let Some(entries) = self.try_take()? {
                     return Ok(entries);
@@ -197,15 +199,15 @@ impl Pump {
                 if done || waited >= limit {
                     return Err(DriverError::Timeout { what: "a step's result", waited, origin: None });
                 }
-                next_look = waited + LOOK;
+                next_check = waited + CHECK_INTERVAL;
             }
             std::hint::spin_loop();
         }
     }
 }
 
-/// How often the device thread looks for errors while it waits.
-const LOOK: Duration = Duration::from_micros(100);
+/// Interval at which the device thread checks for errors while it waits.
+const CHECK_INTERVAL: Duration = Duration::from_micros(100);
 
 /// A job posted to the device thread.
 pub(crate) struct PostedJob(Arc<Pump>);
@@ -214,8 +216,8 @@ impl Drop for PostedJob {
     fn drop(&mut self) {
         if std::thread::panicking() {
             let message = "see the log".to_owned();
-            let source = DriverError::Panicked { what: "sending a step".into(), message };
-            self.0.fail(CudaError::Driver { step: "sending a step".into(), source }, true);
+            let source = DriverError::Panicked { what: "launching a step".into(), message };
+            self.0.fail(CudaError::Driver { step: "launching a step".into(), source }, true);
         }
         self.0.n_jobs.fetch_sub(1, Ordering::AcqRel);
     }

@@ -1,4 +1,5 @@
-//! Queued steps: each comes with its own control block and is sent before the results of those in flight are asked for.
+//! Queued steps: each has its own control block and is launched before the results of those in flight are
+//! requested.
 //!
 //! ```text
 //! caller        copies the control block and posts it      ...      collects the oldest step
@@ -6,45 +7,45 @@
 //! stream        upload 1 | graph 1 | outputs 1 | upload 2 | graph 2 | outputs 2 | ...
 //! ```
 //!
-//! A step that cannot be sent ends the queue: nothing queued behind it is sent, since it would find states that lack that
-//! step. Whoever collects gets the results of the steps before it, then its error.
+//! A step that cannot be launched ends the queue: later steps are not launched, since they would find states
+//! without that step's changes. The caller collects the results of earlier steps first, then the error.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use refrain_driver::{Buf, DriverError, Returns};
+use refrain_driver::{Buf, DriverError, Readback};
 use refrain_graph::{BufferId, Collected, Plan, Ran, RunError, StepQueue, nothing_queued};
 
 use crate::backend::{CudaBackend, CudaCompiled};
+use crate::device_model::{DeviceModel, ProgramId};
 use crate::error::CudaError;
-use crate::machine::{Machine, ProgramId};
 
-/// The most steps in flight. With two, the next one is there when a step ends; the third covers a late host. Control blocks
-/// travel through one pinned slot more than that.
+/// Maximum number of steps in flight. With two, the next step is ready when one ends; the third covers a late
+/// host. Control blocks use one pinned slot more than that.
 pub(crate) const MAX_QUEUED: usize = 3;
-/// The most bytes of outputs that a step may ask for.
+/// Maximum bytes of outputs that a step may request.
 const OUTPUT_BYTES: usize = 4096;
 
 const STEP: &str = "a queued step";
 pub(crate) const COLLECT: &str = "collecting a queued step";
 
-/// What queued steps have cost the device thread.
+/// Cost of queued steps on the device thread.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct QueueStats {
-    /// Steps that were sent.
+    /// Steps launched.
     pub n_steps: u64,
-    /// The most that were in flight at once.
+    /// Maximum number of steps in flight at once.
     pub most_in_flight: usize,
-    /// How long sending them took.
+    /// Total time to launch them.
     pub took: Duration,
 }
 
-/// Steps that were sent and not collected, on the device thread.
+/// Launched, uncollected steps on the device thread.
 #[derive(Default)]
 pub(crate) struct SentSteps {
-    returns: Option<Returns>,
-    /// How each was sent; an error is the last.
+    returns: Option<Readback>,
+    /// Outcome of each launch; only the last one can be an error.
     steps: VecDeque<Result<Ran, CudaError>>,
     pub(crate) stats: QueueStats,
 }
@@ -63,8 +64,8 @@ struct OutputPart {
     bytes: u64,
 }
 
-impl Machine {
-    /// Sends a step behind those in flight, unless one of these could not be sent.
+impl DeviceModel {
+    /// Launches a step after those in flight, unless one of them could not be launched.
     fn send_queued(&mut self, id: ProgramId, control: &[u8], outputs: &[OutputPart]) {
         if self.queued.has_failed() {
             return;
@@ -86,24 +87,24 @@ impl Machine {
     ) -> Result<Ran, CudaError> {
         self.stream.set_limit(self.options.step_limit);
         self.cache.set_in_flight(self.options.step_limit);
-        let ran = self.send_behind(id, control);
+        let ran = self.send_after(id, control);
         self.cache.set_in_flight(Duration::ZERO);
         let ran = ran?;
         let failed = |source| CudaError::Driver { step: STEP.into(), source };
         let bufs = self.output_bufs(id, outputs)?;
         if self.queued.returns.is_none() {
             let ctx = self.stream.context().clone();
-            self.queued.returns = Some(Returns::new(&ctx, MAX_QUEUED, OUTPUT_BYTES).map_err(failed)?);
+            self.queued.returns = Some(Readback::new(&ctx, MAX_QUEUED, OUTPUT_BYTES).map_err(failed)?);
         }
         let (Some(returns), Some(resident)) = (&mut self.queued.returns, &mut self.resident) else {
-            return Err(Machine::gone());
+            return Err(DeviceModel::gone());
         };
-        self.stream.send_back(&mut resident.lease, returns, &bufs).map_err(failed)?;
+        self.stream.start_readback(&mut resident.lease, returns, &bufs).map_err(failed)?;
         Ok(ran)
     }
 
-    /// Sends inputs and step; one that is due to be compared runs both ways.
-    fn send_behind(&mut self, id: ProgramId, control: &[u8]) -> Result<Ran, CudaError> {
+    /// Uploads inputs and launches the step; runs it both ways if it is due for comparison.
+    fn send_after(&mut self, id: ProgramId, control: &[u8]) -> Result<Ran, CudaError> {
         let nth = self.queued.stats.n_steps + 1;
         let is_due = self.options.verify_every.is_some_and(|n| nth.is_multiple_of(n.get().into()));
         if is_due && !self.options.profile {
@@ -118,7 +119,7 @@ impl Machine {
 
     fn output_bufs(&self, id: ProgramId, outputs: &[OutputPart]) -> Result<Vec<Buf>, CudaError> {
         let (Some(program), Some(resident)) = (self.programs.get(&id), &self.resident) else {
-            return Err(Machine::gone());
+            return Err(DeviceModel::gone());
         };
         let pinned = program.results()?;
         let place = |part: &OutputPart| -> Result<Buf, DriverError> {
@@ -141,22 +142,22 @@ impl Machine {
             Ok((ran, bytes))
         });
         if taken.is_err() {
-            // An error of the step stands before one of those behind it.
+            // The step's own error takes precedence over those of later steps.
             let _ = self.abandon_queued();
         }
         taken
     }
 
-    /// Waits for all queued steps and forgets them.
+    /// Waits for all queued steps and discards them.
     pub(crate) fn abandon_queued(&mut self) -> Result<(), CudaError> {
         self.queued.steps.clear();
-        // Slots that were not taken are given up with the rest; the stream keeps them until its work is done.
+        // Uncollected slots are dropped too; the stream keeps them alive until its work is done.
         self.queued.returns = None;
         self.stream.synchronize().map_err(CudaError::driver("waiting for queued steps"))
     }
 }
 
-/// Control blocks on their way to the device thread, used again when they are back.
+/// Buffers for control blocks on the way to the device thread, reused when they return.
 #[derive(Clone, Default)]
 pub(crate) struct ControlPool(Arc<Mutex<Vec<Vec<u8>>>>);
 
@@ -168,7 +169,7 @@ impl ControlPool {
         block
     }
 
-    fn give_back(&self, block: Vec<u8>) {
+    fn release(&self, block: Vec<u8>) {
         let mut blocks = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if blocks.len() <= MAX_QUEUED {
             blocks.push(block);
@@ -177,7 +178,7 @@ impl ControlPool {
 }
 
 impl CudaBackend {
-    /// Has a step sent behind those in flight, without waiting for that.
+    /// Has a step launched after those in flight, without waiting for that.
     pub(crate) fn queue_ahead(
         &mut self,
         compiled: &CudaCompiled,
@@ -187,22 +188,23 @@ impl CudaBackend {
     ) -> Result<(), CudaError> {
         let refuse = |because: String| Err(CudaError::Mismatch { what: "queues", because });
         if queue.len() >= MAX_QUEUED {
-            return refuse(format!("{} steps are in flight, the most there may be", queue.len()));
+            return refuse(format!("{} steps are in flight, at most {MAX_QUEUED} can be", queue.len()));
         }
         let parts: Vec<OutputPart> =
             outputs.iter().map(|output| output_part(compiled.plan(), *output)).collect::<Result<_, _>>()?;
         let total: u64 = parts.iter().map(|part| part.bytes).sum();
         if total > OUTPUT_BYTES as u64 {
-            return refuse(format!("outputs of {total} bytes are asked for, {OUTPUT_BYTES} can be"));
+            return refuse(format!("outputs of {total} bytes are requested, at most {OUTPUT_BYTES} can be"));
         }
-        // Who began a run has not finished it: what it took is not known here, and nobody asks how many it did not.
+        // A run may not be finished. The number of steps it collected is unknown here, and nobody needs the
+        // number of discarded ones.
         self.finish_ahead(0)?;
         let sizes = parts.iter().map(|part| part.bytes as usize).collect();
         let (id, pool) = (compiled.id, self.control_pool.clone());
         let control = pool.filled(control);
-        self.post("sending a queued step", move |machine| {
-            machine.send_queued(id, &control, &parts);
-            pool.give_back(control);
+        self.post("launching a queued step", move |m| {
+            m.send_queued(id, &control, &parts);
+            pool.release(control);
         })?;
         queue.sent(sizes);
         Ok(())
@@ -213,9 +215,10 @@ impl CudaBackend {
         if !queue.has_in_flight() {
             return Err(nothing_queued());
         }
-        // The device thread has a deadline of its own and knows more; this one is for a thread that gives no answer.
+        // The device thread has its own deadline and more context; this one covers a thread that does not
+        // respond.
         let limit = self.options.step_limit.saturating_add(self.options.call_limit);
-        let taken = self.call(COLLECT, limit, Machine::collect_queued);
+        let taken = self.call(COLLECT, limit, DeviceModel::collect_queued);
         match taken {
             Ok((ran, bytes)) => queue.arrived(ran, &bytes).ok_or_else(nothing_queued),
             Err(error) => {
@@ -225,12 +228,12 @@ impl CudaBackend {
         }
     }
 
-    /// Waits for all queued steps and forgets them; how many there were.
+    /// Waits for all queued steps and discards them; returns their number.
     pub(crate) fn abandon_ahead(&mut self, queue: &mut StepQueue) -> Result<usize, CudaError> {
         let was_in_flight = queue.has_in_flight();
         let n = queue.clear();
         if was_in_flight {
-            self.call("waiting for queued steps", self.options.step_limit, Machine::abandon_queued)?;
+            self.call("waiting for queued steps", self.options.step_limit, DeviceModel::abandon_queued)?;
         }
         Ok(n)
     }
@@ -242,9 +245,7 @@ fn output_part(plan: &Plan, output: usize) -> Result<OutputPart, CudaError> {
         plan.outputs().get(output).ok_or_else(|| refuse(format!("the plan has no output {output}")))?;
     let (layout, dtype) = (&operand.layout, operand.dtype);
     if !layout.is_contiguous() {
-        return Err(refuse(format!(
-            "output {output} is a strided view, which a queued step cannot bring back"
-        )));
+        return Err(refuse(format!("output {output} is a strided view, which a queued step cannot return")));
     }
     let bytes = |n: usize| dtype.bytes_for(n).ok_or_else(|| refuse(format!("output {output} is too large")));
     let (start, bytes) = (bytes(layout.offset())? as u64, bytes(layout.shape().n_elements())? as u64);

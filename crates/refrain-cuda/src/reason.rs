@@ -1,9 +1,9 @@
-//! The one place where a driver's error becomes a [`Reason`].
+//! Maps driver errors to [`Reason`]s, here only.
 
-use refrain_driver::{DriverError, Origin};
+use refrain_driver::{DriverError, WorkOrigin};
 use refrain_graph::Reason;
 
-/// What was being done when the driver failed.
+/// The operation during which the driver failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stage {
     /// A recording, up to a graph that can be replayed.
@@ -16,17 +16,17 @@ pub enum Stage {
     Eager,
 }
 
-/// Why a step was not replayed, from what the driver said.
+/// The reason why a step was not replayed, for a driver error.
 #[must_use]
 #[expect(
     clippy::wildcard_enum_match_arm,
-    reason = "the driver's error is open; the rest differs only by stage"
+    reason = "the driver's error is non-exhaustive; all other variants differ only by stage"
 )]
 pub fn reason_of(error: &DriverError, stage: Stage) -> Reason {
     match error {
         DriverError::ContextLost(lost) => Reason::ContextLost {
             code: lost.code.map_or(0, |c| c.0),
-            step: lost.origin.as_ref().map_or_else(|| lost.call.to_owned(), Origin::to_string),
+            step: lost.origin.as_ref().map_or_else(|| lost.call.to_owned(), WorkOrigin::to_string),
         },
         DriverError::OutOfMemory { need_bytes, free_bytes, .. } => {
             Reason::OutOfMemory { need_bytes: *need_bytes, free_bytes: *free_bytes }
@@ -45,7 +45,7 @@ pub fn reason_of(error: &DriverError, stage: Stage) -> Reason {
         other => {
             let code = other.code().map_or(0, |c| c.0);
             match stage {
-                // Without a driver's code the words are what there is.
+                // Without a driver code, only the text remains.
                 Stage::Record => Reason::CaptureFailed { code, last_launch: other.to_string() },
                 Stage::Replay | Stage::Verify => Reason::ReplayFailed { code },
                 Stage::Eager => Reason::StepFailed { what: other.to_string() },
@@ -54,12 +54,12 @@ pub fn reason_of(error: &DriverError, stage: Stage) -> Reason {
     }
 }
 
-/// True when explicit nodes may succeed where a stream capture gave this reason.
+/// Whether explicit nodes may work where stream capture failed for this reason.
 #[must_use]
 pub(crate) fn is_about_capture(reason: &Reason) -> bool {
     matches!(reason, Reason::CaptureFailed { .. })
 }
 
-fn launch_name(origin: Option<&Origin>) -> String {
-    origin.map_or_else(|| "nothing".to_owned(), Origin::to_string)
+fn launch_name(origin: Option<&WorkOrigin>) -> String {
+    origin.map_or_else(|| "nothing".to_owned(), WorkOrigin::to_string)
 }

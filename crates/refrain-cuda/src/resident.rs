@@ -1,10 +1,10 @@
-//! What lies on the device: weights, KV cache, arena, scratch and control block, in one planned memory.
+//! Device memory of a model: weights, KV cache, arena, scratch and control block, in one planned memory.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
 use refrain_driver::{
-    Buf, Context, DriverError, Launch, Layout, Lease, Memory, Region, Ring, Staging, Stream,
+    Buf, Context, DriverError, Launch, Lease, Memory, MemoryLayout, Region, Ring, Staging, Stream,
 };
 use refrain_graph::{BufferId, Op, Operand, Place, Plan, State, StateKind, Step, Weight};
 use refrain_kernels::{Edits, Kernels, PACKED_DTYPES, packed_bytes};
@@ -17,28 +17,29 @@ use crate::queue::MAX_QUEUED;
 use crate::states::SCRATCH_SLOTS;
 use crate::warm::Space;
 
-mod unified; // cards that share the host's memory
-mod upload; // weights to the device
+mod unified; // GPUs that share the host's memory
+mod upload; // uploads weights to the device
 
 pub use upload::Upload;
 
-/// Alignment of everything that kernels read whole.
+/// Alignment of everything that kernels read from its start.
 const ALIGN: u64 = 256;
-/// Pinned slots that control blocks travel through: as many steps may be under way.
+/// Pinned slots for control blocks in transit, which bounds the steps in flight.
 const CONTROL_SLOTS: usize = MAX_QUEUED + 1;
-/// Pinned bytes into which kernels write a step's few results, so that reading them takes no copy.
+/// Bytes of pinned memory into which kernels write a step's small results, so that reading them takes no
+/// copy.
 const RESULT_BYTES: u64 = 4096;
-/// Each result has a cache line to itself.
+/// Each result gets its own cache line.
 const RESULT_ALIGN: u64 = 64;
-/// What is packed at once, if it is whole tiles.
+/// Maximum bytes packed at once, in whole tiles.
 const PACK_BYTES: u64 = 32 << 20;
 /// Rows of a tile.
 const PACK_ROWS: usize = 8;
 
-/// Counters of the kernels that have some. What choices keep lies behind them.
+/// Bytes of the kernels' counters. The sampling state follows them.
 pub(crate) const COUNTER_BYTES: u64 = 64 << 10;
 
-/// A model as the host holds it.
+/// A model in host memory.
 #[derive(Debug, Default)]
 pub(crate) struct HostModel {
     pub(crate) weights: Vec<Weight>,
@@ -48,7 +49,7 @@ pub(crate) struct HostModel {
     pub(crate) pinned: Vec<String>,
 }
 
-/// Bytes on the device, by what they are for.
+/// Bytes on the device, by use.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Accounting {
     /// Weights.
@@ -57,22 +58,23 @@ pub struct Accounting {
     pub kv_bytes: u64,
     /// Values between ops.
     pub arena_bytes: u64,
-    /// Scratch of kernels, and the control block.
+    /// Kernel scratch and the control block.
     pub workspace_bytes: u64,
-    /// Bytes that were free on the device when this was planned.
+    /// Bytes that were free on the device before this was allocated.
     pub free_bytes: u64,
-    /// Bytes of the device.
+    /// Total bytes of the device.
     pub device_bytes: u64,
-    /// Whether they are the host's: the device has no memory of its own.
+    /// Whether the device shares the host's memory instead of having its own.
     pub unified: bool,
-    /// Bytes of weights in pinned memory of the host, which kernels read over the bus; none of the device's.
+    /// Bytes of weights in pinned host memory, which kernels read over the bus; they take no device memory.
     pub pinned_bytes: u64,
-    /// Bytes of weights that the host holds there besides, since no file backs them; 0 on a card with its own memory.
+    /// Bytes of weights that unified memory holds a second time, on the host, because no file backs them; 0
+    /// on a GPU with its own memory.
     pub host_weight_bytes: u64,
 }
 
 impl Accounting {
-    /// All of it.
+    /// Sum of all parts.
     #[must_use]
     pub fn total(&self) -> u64 {
         let parts = [self.weight_bytes, self.kv_bytes, self.arena_bytes, self.workspace_bytes];
@@ -80,26 +82,26 @@ impl Accounting {
     }
 }
 
-/// How much room steps need besides weights and cache.
+/// Sizes of the memory that steps need in addition to weights and cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Room {
+pub(crate) struct StepMemory {
     pub(crate) arena: u64,
     pub(crate) scratch: u64,
     pub(crate) control: u64,
-    /// What choices keep between their two launches.
+    /// State that sampling keeps between its two launches.
     pub(crate) choices: u64,
 }
 
-impl Room {
-    pub(crate) fn holds(&self, other: &Room) -> bool {
+impl StepMemory {
+    pub(crate) fn holds(&self, other: &StepMemory) -> bool {
         self.arena >= other.arena
             && self.scratch >= other.scratch
             && self.control >= other.control
             && self.choices >= other.choices
     }
 
-    pub(crate) fn max(&self, other: &Room) -> Room {
-        Room {
+    pub(crate) fn max(&self, other: &StepMemory) -> StepMemory {
+        StepMemory {
             arena: self.arena.max(other.arena),
             scratch: self.scratch.max(other.scratch),
             control: self.control.max(other.control),
@@ -109,18 +111,18 @@ impl Room {
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Placed {
+struct WeightPlacement {
     offset: u64,
     bytes: u64,
     dtype: DType,
-    /// In the layout that products read, not the file's.
+    /// In the layout that product kernels read, not the file's.
     packed: bool,
-    /// In pinned memory of the host.
+    /// In pinned host memory.
     pinned: bool,
     shape: refrain_tensor::Shape,
 }
 
-/// The two allocations of weights: on the device, and in pinned memory.
+/// Allocations of weights: one on the device, one in pinned memory.
 #[derive(Clone, Copy, Debug)]
 struct WeightRegions {
     device: Region,
@@ -128,7 +130,7 @@ struct WeightRegions {
 }
 
 impl WeightRegions {
-    fn inherit(self, layout: &mut Layout) -> WeightRegions {
+    fn inherit(self, layout: &mut MemoryLayout) -> WeightRegions {
         WeightRegions {
             device: layout.inherit("weights", self.device),
             pinned: layout.inherit("pinned weights", self.pinned),
@@ -136,8 +138,8 @@ impl WeightRegions {
     }
 }
 
-/// Whether a weight is kept in its packed layout: a quantised matrix that has one, or the matrices of experts, if each is
-/// whole tiles.
+/// Whether a weight is stored packed: a quantised matrix with a packed layout, or matrices of experts if each
+/// consists of whole tiles.
 pub(crate) fn packs(weight: &Weight) -> bool {
     let is_matrices = match *weight.ty.shape.dims() {
         [_, _] => true,
@@ -147,13 +149,13 @@ pub(crate) fn packs(weight: &Weight) -> bool {
     is_matrices && PACKED_DTYPES.contains(&weight.ty.dtype)
 }
 
-/// Rows and columns of a weight of two dimensions or more, the matrices of experts one after another.
+/// Rows and columns of a weight with two or more dimensions. Matrices of experts are stacked.
 pub(crate) fn matrix(shape: &refrain_tensor::Shape) -> [usize; 2] {
     let k = shape.dim_back(0);
     [shape.n_elements() / k.max(1), k]
 }
 
-/// Bytes of scratch through which weights go to be packed: rows of a file are uploaded there, piece by piece.
+/// Bytes of scratch through which weights are packed: rows of a file are uploaded there in chunks.
 fn staging_bytes(model: &HostModel) -> u64 {
     let bytes = |w: &Weight| {
         let row = w.ty.dtype.bytes_for(w.ty.shape.dim_back(0)).unwrap_or(0) as u64;
@@ -171,28 +173,28 @@ pub(crate) struct PlacedState {
     scratch_bytes: u64,
     pub(crate) dtype: DType,
     pub(crate) kind: StateKind,
-    /// Blocks of a paged cache beyond its pool, on which graphs are verified.
+    /// Additional blocks of a paged cache, on which graphs are verified.
     pub(crate) n_scratch: usize,
 }
 
-/// Where everything will lie.
+/// Placement of weights and states.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Places {
-    weights: Vec<Option<Placed>>,
+    weights: Vec<Option<WeightPlacement>>,
     states: Vec<PlacedState>,
     weight_bytes: u64,
     pinned_bytes: u64,
     kv_bytes: u64,
-    /// Free bytes of the device and all of them, before anything is allocated.
+    /// Free and total bytes of the device before anything is allocated.
     device: (u64, u64),
     unified: bool,
     host_weight_bytes: u64,
 }
 
-/// Everything on the device. Dropping it frees it, once the graphs over it are gone.
-pub(crate) struct Resident {
+/// All device memory of a model. Dropping it frees the memory once no graph uses it.
+pub(crate) struct ResidentMemory {
     places: Places,
-    pub(crate) room: Room,
+    pub(crate) step_memory: StepMemory,
     pub(crate) space: Arc<Space>,
     pub(crate) lease: Lease,
     pub(crate) staging: Staging,
@@ -203,26 +205,26 @@ pub(crate) struct Resident {
     kv: Buf,
     arena: Buf,
     pub(crate) scratch: Buf,
-    /// What lies in front of the control block: see the module `feed`.
+    /// Run header in front of the control block: see the module `feed`.
     pub(crate) feed: Buf,
     pub(crate) control: Buf,
-    /// Both of them.
+    /// Run header and control block.
     pub(crate) message: Buf,
-    /// Changes of both on their way there.
+    /// Staging area for edits of the message.
     pub(crate) edits: Buf,
     pub(crate) ring: Buf,
-    /// Zero between launches: kernels that count their blocks, and choices behind [`COUNTER_BYTES`], leave it so.
+    /// Zero between launches: counting kernels, and sampling after the first [`COUNTER_BYTES`], leave it so.
     pub(crate) counters: Buf,
     results: Buf,
-    /// The host's end of the ring, until somebody takes it.
+    /// The host's end of the ring, until it is taken.
     ring_end: Option<Ring>,
-    /// A message before it is sent, kept so that its memory is used again.
+    /// Buffer for assembling a message, kept to reuse its memory.
     assembled: Vec<u8>,
     uploaded: Upload,
 }
 
 impl Places {
-    /// `host_only` names weights that only host steps read; they stay on the host.
+    /// `host_only` are indices of weights that only host steps read; they stay on the host.
     pub(crate) fn new(
         model: &HostModel,
         host_only: &[usize],
@@ -244,14 +246,14 @@ impl Places {
             let bytes = bytes.ok_or_else(too_large)? as u64;
             let pinned = shape.rank() == 2 && model.pinned.contains(&weight.name);
             let end = if pinned { &mut places.pinned_bytes } else { &mut places.weight_bytes };
-            places.weights.push(Some(Placed { offset: *end, bytes, dtype, packed, pinned, shape }));
+            places.weights.push(Some(WeightPlacement { offset: *end, bytes, dtype, packed, pinned, shape }));
             *end = end.checked_add(bytes.next_multiple_of(ALIGN)).ok_or_else(too_large)?;
         }
         places.place_states(model, scratch_blocks)?;
         Ok(places)
     }
 
-    /// The same weights with the states as the model has them now.
+    /// The same weights, with the model's current states.
     pub(crate) fn with_states(&self, model: &HostModel, scratch_blocks: usize) -> Result<Places, CudaError> {
         let mut places = Places { states: Vec::new(), kv_bytes: 0, ..self.clone() };
         places.place_states(model, scratch_blocks)?;
@@ -281,27 +283,27 @@ impl Places {
         Ok(())
     }
 
-    /// True when a weight was left on the host.
+    /// Whether a weight stays on the host.
     pub(crate) fn is_host_only(&self, weight: usize) -> bool {
         matches!(self.weights.get(weight), Some(None))
     }
 
-    /// Bytes of states, and of weights where they are kept.
+    /// Bytes of the states, and of the weights if `weights`.
     pub(crate) fn kept_bytes(&self, weights: bool) -> u64 {
         self.kv_bytes + if weights { self.weight_bytes } else { 0 }
     }
 
-    fn accounting(&self, room: &Room) -> Accounting {
+    fn accounting(&self, step_memory: &StepMemory) -> Accounting {
         Accounting {
             weight_bytes: self.weight_bytes,
             kv_bytes: self.kv_bytes,
-            arena_bytes: room.arena,
-            workspace_bytes: room.scratch
-                + room.control
+            arena_bytes: step_memory.arena,
+            workspace_bytes: step_memory.scratch
+                + step_memory.control
                 + FEED_BYTES
                 + EDIT_BYTES
                 + COUNTER_BYTES
-                + room.choices,
+                + step_memory.choices,
             free_bytes: self.device.0,
             device_bytes: self.device.1,
             unified: self.unified,
@@ -311,58 +313,60 @@ impl Places {
     }
 }
 
-/// Weights and states that outlive a new plan, where they are. A new plan takes them over, so that nothing a session
-/// has evaluated is lost when a step needs more room, and nothing is sent again.
-pub(crate) struct Kept {
+/// Weights and states that outlive a memory plan, in place. The next plan takes them over, so that a session
+/// keeps its KV cache when a step needs more memory, and weights are not uploaded again.
+pub(crate) struct RetainedModel {
     pub(crate) places: Places,
     lease: Lease,
-    /// `None` when they have to be sent again.
+    /// `None` if they have to be uploaded again.
     weights: Option<WeightRegions>,
     kv: Region,
     uploaded: Upload,
 }
 
-impl Kept {
-    /// Bytes that a new plan takes over.
+impl RetainedModel {
+    /// Bytes that the next plan takes over.
     pub(crate) fn bytes(&self) -> u64 {
         self.places.kept_bytes(self.weights.is_some())
     }
 }
 
-impl Kept {
-    /// Moves the states to places of other sizes; what they hold goes along, what is added is zero. After a failure
-    /// everything is where it was.
+impl RetainedModel {
+    /// Moves the states to an allocation of another size. Contents are kept and added space is zero. On
+    /// failure everything stays where it was.
     pub(crate) fn resize(
         self,
         ctx: &Context,
         stream: &mut Stream,
         places: Places,
-        room: Room,
-    ) -> Result<Kept, (CudaError, Option<Kept>)> {
-        let failed = CudaError::driver("making room for states");
+        step_memory: StepMemory,
+    ) -> Result<RetainedModel, (CudaError, Option<RetainedModel>)> {
+        let failed = CudaError::driver("allocating states");
         let (free, total) = match ctx.mem_info() {
             Ok(info) => info,
             Err(error) => return Err((failed(error), Some(self))),
         };
         let weights_there = self.bytes() - self.places.kv_bytes;
-        // Old and new are there at once while one is copied to the other; behind that steps need the room they had.
-        let none = Room::default();
-        let beside = fitting_room(ctx, &places, [none, none], (weights_there, free, total));
+        // Old and new states coexist during the copy; afterwards steps need their previous memory.
+        let none = StepMemory::default();
+        let both = fitting_memory(ctx, &places, [none, none], (weights_there, free, total));
         let after = free.saturating_add(self.places.kv_bytes);
-        let fits =
-            beside.and_then(|_| fitting_room(ctx, &places, [room, room], (weights_there, after, total)));
+        let fits = both.and_then(|_| {
+            fitting_memory(ctx, &places, [step_memory, step_memory], (weights_there, after, total))
+        });
         if let Err(error) = fits {
             return Err((error, Some(self)));
         }
-        let mut layout = Layout::new("states of two sizes");
+        let mut layout = MemoryLayout::new("states of two sizes");
         let weights = self.weights.map(|regions| regions.inherit(&mut layout));
         let old = layout.inherit("old states", self.kv);
         let new = layout.device("kv", places.kv_bytes);
-        let Kept { places: old_places, lease, weights: old_weights, kv: old_kv, uploaded } = self;
+        let RetainedModel { places: old_places, lease, weights: old_weights, kv: old_kv, uploaded } = self;
         let mut lease = match lease.succeed(&layout) {
             Ok(lease) => lease,
             Err((lease, error)) => {
-                let kept = Kept { places: old_places, lease, weights: old_weights, kv: old_kv, uploaded };
+                let kept =
+                    RetainedModel { places: old_places, lease, weights: old_weights, kv: old_kv, uploaded };
                 return Err((failed(error), Some(kept)));
             }
         };
@@ -379,7 +383,7 @@ impl Kept {
             .map(|_| ())
             .and_then(|()| stream.synchronize());
         let (places, kv) = if moved.is_ok() { (places, new) } else { (old_places, old) };
-        let kept = Resident::keep_regions(places, lease, weights, kv, uploaded);
+        let kept = ResidentMemory::keep_regions(places, lease, weights, kv, uploaded);
         match (moved, kept) {
             (Ok(()), Ok(kept)) => Ok(kept),
             (Err(error), kept) => Err((CudaError::driver("moving states")(error), kept.ok())),
@@ -388,14 +392,17 @@ impl Kept {
     }
 }
 
-/// The roomier of two rooms that fits, or why neither does. `taken_over` bytes are on the device already.
-pub(crate) fn fitting_room(
+/// Returns the larger of two sizes that fits, or an error if neither does. `taken_over` bytes are already on
+/// the device.
+pub(crate) fn fitting_memory(
     ctx: &Context,
     places: &Places,
-    [needed, wanted]: [Room; 2],
+    [needed, wanted]: [StepMemory; 2],
     (taken_over, free_bytes, total_bytes): (u64, u64, u64),
-) -> Result<Room, CudaError> {
-    let fits = |room: &Room| places.accounting(room).total().saturating_sub(taken_over) <= free_bytes;
+) -> Result<StepMemory, CudaError> {
+    let fits = |step_memory: &StepMemory| {
+        places.accounting(step_memory).total().saturating_sub(taken_over) <= free_bytes
+    };
     if fits(&wanted) {
         return Ok(wanted);
     }
@@ -412,23 +419,23 @@ pub(crate) fn fitting_room(
     })))
 }
 
-impl Resident {
-    /// Allocates everything that is not kept, or refuses with the numbers before it allocates anything. The first of
-    /// `rooms` is what there must be, the second what it would be good to have. After a failure what was kept comes back.
+impl ResidentMemory {
+    /// Allocates everything that is not retained, or refuses with the sizes before it allocates anything. The
+    /// first of `candidates` is required, the second preferred. On failure, what was retained is returned.
     pub(crate) fn plan(
         ctx: &Context,
         stream: &mut Stream,
         model: &HostModel,
         mut places: Places,
-        mut rooms: [Room; 2],
+        mut candidates: [StepMemory; 2],
         (kernels, listener): (&Kernels, &LoadListener),
-        kept: Option<Kept>,
-    ) -> Result<Resident, (CudaError, Option<Kept>)> {
+        kept: Option<RetainedModel>,
+    ) -> Result<ResidentMemory, (CudaError, Option<RetainedModel>)> {
         let staging =
             if kept.as_ref().is_some_and(|k| k.weights.is_some()) { 0 } else { staging_bytes(model) };
-        rooms.iter_mut().for_each(|room| room.scratch = room.scratch.max(staging));
-        let taken_over = kept.as_ref().map_or(0, Kept::bytes);
-        let free = || ctx.mem_info().map_err(CudaError::driver("asking for free memory"));
+        candidates.iter_mut().for_each(|step_memory| step_memory.scratch = step_memory.scratch.max(staging));
+        let taken_over = kept.as_ref().map_or(0, RetainedModel::bytes);
+        let free = || ctx.mem_info().map_err(CudaError::driver("querying free memory"));
         let (mut free_bytes, total_bytes) = match free() {
             Ok(info) => info,
             Err(error) => return Err((error, kept)),
@@ -436,25 +443,26 @@ impl Resident {
         if ctx.device().info().unified {
             places.unified = true;
             places.host_weight_bytes = unified::kept_bytes(model, &places.weights);
-            if places.accounting(&rooms[0]).total().saturating_sub(taken_over) > free_bytes {
-                // What the system keeps of the file does not count as free there.
+            if places.accounting(&candidates[0]).total().saturating_sub(taken_over) > free_bytes {
+                // The file's pages in the page cache do not count as free there.
                 unified::evict(model.tensors.iter().zip(&places.weights));
                 free_bytes = free().map_or(free_bytes, |info| info.0);
             }
         }
         places.device = (free_bytes.saturating_add(taken_over), total_bytes);
-        let room = match fitting_room(ctx, &places, rooms, (taken_over, free_bytes, total_bytes)) {
-            Ok(room) => room,
-            Err(error) => {
-                listener.hear(LoadEvent::Planned(places.accounting(&rooms[0])));
-                return Err((error, kept));
-            }
-        };
-        let accounting = places.accounting(&room);
-        listener.hear(LoadEvent::Planned(accounting));
+        let step_memory =
+            match fitting_memory(ctx, &places, candidates, (taken_over, free_bytes, total_bytes)) {
+                Ok(step_memory) => step_memory,
+                Err(error) => {
+                    listener.report(LoadEvent::Planned(places.accounting(&candidates[0])));
+                    return Err((error, kept));
+                }
+            };
+        let accounting = places.accounting(&step_memory);
+        listener.report(LoadEvent::Planned(accounting));
         tracing::info!(
-            "device memory: weights {}, KV cache {}, arena {}, workspace {} bytes; {taken_over} bytes are there, \
-             {free_bytes} free",
+            "device memory: weights {}, KV cache {}, arena {}, workspace {} bytes; {taken_over} bytes in place, \
+                        {free_bytes} free",
             accounting.weight_bytes,
             accounting.kv_bytes,
             accounting.arena_bytes,
@@ -462,7 +470,7 @@ impl Resident {
         );
         let has_weights = kept.as_ref().is_some_and(|k| k.weights.is_some());
         let has_states = kept.is_some();
-        let mut resident = Resident::allocate(ctx, places, room, kept)
+        let mut resident = ResidentMemory::allocate(ctx, places, step_memory, kept)
             .map_err(|(error, kept)| (CudaError::driver("allocating device memory")(error), kept))?;
         let filled = resident.clear(stream, !has_states).and_then(|()| match has_weights {
             true => Ok(()),
@@ -470,7 +478,7 @@ impl Resident {
         });
         match filled {
             Ok(()) => Ok(resident),
-            // Without weights there is nothing but the states to go on with.
+            // Without weights, only the states remain to continue with.
             Err(error) if has_states => Err((error, resident.keep(has_weights).ok())),
             Err(error) => Err((error, None)),
         }
@@ -479,10 +487,10 @@ impl Resident {
     fn allocate(
         ctx: &Context,
         places: Places,
-        room: Room,
-        kept: Option<Kept>,
-    ) -> Result<Resident, (DriverError, Option<Kept>)> {
-        let mut layout = Layout::new("model");
+        step_memory: StepMemory,
+        kept: Option<RetainedModel>,
+    ) -> Result<ResidentMemory, (DriverError, Option<RetainedModel>)> {
+        let mut layout = MemoryLayout::new("model");
         let weights = match kept.as_ref().and_then(|k| k.weights) {
             Some(regions) => regions.inherit(&mut layout),
             None => WeightRegions {
@@ -495,10 +503,10 @@ impl Resident {
             None => layout.device("kv", places.kv_bytes),
         };
         let sizes = [
-            ("arena", room.arena),
-            ("scratch", room.scratch),
-            ("control", FEED_BYTES + room.control),
-            ("counters", COUNTER_BYTES + room.choices),
+            ("arena", step_memory.arena),
+            ("scratch", step_memory.scratch),
+            ("control", FEED_BYTES + step_memory.control),
+            ("counters", COUNTER_BYTES + step_memory.choices),
             ("edits", EDIT_BYTES),
         ];
         let regions = sizes.map(|(name, bytes)| layout.device(name, bytes));
@@ -510,10 +518,10 @@ impl Resident {
         let lease = match kept {
             None => Memory::plan(ctx, &layout).and_then(|memory| memory.lease()).map_err(|e| (e, None))?,
             Some(kept) => {
-                let Kept { places, lease, weights, kv, uploaded } = kept;
-                lease
-                    .succeed(&layout)
-                    .map_err(|(lease, error)| (error, Some(Kept { places, lease, weights, kv, uploaded })))?
+                let RetainedModel { places, lease, weights, kv, uploaded } = kept;
+                lease.succeed(&layout).map_err(|(lease, error)| {
+                    (error, Some(RetainedModel { places, lease, weights, kv, uploaded }))
+                })?
             }
         };
         let memory = Arc::clone(lease.memory());
@@ -526,21 +534,27 @@ impl Resident {
         let [arena, scratch, message, counters, edits] = bufs;
         let made = || -> Result<_, DriverError> {
             let ring_end = Ring::new(&memory, ring_region, RING_ENTRIES, payload_bytes(1))?;
-            let staging = Staging::new(ctx, CONTROL_SLOTS, (FEED_BYTES + room.control) as usize)?;
-            Ok((ring_end, staging, message.slice(0, FEED_BYTES)?, message.slice(FEED_BYTES, room.control)?))
+            let staging = Staging::new(ctx, CONTROL_SLOTS, (FEED_BYTES + step_memory.control) as usize)?;
+            Ok((
+                ring_end,
+                staging,
+                message.slice(0, FEED_BYTES)?,
+                message.slice(FEED_BYTES, step_memory.control)?,
+            ))
         };
         let (ring_end, staging, feed, control) = match made() {
             Ok(made) => made,
             Err(error) => {
                 let weights = has_weights.then_some(weights);
-                let kept = has_states.then(|| Resident::keep_regions(places, lease, weights, kv, uploaded));
+                let kept =
+                    has_states.then(|| ResidentMemory::keep_regions(places, lease, weights, kv, uploaded));
                 return Err((error, kept.and_then(Result::ok)));
             }
         };
         let (ring, space) = (ring_end.buf(), Space::new(&memory, names));
-        Ok(Resident {
+        Ok(ResidentMemory {
             places,
-            room,
+            step_memory,
             space: Arc::new(space.with_results("results", results).with_ring("ring", ring)),
             lease,
             staging,
@@ -563,12 +577,13 @@ impl Resident {
         })
     }
 
-    /// Gives up everything but weights and states. Nothing is in flight, and the ring's other end is gone.
-    pub(crate) fn keep(self, weights: bool) -> Result<Kept, DriverError> {
+    /// Releases everything but weights and states. Nothing may be in flight, and the other end of the ring
+    /// must be gone.
+    pub(crate) fn keep(self, weights: bool) -> Result<RetainedModel, DriverError> {
         let (weights_region, kv) = self.regions;
         let uploaded = if weights { self.uploaded } else { Upload::default() };
         let weights = weights.then_some(weights_region);
-        Resident::keep_regions(self.places, self.lease, weights, kv, uploaded)
+        ResidentMemory::keep_regions(self.places, self.lease, weights, kv, uploaded)
     }
 
     fn keep_regions(
@@ -577,16 +592,16 @@ impl Resident {
         weights: Option<WeightRegions>,
         kv: Region,
         uploaded: Upload,
-    ) -> Result<Kept, DriverError> {
-        let mut layout = Layout::new("weights and states");
+    ) -> Result<RetainedModel, DriverError> {
+        let mut layout = MemoryLayout::new("weights and states");
         let weights = weights.map(|regions| regions.inherit(&mut layout));
         let kv = layout.inherit("kv", kv);
-        // Nothing is allocated: this fails only where nothing works any more.
+        // Nothing is allocated, so this fails only when the context is unusable.
         let lease = lease.succeed(&layout).map_err(|(_, error)| error)?;
-        Ok(Kept { places, lease, weights, kv, uploaded })
+        Ok(RetainedModel { places, lease, weights, kv, uploaded })
     }
 
-    /// Zeroes what was allocated.
+    /// Zeroes newly allocated memory.
     fn clear(&mut self, stream: &mut Stream, states: bool) -> Result<(), CudaError> {
         let fresh = [self.arena, self.scratch, self.message, self.counters, self.edits];
         let kv = states.then_some(self.kv);
@@ -595,7 +610,7 @@ impl Resident {
         cleared.map(|_| ()).map_err(CudaError::driver("clearing device memory"))
     }
 
-    /// Bytes that are given back when only weights and states are kept.
+    /// Bytes that are released when only weights and states are kept.
     pub(crate) fn transient_bytes(&self) -> u64 {
         let accounting = self.accounting();
         accounting.arena_bytes.saturating_add(accounting.workspace_bytes)
@@ -605,12 +620,12 @@ impl Resident {
         &self.places
     }
 
-    /// The host's end of the ring; once.
+    /// The host's end of the ring; can be taken once.
     pub(crate) fn ring_end(&mut self) -> Option<Ring> {
         self.ring_end.take()
     }
 
-    /// Sends a control block, with the header of a run in front of it if that is given, in stream order.
+    /// Uploads a control block in stream order, preceded by a run's header if one is given.
     pub(crate) fn send_control(
         &mut self,
         stream: &mut Stream,
@@ -629,8 +644,8 @@ impl Resident {
         stream.stage(&mut self.lease, &mut self.staging, to, &self.assembled)
     }
 
-    /// Sends edits, and puts them in place with the launch for that, in stream order. A single piece, such as the next
-    /// block of a sequence that is alone, goes straight to its place.
+    /// Uploads edits and launches the kernel that applies them, in stream order. A single contiguous edit,
+    /// such as the next block of a lone sequence, is copied directly to its destination.
     pub(crate) fn send_edits(
         &mut self,
         stream: &mut Stream,
@@ -651,20 +666,20 @@ impl Resident {
     }
 
     pub(crate) fn accounting(&self) -> Accounting {
-        self.places.accounting(&self.room)
+        self.places.accounting(&self.step_memory)
     }
 
-    /// How its weights came here.
+    /// Statistics of the weight upload.
     pub(crate) fn uploaded(&self) -> Upload {
         self.uploaded
     }
 
-    /// Where values between ops lie.
+    /// The arena, which holds values between ops.
     pub(crate) fn arena(&self) -> Buf {
         self.arena
     }
 
-    /// Where all states lie.
+    /// All states.
     pub(crate) fn states(&self) -> Buf {
         self.kv
     }
@@ -679,7 +694,7 @@ impl Resident {
         self.places.states[idx]
     }
 
-    /// The whole of a state, scratch blocks included.
+    /// A whole state, scratch blocks included.
     pub(crate) fn state_buf(&self, idx: usize) -> Result<Buf, DriverError> {
         let s = self.places.states[idx];
         self.kv.slice(s.offset, s.live_bytes + s.scratch_bytes)
@@ -695,13 +710,13 @@ impl Resident {
         self.kv.slice(s.offset, s.live_bytes)
     }
 
-    /// Where a weight lies.
-    fn weight(&self, place: &Placed) -> Result<Buf, DriverError> {
+    /// Buffer of a weight.
+    fn weight(&self, place: &WeightPlacement) -> Result<Buf, DriverError> {
         let region = if place.pinned { self.pinned } else { self.weights };
         region.slice(place.offset, place.bytes)
     }
 
-    /// A plan's buffer on the device; a state without its scratch blocks.
+    /// Buffer of a plan on the device; for a state, without its scratch blocks.
     pub(crate) fn buffer(&self, plan: &Plan, id: BufferId) -> Result<Buf, DriverError> {
         let buffer = plan.buffer(id);
         match buffer.place {
@@ -720,7 +735,7 @@ impl Resident {
         }
     }
 
-    /// Places in pinned memory for small outputs that device steps make and nobody else on the device reads.
+    /// Pinned locations for small outputs that device steps produce and nothing else on the device reads.
     pub(crate) fn results(&self, plan: &Plan) -> Result<HashMap<BufferId, Buf>, DriverError> {
         let on_host = |step: &Step| matches!(step.op, Op::HostCall(_));
         let mut places = HashMap::new();
@@ -742,16 +757,16 @@ impl Resident {
     /// Whether an operand is a weight in its packed layout.
     pub(crate) fn is_packed(&self, plan: &Plan, operand: &Operand) -> bool {
         let Place::Weight(w) = plan.buffer(operand.buffer).place else { return false };
-        matches!(self.places.weights.get(w.idx()), Some(Some(Placed { packed: true, .. })))
+        matches!(self.places.weights.get(w.idx()), Some(Some(WeightPlacement { packed: true, .. })))
     }
 
-    /// The shape that a packed weight was declared with.
+    /// Declared shape of a packed weight.
     pub(crate) fn packed_shape(&self, plan: &Plan, operand: &Operand) -> Option<refrain_tensor::Shape> {
         let Place::Weight(w) = plan.buffer(operand.buffer).place else { return None };
         self.places.weights.get(w.idx()).copied().flatten().filter(|p| p.packed).map(|p| p.shape)
     }
 
-    /// The element type of an operand as it lies on the device: vectors of weights are F32 there.
+    /// Element type of an operand as stored on the device, where weight vectors are F32.
     pub(crate) fn dtype(&self, plan: &Plan, operand: &Operand) -> DType {
         match plan.buffer(operand.buffer).place {
             Place::Weight(w) => match self.places.weights.get(w.idx()) {

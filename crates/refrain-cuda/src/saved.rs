@@ -1,24 +1,24 @@
-//! What memory held before something was tried out on it, kept so that it can be put back.
+//! Saves memory contents before a graph is verified on them, and restores them afterwards.
 //!
-//! Many bytes are kept on the device, in a memory of their own, while there is room for that; the others on the host.
+//! Large contents are kept in separate device memory if it can be allocated, otherwise on the host.
 
-use refrain_driver::{Buf, DriverError, Layout, Lease, Memory, Stream};
+use refrain_driver::{Buf, DriverError, Lease, Memory, MemoryLayout, Stream};
 
 use crate::warm::{Range, Space};
 
-/// Fewer bytes than this go to the host: a memory of their own is not worth its allocation.
+/// Smaller contents are saved on the host: a separate device allocation is not worth it.
 const SPARE_FROM: u64 = 4 << 20;
-/// Alignment of what is kept.
+/// Alignment of saved contents.
 const ALIGN: u64 = 256;
 
-/// The contents of ranges.
+/// Saved contents of ranges.
 pub(crate) struct Saved {
-    parts: Vec<(Range, Kept)>,
+    parts: Vec<(Range, SavedContents)>,
     spare: Option<Lease>,
 }
 
-enum Kept {
-    /// Nothing but zeros.
+enum SavedContents {
+    /// Only zeros.
     Zero,
     Host(Vec<u8>),
     /// In the spare memory.
@@ -26,7 +26,7 @@ enum Kept {
 }
 
 impl Saved {
-    /// Keeps what ranges hold. What lies in `zero` is known to be zeros.
+    /// Saves the contents of ranges. Ranges inside `zero` are known to hold zeros.
     pub(crate) fn take(
         stream: &mut Stream,
         lease: &mut Lease,
@@ -45,17 +45,17 @@ impl Saved {
         for range in ranges {
             let buf = space.buf(*range)?;
             let kept = match &mut spare {
-                _ if is_zero(range) => Kept::Zero,
+                _ if is_zero(range) => SavedContents::Zero,
                 Some((spare, whole)) if moves(range) => {
                     let to = whole.slice(end, buf.len())?;
                     end += bytes(range);
                     stream.copy_across((spare, to), (lease, buf))?;
-                    Kept::Device(to)
+                    SavedContents::Device(to)
                 }
                 _ => {
                     let mut bytes = vec![0; buf.len() as usize];
                     stream.download(lease, buf, &mut bytes)?;
-                    Kept::Host(bytes)
+                    SavedContents::Host(bytes)
                 }
             };
             parts.push((*range, kept));
@@ -63,8 +63,9 @@ impl Saved {
         Ok(Saved { parts, spare: spare.map(|(lease, _)| lease) })
     }
 
-    /// Puts everything back and waits for it. Pinned memory comes first, by way of device memory that is put back after it.
-    pub(crate) fn put_back(
+    /// Restores everything and waits for it. Pinned memory comes first: it is written through device memory,
+    /// which is restored afterwards.
+    pub(crate) fn restore(
         &mut self,
         stream: &mut Stream,
         lease: &mut Lease,
@@ -73,9 +74,9 @@ impl Saved {
         let on_device = self.parts.iter().map(|(range, _)| *range).filter(|range| !space.is_pinned(range));
         let way = on_device.max_by_key(|range| range.end - range.start);
         for (range, kept) in self.parts.iter().filter(|(range, _)| space.is_pinned(range)) {
-            let (Kept::Host(bytes), Some(way)) = (kept, way) else { continue };
+            let (SavedContents::Host(bytes), Some(way)) = (kept, way) else { continue };
             let way = space.buf(way)?;
-            for part in pieces(*range, way.len()) {
+            for part in chunks(*range, way.len()) {
                 let (from, to) = ((part.start - range.start) as usize, (part.end - range.start) as usize);
                 let (way, part) = (way.slice(0, part.end - part.start)?, space.buf(part)?);
                 stream.upload(lease, way, &bytes[from..to])?;
@@ -85,23 +86,27 @@ impl Saved {
         for (range, kept) in self.parts.iter().filter(|(range, _)| !space.is_pinned(range)) {
             let buf = space.buf(*range)?;
             match (kept, &mut self.spare) {
-                (Kept::Zero, _) => stream.run(lease, false, |q| q.fill(buf, 0)).map(|_| ())?,
-                (Kept::Host(bytes), _) => stream.upload(lease, buf, bytes)?,
-                (Kept::Device(from), Some(spare)) => stream.copy_across((lease, buf), (spare, *from))?,
-                (Kept::Device(_), None) => unreachable!("kept on the device without a memory for it"),
+                (SavedContents::Zero, _) => stream.run(lease, false, |q| q.fill(buf, 0)).map(|_| ())?,
+                (SavedContents::Host(bytes), _) => stream.upload(lease, buf, bytes)?,
+                (SavedContents::Device(from), Some(spare)) => {
+                    stream.copy_across((lease, buf), (spare, *from))?
+                }
+                (SavedContents::Device(_), None) => {
+                    unreachable!("saved on the device without spare memory")
+                }
             }
         }
         stream.synchronize()
     }
 }
 
-/// A memory of so many bytes, where it is worth it and there is room.
+/// Allocates spare device memory if the size is worth it and it fits.
 fn spare_memory(stream: &Stream, bytes: u64) -> Result<Option<(Lease, Buf)>, DriverError> {
     if bytes < SPARE_FROM {
         return Ok(None);
     }
-    let mut layout = Layout::new("kept while a graph is verified");
-    let region = layout.device("kept", bytes);
+    let mut layout = MemoryLayout::new("saved while a graph is verified");
+    let region = layout.device("saved", bytes);
     match Memory::plan(stream.context(), &layout) {
         Ok(memory) => {
             let lease = memory.lease()?;
@@ -109,14 +114,14 @@ fn spare_memory(stream: &Stream, bytes: u64) -> Result<Option<(Lease, Buf)>, Dri
         }
         Err(error) if error.is_final() => Err(error),
         Err(error) => {
-            tracing::debug!("{bytes} bytes are kept on the host while a graph is verified: {error}");
+            tracing::debug!("saving {bytes} bytes on the host while a graph is verified: {error}");
             Ok(None)
         }
     }
 }
 
-/// A range in pieces of at most `len` bytes.
-pub(crate) fn pieces(range: Range, len: u64) -> impl Iterator<Item = Range> {
+/// Splits a range into chunks of at most `len` bytes.
+pub(crate) fn chunks(range: Range, len: u64) -> impl Iterator<Item = Range> {
     let starts = (range.start..range.end).step_by(len.max(1) as usize);
     starts.map(move |start| Range { start, end: range.end.min(start + len), ..range })
 }

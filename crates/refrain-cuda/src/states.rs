@@ -1,9 +1,9 @@
-//! The control-block states that a graph is verified with.
+//! Control blocks and states that a graph is verified with.
 //!
-//! Three blocks in which every number that the ops index with points somewhere allowed: early in a sequence, in the
-//! middle, and at the end of the context, past every boundary between splits of attention. Block tables point at
-//! scratch blocks only, so nothing that a session owns is read or written, and so do slots of recurrent states. Other
-//! states are saved, filled, compared and put back as a whole.
+//! Three cases in which every index that ops read is valid: early in a sequence, in the middle, and at the
+//! end of the context, past every split boundary of attention. Block tables point at scratch blocks only, and
+//! slots of recurrent states at scratch slots only, so nothing of a session is read or written. Other states
+//! are saved, filled, compared and restored as a whole.
 
 use refrain_driver::Buf;
 use refrain_graph::{
@@ -15,30 +15,31 @@ use refrain_tensor::DType;
 
 use crate::error::CudaError;
 use crate::feed::{FeedLayout, RING_ENTRIES};
-use crate::resident::Resident;
-use crate::verify::{Case, Check, N_CASES};
+use crate::resident::ResidentMemory;
+use crate::verify::{N_CASES, VerifyCase, VerifySetup};
 
-/// Attention looks at no more than this many (row, position) pairs of a sequence in a state, or at one row, so that
-/// verifying a long prompt's graph costs no more than a few decode steps.
+/// Maximum number of (row, position) pairs that attention reads of a sequence in one case, unless a single
+/// row reads more. Verifying the graph of a long prompt then costs no more than a few decode steps.
 const MAX_PAIRS: usize = 1 << 15;
 
-/// States are filled by repeating this much on the device: a model that is trained may have gigabytes of them.
+/// States are filled by repeating this many bytes on the device: a model in training may have gigabytes of
+/// them.
 const PATTERN_BYTES: usize = 256 << 10;
 
-/// What a segment of a plan is verified with.
+/// Builds the verification cases of a plan's segment.
 pub(crate) fn check(
     plan: &Plan,
     segment: &Segment,
     feedback: Option<&Feedback>,
-    resident: &Resident,
+    resident: &ResidentMemory,
     digester: &Digester,
-) -> Result<Check, CudaError> {
+) -> Result<VerifySetup, CudaError> {
     let failed = |e| CudaError::Driver { step: "preparing verification".into(), source: e };
     let live_in = live_in(plan, segment);
     let touched = states_of(plan, segment, |step| step.inputs.iter().chain(&step.outputs).collect());
     let updated = states_of(plan, segment, |step| step.outputs.iter().collect());
     let n_scratch = n_scratch_of(plan).min(resident.n_scratch());
-    // Blocks that this plan's rows do not need are neither filled nor compared.
+    // Skip scratch blocks that this plan's rows do not need.
     let scratch_of = |state: usize| {
         let whole = resident.state_scratch(state).map_err(failed)?;
         let n_blocks = resident.state(state).n_scratch.max(1) as u64;
@@ -65,7 +66,7 @@ pub(crate) fn check(
             let buf = match placed.kind {
                 StateKind::Paged => scratch_of(state)?,
                 StateKind::Slots => resident.state_scratch(state).map_err(failed)?,
-                // What no launch writes is read as it is.
+                // States that no launch writes keep their contents.
                 StateKind::Whole if updated.contains(&state) => resident.state_buf(state).map_err(failed)?,
                 StateKind::Whole => continue,
             };
@@ -83,14 +84,14 @@ pub(crate) fn check(
         });
         let patterns = patterns.collect();
         uploads.push((resident.counters, vec![0; resident.counters.len() as usize]));
-        cases.push(Case { uploads, patterns });
+        cases.push(VerifyCase { uploads, patterns });
     }
-    // A plan that reads nothing but weights, or nothing but integers of unknown meaning, has one state only.
+    // A plan that reads only weights, or only integers of unknown meaning, has a single case.
     let only_one = cases.iter().all(|case| *case == cases[0]);
-    let mut check = if only_one { Check::of_one_state(cases) } else { Check::new(cases)? };
+    let mut check = if only_one { VerifySetup::of_one_case(cases) } else { VerifySetup::new(cases)? };
     check = check.workspace(resident.scratch).digests(digester.clone());
     let paged = |state: &&usize| resident.state(**state).kind == StateKind::Paged;
-    // Rows that are found through numbers which are not in the control block may be anywhere in the pool.
+    // Rows found through values outside the control block may be anywhere in the pool.
     for &state in touched.iter().filter(paged).filter(|s| !plan.bounds().computed.contains(s)) {
         check = check.narrow(resident.state_buf(state).map_err(failed)?, vec![scratch_of(state)?]);
     }
@@ -102,7 +103,7 @@ pub(crate) fn check(
     Ok(check)
 }
 
-/// Arena buffers that the segment reads before it writes them, with the type they are read as.
+/// Arena buffers that the segment reads before it writes them, with the dtype of that read.
 fn live_in(plan: &Plan, segment: &Segment) -> Vec<(refrain_graph::BufferId, DType)> {
     let mut written = vec![false; plan.buffers().len()];
     let mut found: Vec<(refrain_graph::BufferId, DType)> = Vec::new();
@@ -144,7 +145,7 @@ fn control_block(plan: &Plan, n_scratch: usize, case: usize, rng: &mut Random) -
         block[slot.offset..slot.offset + slot.bytes].copy_from_slice(&fill);
     }
     for ids in &plan.bounds().ids {
-        // Now and then an empty place, where there is more than one.
+        // Occasionally an unused entry, if there is more than one.
         let id = |i: usize, rng: &mut Random| match i > 0 && rng.below(8) == 0 {
             true => -1,
             false => rng.below(ids.limit.max(1)) as i32,
@@ -164,14 +165,14 @@ fn control_block(plan: &Plan, n_scratch: usize, case: usize, rng: &mut Random) -
             seeds.put(&mut block, &values);
         }
         if let Some(mask) = field(6).filter(|_| sample.masked) {
-            // One token in two; never none.
+            // About half of the tokens, and never none.
             let values: Vec<u32> = (0..mask.len).map(|_| rng.next() | 1).collect();
             mask.put(&mut block, &values);
         }
     }
-    let mut tables: Vec<(Field, Rows)> = Vec::new();
+    let mut tables: Vec<(Field, RowPositions)> = Vec::new();
     for paged in &plan.bounds().paged {
-        // Rows that are found through the same tables are the same ones: other tables would move what those write.
+        // Rows found through the same tables must be the same rows: other tables would redirect their writes.
         if let Some((_, rows)) = tables.iter().find(|(field, _)| *field == paged.tables) {
             put_rows(&mut block, paged, rows);
             continue;
@@ -190,13 +191,14 @@ fn control_block(plan: &Plan, n_scratch: usize, case: usize, rng: &mut Random) -
     block
 }
 
-/// Slots for verification behind those of sequences. Rows read the last two of them and write the others, so that no two
-/// write to one place and nobody writes what another one reads.
+/// Number of slots for verification, after those of sequences. Rows read the last two of them and write the
+/// others, so that no two rows write the same slot and no row reads a slot that another one writes.
 pub(crate) const SCRATCH_SLOTS: usize = 6;
 const READ_SLOTS: usize = 2;
 
-/// Slots of the sequences that have rows: spare ones for as many as there are, none for the others, which begin with zeros
-/// and leave nothing. Where nothing else has put rows in place, each sequence gets one or more.
+/// Assigns slots to the sequences that have rows: scratch slots as long as there are some, none for the
+/// others, which start with zeros and write nothing. If no paged state has placed the rows, each sequence
+/// gets one or more.
 fn put_slots(block: &mut [u8], slots: &SlotBound, has_rows: bool, case: usize) {
     let (n, n_seqs) = (slots.positions.len, slots.n_seqs().max(1));
     if !has_rows {
@@ -224,7 +226,7 @@ fn put_slots(block: &mut [u8], slots: &SlotBound, has_rows: bool, case: usize) {
     slots.slots.put(block, &table);
 }
 
-/// One document of all rows, then several of different lengths, then such with padding behind them.
+/// Documents: one with all rows, then several of different lengths, then several with padding after them.
 fn documents(n_rows: usize, case: usize, rng: &mut Random) -> Vec<i32> {
     let n_used = if case == 2 { n_rows - n_rows / 8 } else { n_rows };
     let mut spans = Vec::with_capacity(2 * n_rows);
@@ -239,7 +241,7 @@ fn documents(n_rows: usize, case: usize, rng: &mut Random) -> Vec<i32> {
     spans
 }
 
-/// Positions that turn heads, seeds that drop elements, and parameters of an optimiser that are possible.
+/// Sets valid positions of ropes, seeds of dropout and parameters of the optimiser.
 fn put_training(plan: &Plan, block: &mut [u8], case: usize, rng: &mut Random) {
     for step in plan.steps() {
         let field = |i: usize| step.inputs.get(i).and_then(|operand| plan.field_of(operand));
@@ -274,7 +276,7 @@ fn put_training(plan: &Plan, block: &mut [u8], case: usize, rng: &mut Random) {
     }
 }
 
-/// With clipping and decay, without clipping, without either.
+/// Optimiser parameters: with clipping and decay, without clipping, without either.
 fn adam_params(case: usize) -> [f32; ADAM_PARAMS] {
     let (beta1, beta2) = (0.9f32, 0.99f32);
     let mut params = [0.0; ADAM_PARAMS];
@@ -292,11 +294,11 @@ fn adam_params(case: usize) -> [f32; ADAM_PARAMS] {
     params
 }
 
-/// Values for a state. Those that a step may change as a whole are parameters and moments: small and not negative, so
-/// that gradients stay finite and an update is applied.
+/// Values of a state. States that a step may change as a whole are parameters and moments: their values are
+/// small and not negative, so that gradients stay finite and the update is applied.
 fn state_values(kind: StateKind, dtype: DType, n_bytes: usize, rng: &mut Random) -> Vec<u8> {
     let mut bytes = values(dtype, n_bytes, rng);
-    // Numbers in [0.5, 1) or the negative of that; a fixed exponent makes them [2^-6, 2^-5).
+    // Values are in [0.5, 1) or negated; the fixed exponent moves them to [2^-6, 2^-5).
     let mut short = |mantissa: u16, exponent: u16| {
         let words = bytes.as_chunks_mut::<2>().0.iter_mut();
         words.for_each(|b| *b = ((u16::from_le_bytes(*b) & mantissa) | exponent).to_le_bytes());
@@ -315,8 +317,8 @@ fn state_values(kind: StateKind, dtype: DType, n_bytes: usize, rng: &mut Random)
     bytes
 }
 
-/// In the middle of a run, at its last token with a ring that starts over, and with a history that does. Some rows have
-/// ended, and of some the biases lapse.
+/// State of a run: in the middle of it; at its last token, with the ring wrapping around; with the history
+/// wrapping around. Some rows have ended, and the biases of some lapse.
 fn run_state(feedback: &Feedback, case: usize) -> Vec<u8> {
     let n_rows = feedback.n_rows.max(1);
     let window = ((feedback.history.len / n_rows) >> (case / 2)) as u32;
@@ -357,13 +359,14 @@ fn sample_param(param: usize, case: usize) -> f32 {
     }
 }
 
-/// Rows, positions and tables of one state.
+/// Writes rows, positions and tables of one case.
 ///
-/// Rows of a step never write to the same place. The rows of one sequence have consecutive positions. In a step of one
-/// sequence its table walks through the scratch blocks again and again: earlier positions share places. Where there are
-/// several sequences, or a launch that appends a row may also be the one that reads the others, which is so for single
-/// rows, each sequence writes to blocks of its own, and its other positions are in blocks that nobody writes.
-fn put_pages(block: &mut [u8], p: &PagedBound, n_scratch: usize, case: usize) -> Rows {
+/// Rows of a step never write to the same location. Rows of one sequence have consecutive positions. In a
+/// step of one sequence, the table cycles through the scratch blocks, so earlier positions share memory. With
+/// several sequences, and with a single row, the launch that appends a row may also be the one that reads the
+/// others. There, each sequence writes to blocks of its own, and its other positions are in blocks that
+/// nobody writes.
+fn put_pages(block: &mut [u8], p: &PagedBound, n_scratch: usize, case: usize) -> RowPositions {
     let (n, context) = (p.positions.len, p.max_blocks * p.kv_block);
     let rows = match p.n_seqs > 1 || n == 1 {
         true => rows_of_several(p, n_scratch.max(1), context, case),
@@ -374,56 +377,56 @@ fn put_pages(block: &mut [u8], p: &PagedBound, n_scratch: usize, case: usize) ->
     rows
 }
 
-fn put_rows(block: &mut [u8], p: &PagedBound, rows: &Rows) {
-    let at = |i: usize| rows.places.get(i).copied().unwrap_or((-1, 0));
-    let positions: Vec<i32> = (0..p.positions.len).map(|i| at(i).0).collect();
-    let seqs: Vec<i32> = (0..p.positions.len).map(|i| at(i).1).collect();
+fn put_rows(block: &mut [u8], p: &PagedBound, rows: &RowPositions) {
+    let row_at = |i: usize| rows.places.get(i).copied().unwrap_or((-1, 0));
+    let positions: Vec<i32> = (0..p.positions.len).map(|i| row_at(i).0).collect();
+    let seqs: Vec<i32> = (0..p.positions.len).map(|i| row_at(i).1).collect();
     p.positions.put(block, &positions);
     p.seqs.put(block, &seqs);
 }
 
-/// Position and sequence of each row, -1 for padding, and every sequence's blocks.
-struct Rows {
+/// Position and sequence of each row, -1 for padding, and the block tables of all sequences.
+struct RowPositions {
     places: Vec<(i32, i32)>,
     tables: Vec<i32>,
 }
 
-/// Early, in the middle, and at the end: how many of `n` positions come before the first row.
+/// Number of positions before the first row: at the start, in the middle, and at the end.
 fn start_of(case: usize, context: usize, n_rows: usize) -> usize {
     let last = context.saturating_sub(n_rows);
     [1.min(last), last / 2, last][case.min(2)]
 }
 
-/// As many of `most` consecutive rows as look at few enough positions: fewer by halves, one at least, so that the end of
-/// a long context is reached.
+/// Number of consecutive rows, up to `most`, that attend to few enough positions. It is halved until they do,
+/// down to one, so that the end of a long context is reached.
 fn n_affordable(most: usize, context: usize, case: usize) -> usize {
     let affordable = |n: usize| n * (start_of(case, context, n) + n) <= MAX_PAIRS;
     let mut halves = std::iter::successors(Some(most), |n| (*n > 1).then_some(n / 2));
     halves.find(|&n| affordable(n)).unwrap_or(1.min(most))
 }
 
-/// A piece of a prompt. Where it would have to look at too many positions, fewer of its rows are there.
-fn consecutive_rows(p: &PagedBound, n_scratch: usize, context: usize, case: usize) -> Rows {
-    // More blocks would make verifying a prompt slower and no sharper.
-    let n_scratch = n_scratch.min(PIECE_BLOCKS);
+/// Rows of a chunk of a prompt, fewer if they would attend to too many positions.
+fn consecutive_rows(p: &PagedBound, n_scratch: usize, context: usize, case: usize) -> RowPositions {
+    // More blocks would make the verification of a prompt slower without covering more.
+    let n_scratch = n_scratch.min(CHUNK_BLOCKS);
     let most = p.positions.len.min(n_scratch * p.kv_block).min(context);
     let n_rows = n_affordable(most, context, case);
     let start = start_of(case, context, n_rows);
     let block_of = |column: usize| (p.n_blocks + column % n_scratch) as i32;
-    Rows {
+    RowPositions {
         places: (start..start + n_rows).map(|i| (i as i32, 0)).collect(),
         tables: (0..p.tables.len).map(|i| block_of(i % p.max_blocks)).collect(),
     }
 }
 
-/// Blocks that the rows of a prompt's piece are in.
-const PIECE_BLOCKS: usize = 4;
+/// Blocks that hold the rows of a prompt's chunk.
+const CHUNK_BLOCKS: usize = 4;
 
-/// Rows of several sequences: where there are more rows than sequences, one of these has a piece of a prompt; all others
-/// have a single row, as many as there are blocks to write to. Which sequences those are differs from case to case, and
-/// so does how far each has come.
-fn rows_of_several(p: &PagedBound, n_scratch: usize, context: usize, case: usize) -> Rows {
-    // With a single block everything is in it.
+/// Rows of several sequences. If there are more rows than sequences, one sequence has a chunk of a prompt.
+/// All others have a single row, as many as there are blocks to write. Which sequences these are and how far
+/// each has come differs from case to case.
+fn rows_of_several(p: &PagedBound, n_scratch: usize, context: usize, case: usize) -> RowPositions {
+    // With a single block, everything is in it.
     let n_read = (n_scratch / 4).clamp(1, N_READ);
     let n_write = n_scratch.saturating_sub(n_read).max(1);
     let first_read = if n_scratch > 1 { n_write } else { 0 };
@@ -437,9 +440,9 @@ fn rows_of_several(p: &PagedBound, n_scratch: usize, context: usize, case: usize
         tables[seq * p.max_blocks + position / p.kv_block] = block;
     };
     let n_spare = p.positions.len - n_seqs;
-    let mut n_piece = 0;
+    let mut n_chunk = 0;
     if n_spare > 0 {
-        let most = (n_spare + 1).min((n_write / 2).clamp(1, PIECE_BLOCKS) * p.kv_block).min(context);
+        let most = (n_spare + 1).min((n_write / 2).clamp(1, CHUNK_BLOCKS) * p.kv_block).min(context);
         let start = start_of(case, context, n_affordable(most, context, case));
         let mut block = None;
         for position in start..start + n_affordable(most, context, case) {
@@ -447,37 +450,37 @@ fn rows_of_several(p: &PagedBound, n_scratch: usize, context: usize, case: usize
                 block = to_write.next();
             }
             let Some(block) = block else { break };
-            set(n_piece, case % p.n_seqs, position, block);
-            n_piece += 1;
+            set(n_chunk, case % p.n_seqs, position, block);
+            n_chunk += 1;
         }
     }
-    let is_piece = usize::from(n_piece > 0);
-    let n_single = (n_seqs - is_piece).min(to_write.len());
+    let is_chunk = usize::from(n_chunk > 0);
+    let n_single = (n_seqs - is_chunk).min(to_write.len());
     let (last, few) = (start_of(case, context, 1), MAX_PAIRS / n_single.max(1));
     for (i, block) in to_write.take(n_single).enumerate() {
-        // Another part of the rows in each case. One is at the last position, the others have come less far.
-        let at = (case * n_single + i) % (n_seqs - is_piece).max(1);
-        let seq = if n_spare > 0 { (case + is_piece + at) % p.n_seqs } else { at };
+        // Different rows in each case. One is at the last position, the others have come less far.
+        let idx = (case * n_single + i) % (n_seqs - is_chunk).max(1);
+        let seq = if n_spare > 0 { (case + is_chunk + idx) % p.n_seqs } else { idx };
         let position = if i == 0 { last } else { last.min(few).saturating_sub(5 * i) };
-        let row = if n_spare > 0 { n_piece + i } else { at };
+        let row = if n_spare > 0 { n_chunk + i } else { idx };
         set(row, seq, position, block);
     }
-    Rows { places, tables }
+    RowPositions { places, tables }
 }
 
-/// Blocks that single rows read and nobody writes, at most.
+/// Maximum number of blocks that single rows read and nobody writes.
 pub(crate) const N_READ: usize = 4;
 
-/// Scratch blocks that a plan's rows make use of: one for each sequence, those of a piece, and those that are only read.
+/// Scratch blocks that a plan's rows use: one per sequence, those of a chunk, and the read-only ones.
 fn n_scratch_of(plan: &Plan) -> usize {
     let of = |p: &PagedBound| match p.n_seqs {
-        0 | 1 => PIECE_BLOCKS,
-        n => n + N_READ + if p.positions.len > n { PIECE_BLOCKS } else { 0 },
+        0 | 1 => CHUNK_BLOCKS,
+        n => n + N_READ + if p.positions.len > n { CHUNK_BLOCKS } else { 0 },
     };
-    plan.bounds().paged.iter().map(of).max().unwrap_or(PIECE_BLOCKS)
+    plan.bounds().paged.iter().map(of).max().unwrap_or(CHUNK_BLOCKS)
 }
 
-/// Numbers of both signs around 1 for floats, zeros for everything else.
+/// Random values for floats, with either sign and magnitude in [0.5, 1); zeros for everything else.
 fn values(dtype: DType, n_bytes: usize, rng: &mut Random) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(n_bytes);
     while bytes.len() < n_bytes {
@@ -509,7 +512,7 @@ fn values(dtype: DType, n_bytes: usize, rng: &mut Random) -> Vec<u8> {
     bytes
 }
 
-/// A small generator (splitmix64): the states are the same on every run.
+/// A small generator (splitmix64), so that the states are the same on every run.
 struct Random(u64);
 
 impl Random {
@@ -613,7 +616,7 @@ mod tests {
     }
 
     #[test]
-    fn no_two_rows_of_a_step_write_to_one_place_and_nothing_reads_it_from_another_sequence() {
+    fn rows_of_a_step_write_distinct_locations_that_no_other_sequence_reads() {
         let sizes = [(1, 1), (2, 2), (8, 8), (32, 32), (40, 40), (3, 7), (16, 3), (64, 8), (512, 32)];
         for ((n, n_seqs), n_scratch) in sizes.into_iter().flat_map(|size| [(size, 4), (size, 36)]) {
             let mut seen = HashSet::new();
@@ -631,7 +634,7 @@ mod tests {
                 let seqs: HashSet<i32> = rows.iter().map(|(row, _)| p.seqs.at(&block, *row)).collect();
                 let most = if n_scratch == 4 { 3 } else { 32 };
                 match n > n_seqs {
-                    // A piece of one sequence, and others beside it.
+                    // A chunk of one sequence, and single rows of others.
                     true => assert!(rows.len() > seqs.len() && seqs.len() > 1, "{name}: {rows:?}"),
                     false => assert_eq!((rows.len(), seqs.len()), (n.min(most), n.min(most)), "{name}"),
                 }
@@ -639,7 +642,7 @@ mod tests {
                 let written: Vec<_> = rows.iter().map(|(row, at)| place(*row, *at)).collect();
                 let distinct: HashSet<_> = written.iter().collect();
                 assert_eq!(distinct.len(), rows.len(), "{name}: {written:?}");
-                // Blocks behind the pool only.
+                // Only blocks after the pool.
                 assert!(written.iter().all(|(b, _)| (8..8 + n_scratch as i32).contains(b)), "{written:?}");
                 for (row, at) in &rows {
                     let seq = p.seqs.at(&block, *row);

@@ -1,4 +1,4 @@
-//! What a backend holds and has done, for summaries and metrics.
+//! State and counters of a backend, for summaries and metrics.
 
 use std::time::Duration;
 
@@ -14,37 +14,37 @@ use crate::queue::QueueStats;
 use crate::resident::{Accounting, Upload};
 use crate::verify::Verified;
 
-/// Kernels, as they are compiled: in units of a few.
+/// Kernel units, which are compiled separately.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KernelUnits {
-    /// Units that the binary or the cache has.
+    /// Units that are in the binary or the cache.
     pub n_ready: usize,
-    /// Units in all.
+    /// Total number of units.
     pub n_all: usize,
 }
 
 /// One graph in service.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GraphLine {
-    /// Tokens of its step.
+    /// Tokens per step.
     pub n_tokens: usize,
     /// Nodes.
     pub n_nodes: usize,
-    /// Kernels among them.
+    /// Kernel nodes.
     pub n_kernels: usize,
-    /// How it was recorded.
+    /// Recording method.
     pub method: Method,
-    /// How long that took.
+    /// Time to record.
     pub record_time: Duration,
-    /// How long verification took.
+    /// Time to verify.
     pub verify_time: Duration,
-    /// Bytes compared for each control-block state.
+    /// Bytes compared per verification case.
     pub verified_bytes: u64,
-    /// Bytes among them that no kernel had written in the last state.
+    /// Compared bytes that no kernel had written in the last case.
     pub unwritten_bytes: u64,
-    /// Whether it equals the eager run bit for bit.
+    /// Whether the replay equals the eager run bit for bit.
     pub bit_exact: bool,
-    /// Whether what it chooses is its next input, so that steps can be sent ahead.
+    /// Whether the step's choice is its next input, so that steps can be launched ahead.
     pub feeds_itself: bool,
 }
 
@@ -66,31 +66,33 @@ impl GraphLine {
     }
 }
 
-/// What a backend holds and has done.
+/// State and counters of a backend.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Status {
     /// Bytes on the device.
     pub memory: Accounting,
-    /// What other models of this process held there when a plan was last made ready.
+    /// Memory that other models of this process held when a plan was last compiled.
     pub others: Vec<HeldBytes>,
-    /// How the weights came to the device.
+    /// Statistics of the weight upload.
     pub upload: Upload,
-    /// Graphs in service, by size of step.
+    /// Graphs in service, by step size.
     pub graphs: Vec<GraphLine>,
-    /// Recordings, replays, failures.
+    /// Counts of recordings, replays and failures.
     pub cache: CacheStats,
-    /// Steps that were compared with their eager run while a text or a training run went on.
+    /// Continuous verification of decode and training steps.
     pub compared: Compared,
-    /// Steps that were queued.
+    /// Statistics of queued steps.
     pub queued: QueueStats,
     /// Where the kernels came from.
     pub kernels: Option<KernelOrigin>,
-    /// What multiplies the rows of prompts.
+    /// What runs the matrix products of prompts.
     pub prompt_products: Option<PromptProducts>,
-    /// What runs as several launches where one was wished for, each with the name of its step and the reason.
+    /// Groups that run as several launches where one was possible, each with the label of its step and the
+    /// reason.
     pub apart: Vec<String>,
     /// Timings of every launch so far; empty unless [`crate::CudaOptions::profile`] is on.
     pub profile: Vec<ProfileRow>,
-    /// Bytes per second that the card's memory could deliver by its clock and width; `None` where they are unknown.
+    /// Peak memory bandwidth in bytes per second, from the memory clock and bus width; `None` if these are
+    /// unknown.
     pub peak_bytes_per_second: Option<f64>,
 }

@@ -1,7 +1,7 @@
-//! Which kernels a plan's groups are, chosen once, before there is memory for them.
+//! Chooses the kernels of a plan's groups, once, before there is memory for them.
 //!
-//! The one walk over the groups. What comes out names nodes and areas of scratch, not addresses: it says how much scratch
-//! the plan needs, and is turned into launches each time memory is planned.
+//! This is the only walk over the groups. The result names nodes and scratch areas, not addresses: it
+//! determines how much scratch the plan needs, and is lowered to launches each time memory is planned.
 
 use std::ops::Range;
 
@@ -16,76 +16,76 @@ use refrain_kernels::{
 };
 use refrain_tensor::{DType, Layout};
 
-use crate::attend::{NO_CHAIN, Sizes};
+use crate::attend::{AttendSizes, NO_CHAIN};
 use crate::experts;
-use crate::fused::{RowProducts, is_single, sets};
+use crate::fused::{SingleRowProducts, is_single, sets};
 use crate::group::n_rows;
-use crate::prefill::{Areas, BatchProducts, MIN_ROWS, NarrowTo, Shape};
+use crate::prefill::{Areas, BatchProducts, GemmShape, MIN_ROWS, NarrowTo};
 use crate::resident::packs;
 use crate::train;
 use crate::train_products::{attention_grad_scratch, multiplies_values, refused_by_library};
 
-/// One or a few launches.
+/// A unit of one or a few launches.
 #[derive(Clone, Debug)]
-pub(crate) enum Task {
+pub(crate) enum KernelTask {
     /// The kernels of one op.
     Op(NodeId),
-    /// Products of one row, and what is around them.
-    Row(RowProducts),
-    /// Products of the same rows with weights of one dtype, as they lie in the file.
+    /// Fused matrix products of one row.
+    Row(SingleRowProducts),
+    /// Matrix products of the same rows with weights of one dtype in their file layout.
     Linear(Vec<NodeId>),
-    /// Products of the same rows with packed weights of one dtype.
+    /// Matrix products of the same rows with packed weights of one dtype.
     Few(Vec<NodeId>),
-    /// All from the norms of queries and keys to attention, for rows of different sequences; in 16 bits where the products
-    /// behind it take them so.
+    /// Everything from the query and key norms to attention, for rows of different sequences; writes 16 bits
+    /// if the next products take that.
     Attend { attend: Attend, narrow: Option<NarrowTo> },
-    /// The same over caches that other launches fill.
+    /// Like `Attend`, over caches that other launches fill.
     AttendStored { attend: AttendStored, narrow: Option<NarrowTo> },
-    /// Ropes and appends.
+    /// Ropes and KV appends.
     RopeKv(RopeAppend),
     /// Attention of many rows, in F32.
     Flash(NodeId),
-    /// A node that writes its rows in 16 bits for the products behind it.
+    /// A node that writes its rows in 16 bits for the next products.
     Narrowed { node: NodeId, to: NarrowTo },
-    /// The rows of products into 16 bits.
+    /// Conversion of rows of products to 16 bits.
     NarrowRows { products: Vec<NodeId>, to: NarrowTo },
-    /// A weight decoded.
+    /// Decoding of a weight.
     Decode(NodeId),
-    /// Products on tensor cores; with the weight that was decoded just before, if so.
+    /// Matrix products on tensor cores; `decoded` if the weight is in the workspace.
     Gemm { products: Vec<NodeId>, rows: NarrowTo, decoded: bool, plan: GemmPlan },
-    /// Products of the rows of many sequences.
+    /// Matrix products of a batch: rows of several sequences.
     Batch(BatchProducts),
-    /// Products of many rows by the library.
+    /// A matrix product of many rows by cuBLASLt.
     Library { product: NodeId, rows: NarrowTo, decoded: bool },
-    /// A product of values by the library.
+    /// A matrix product of values by cuBLASLt.
     LibraryOfValues(NodeId),
 }
 
-/// What the launches of one segment will be.
+/// Tasks of one segment.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct SegmentTasks {
-    pub(crate) tasks: Vec<Task>,
-    /// What is not done as one would like.
+    pub(crate) tasks: Vec<KernelTask>,
+    /// Notes on work that could run better, with the reasons.
     pub(crate) notes: Vec<String>,
 }
 
-/// What the launches of a plan will be.
+/// Tasks of a plan.
 #[derive(Clone, Debug)]
 pub(crate) struct Tasks {
-    /// One for each segment of the plan.
+    /// One entry per segment of the plan.
     pub(crate) segments: Vec<SegmentTasks>,
-    /// The scratch they need; launches use the same bytes one after the other.
+    /// Scratch of the launches, which use the same bytes one after another.
     pub(crate) areas: Areas,
-    /// What choices keep between their launches, zero before and after.
+    /// State that sampling keeps between its launches, zero before and after.
     pub(crate) choice_bytes: u64,
 }
 
-/// What kernels are chosen by.
+/// Inputs of the kernel choice.
 #[derive(Clone, Copy)]
 pub(crate) struct Chooser<'a> {
     pub(crate) kernels: &'a Kernels,
     pub(crate) blas: Option<&'a BlasLt>,
-    /// The model's, which say what is packed.
+    /// The model's weights, which determine what is packed.
     pub(crate) weights: &'a [Weight],
     pub(crate) n_sms: u32,
     pub(crate) card: &'a DeviceInfo,
@@ -95,7 +95,7 @@ impl Chooser<'_> {
     pub(crate) fn choose(&self, plan: &Plan) -> Tasks {
         let mut tasks = Tasks { segments: Vec::new(), areas: Areas::default(), choice_bytes: 0 };
         for segment in plan.segments() {
-            let mut choice = Choice {
+            let mut choice = SegmentChoice {
                 by: self,
                 plan,
                 tasks: &mut tasks,
@@ -106,7 +106,7 @@ impl Chooser<'_> {
             for refusal in plan.refusals() {
                 let label = &plan.step(refusal.node).label;
                 if plan.steps()[segment.steps.clone()].iter().any(|step| step.node == refusal.node) {
-                    choice.tell(label, APART, refusal.because.clone());
+                    choice.remark(label, APART, refusal.because.clone());
                 }
             }
             let groups = plan.groups_of(segment);
@@ -120,32 +120,32 @@ impl Chooser<'_> {
     }
 }
 
-/// How something runs that could run better.
-const APART: &str = "as steps of their own, not as one launch";
+/// Ways in which a step runs worse than it could.
+const APART: &str = "as separate steps instead of one launch";
 const EXACT: &str = "without tensor cores";
-const WIDE: &str = "in F32, with one more launch that rounds the rows";
-const OWN: &str = "by kernels of this engine, not by cuBLASLt";
+const WIDE: &str = "in F32, with an additional launch that rounds the rows";
+const OWN: &str = "on Refrain's own kernels instead of cuBLASLt";
 
-/// Why some steps do not run as one would like.
+/// The reason why some steps run worse than they could.
 struct Remark {
-    /// The first of them.
+    /// Label of the first of these steps.
     label: String,
     n: usize,
     how: &'static str,
     because: String,
 }
 
-struct Choice<'a> {
+struct SegmentChoice<'a> {
     by: &'a Chooser<'a>,
     plan: &'a Plan,
     tasks: &'a mut Tasks,
     out: SegmentTasks,
     remarks: Vec<Remark>,
-    /// What the group before has left in 16 bits for the next one: of which buffer.
+    /// Rows that the previous group wrote in 16 bits for the next one, and their buffer.
     held: Option<(BufferId, NarrowTo)>,
 }
 
-impl<'a> Choice<'a> {
+impl<'a> SegmentChoice<'a> {
     fn finish(mut self) -> SegmentTasks {
         for Remark { label, n, how, because } in self.remarks {
             let others = if n > 1 { format!(" and {} more run", n - 1) } else { " runs".to_owned() };
@@ -154,15 +154,15 @@ impl<'a> Choice<'a> {
         self.out
     }
 
-    /// Says that a step does not run as one would like; once for each reason.
-    fn tell(&mut self, label: &str, how: &'static str, because: String) {
+    /// Records that a step runs worse than it could. Steps with the same reason share one remark.
+    fn remark(&mut self, label: &str, how: &'static str, because: String) {
         match self.remarks.iter_mut().find(|known| known.how == how && known.because == because) {
             Some(known) => known.n += 1,
             None => self.remarks.push(Remark { label: label.to_owned(), n: 1, how, because }),
         }
     }
 
-    fn push(&mut self, task: Task) {
+    fn push(&mut self, task: KernelTask) {
         self.out.tasks.push(task);
     }
 
@@ -197,18 +197,18 @@ impl<'a> Choice<'a> {
                 }
             }
             GroupKind::Attend(attend) => {
-                let sizes = Sizes::of_step(self.step(attend.attention));
+                let sizes = AttendSizes::of_step(self.step(attend.attention));
                 self.own(sizes.map_or(0, |sizes| sizes.scratch_bytes(self.by.n_sms)));
                 let narrow = self.narrow_for_next(attend.attention, next, false);
-                self.push(Task::Attend { attend: *attend, narrow });
+                self.push(KernelTask::Attend { attend: *attend, narrow });
             }
             GroupKind::AttendStored(attend) => {
-                let sizes = Sizes::of_step(self.step(attend.attention));
+                let sizes = AttendSizes::of_step(self.step(attend.attention));
                 self.own(sizes.map_or(0, |sizes| sizes.scratch_bytes(self.by.n_sms)));
                 let narrow = self.narrow_for_next(attend.attention, next, false);
-                self.push(Task::AttendStored { attend: *attend, narrow });
+                self.push(KernelTask::AttendStored { attend: *attend, narrow });
             }
-            GroupKind::RopeAppend(group) => self.push(Task::RopeKv(*group)),
+            GroupKind::RopeAppend(group) => self.push(KernelTask::RopeKv(*group)),
         }
     }
 
@@ -222,18 +222,18 @@ impl<'a> Choice<'a> {
             Op::Train(TrainOp::AddProduct) => self.product_of_values(node),
             Op::MatMul if multiplies_values(self.plan, step) => self.product_of_values(node),
             Op::MatMul => self.wide(&[node]),
-            Op::Attention(_) if self.takes_flash(step) => self.push(Task::Flash(node)),
+            Op::Attention(_) if self.takes_flash(step) => self.push(KernelTask::Flash(node)),
             Op::Attention(_) => self.attention(node),
             Op::Sample(_) => {
                 let logits = step.inputs[0].layout.shape();
                 let [n, vocab] = [logits.dims()[0], logits.dims()[1]];
                 self.own(sample_scratch_bytes(n, vocab));
                 self.tasks.choice_bytes = self.tasks.choice_bytes.max(sample_state_bytes(n));
-                self.push(Task::Op(node));
+                self.push(KernelTask::Op(node));
             }
             Op::Moe(op) => {
                 self.own(experts::scratch_bytes(op, step));
-                self.push(Task::Op(node));
+                self.push(KernelTask::Op(node));
             }
             Op::SpanAttention(_) => self.span_attention(node, 0..3),
             Op::Train(TrainOp::SpanAttentionGrad(_)) => {
@@ -262,7 +262,7 @@ impl<'a> Choice<'a> {
             | Op::Recurrent(_)
             | Op::Accumulate => {
                 self.own(train::scratch_bytes(step));
-                self.push(Task::Op(node));
+                self.push(KernelTask::Op(node));
             }
         }
     }
@@ -272,26 +272,26 @@ impl<'a> Choice<'a> {
         match self.by.blas.map(|blas| refused_by_library(blas, step)) {
             Some(None) => {
                 self.tasks.areas.add_workspace();
-                self.push(Task::LibraryOfValues(node));
+                self.push(KernelTask::LibraryOfValues(node));
             }
             refused => {
-                refused.flatten().into_iter().for_each(|because| self.tell(&step.label, OWN, because));
-                self.push(Task::Op(node));
+                refused.flatten().into_iter().for_each(|because| self.remark(&step.label, OWN, because));
+                self.push(KernelTask::Op(node));
             }
         }
     }
 
-    /// Attention among rows or its gradient, with the rows of heads among its operands.
+    /// Attention within documents or its gradient; `heads` are the inputs that hold heads.
     fn span_attention(&mut self, node: NodeId, heads: Range<usize>) {
         let step = self.step(node);
         let is_grad = heads.len() > 3;
         let layouts: Vec<Layout> = step.inputs[heads].iter().map(|operand| operand.layout).collect();
         let obstacle = self.by.kernels.span_obstacle(step.inputs[0].dtype, &layouts, is_grad);
-        obstacle.into_iter().for_each(|because| self.tell(&step.label, EXACT, because));
-        self.push(Task::Op(node));
+        obstacle.into_iter().for_each(|because| self.remark(&step.label, EXACT, because));
+        self.push(KernelTask::Op(node));
     }
 
-    /// Where rows go in 16 bits whose `node` the next group multiplies on tensor cores.
+    /// Destination of the rows of `node` in 16 bits, if the next group multiplies them on tensor cores.
     fn narrow_for_next(&mut self, node: NodeId, next: Option<&Group>, is_gated: bool) -> Option<NarrowTo> {
         let rows = self.step(node).outputs.last()?;
         let GroupKind::Products(Products { producer: None, parts, .. }) = &next?.kind else { return None };
@@ -302,10 +302,10 @@ impl<'a> Choice<'a> {
         }
         let plane_rows = self.batch_rows(&products);
         let shape = |&node: &NodeId| match plane_rows {
-            Some(_) => Shape::of(self.step(node)),
-            None => Shape::of_many(self.step(node)),
+            Some(_) => GemmShape::of(self.step(node)),
+            None => GemmShape::of_many(self.step(node)),
         };
-        let shapes: Option<Vec<Shape>> = products.iter().map(shape).collect();
+        let shapes: Option<Vec<GemmShape>> = products.iter().map(shape).collect();
         let shapes = shapes.filter(|s| s.windows(2).all(|w| w[0].rows_dtype() == w[1].rows_dtype()))?;
         let also_wide = self.is_read_by_others(node, &products);
         let to =
@@ -315,10 +315,10 @@ impl<'a> Choice<'a> {
         Some(to)
     }
 
-    /// The rows of the planes in which products of many sequences take theirs, where all of some products do.
+    /// Plane rows that batched products take, if all `products` can run batched.
     fn batch_rows(&self, products: &[NodeId]) -> Option<usize> {
-        let shapes: Vec<Shape> =
-            products.iter().map(|&node| Shape::of(self.step(node))).collect::<Option<_>>()?;
+        let shapes: Vec<GemmShape> =
+            products.iter().map(|&node| GemmShape::of(self.step(node))).collect::<Option<_>>()?;
         let is_one = shapes
             .iter()
             .all(|shape| shape.rows_dtype() == shapes[0].rows_dtype() && shape.is_batch(self.by.card));
@@ -337,7 +337,7 @@ impl<'a> Choice<'a> {
         products.iter().map(plan).collect::<Option<Vec<_>>>()?.first().map(|plan| plan.shape().0)
     }
 
-    fn rows_of(&self, shape: &Shape) -> NarrowTo {
+    fn rows_of(&self, shape: &GemmShape) -> NarrowTo {
         let (dtype, m, k) = (shape.rows_dtype(), shape.m, shape.k);
         NarrowTo { dtype, m, k, plane_rows: 0, also_wide: false, is_gated: false }
     }
@@ -357,12 +357,12 @@ impl<'a> Choice<'a> {
         let [n, n_heads, head_dim] = [q.dims()[0], q.dims()[1], q.dims()[2]];
         self.own(attention_scratch_bytes(n, n_heads, head_dim, splits(step, self.by.n_sms)));
         if n == 1 && !self.plan.refusals().iter().any(|refusal| refusal.node == node) {
-            self.tell(&step.label, APART, NO_CHAIN.to_owned());
+            self.remark(&step.label, APART, NO_CHAIN.to_owned());
         }
-        self.push(Task::Op(node));
+        self.push(KernelTask::Op(node));
     }
 
-    /// Whether attention runs on tensor cores: of many rows, over a cache of 16 bits.
+    /// Whether attention runs on tensor cores: many rows, over a 16-bit cache.
     fn takes_flash(&mut self, step: &Step) -> bool {
         let (q, cache) = (&step.inputs[0], &step.inputs[1]);
         let head_dim = q.layout.shape().dim_back(0);
@@ -371,24 +371,24 @@ impl<'a> Choice<'a> {
         }
         let because = match self.by.kernels.has_flash(cache.dtype, head_dim) {
             true => unaligned_rows(&q.layout),
-            false => Some(format!("there is no kernel for heads of {head_dim} elements on this card")),
+            false => Some(format!("no kernel supports heads of {head_dim} elements on this GPU")),
         };
         let takes = because.is_none();
-        because.into_iter().for_each(|because| self.tell(&step.label, EXACT, because));
+        because.into_iter().for_each(|because| self.remark(&step.label, EXACT, because));
         takes
     }
 
     fn one_row(&mut self, products: &Products) {
-        let row = |parts: &[ProductPart]| -> Vec<Task> {
+        let row = |parts: &[ProductPart]| -> Vec<KernelTask> {
             let dtype = |part: &ProductPart| self.step(part.product).inputs[1].dtype;
             let dtypes: Vec<DType> = parts.iter().map(dtype).collect();
             let launch = |(i, set): (usize, Vec<usize>)| {
                 let parts = set.into_iter().map(|j| parts[j]).collect();
-                Task::Row(RowProducts { group: products.clone(), parts, is_first: i == 0 })
+                KernelTask::Row(SingleRowProducts { group: products.clone(), parts, is_first: i == 0 })
             };
             sets(&dtypes).into_iter().enumerate().map(launch).collect()
         };
-        // With something around them they were asked about together.
+        // Groups with a producer or gate were checked as a whole.
         let is_joined = products.producer.is_some() || products.gate.is_some();
         let fits =
             |part: &&ProductPart| is_joined || is_single(self.plan, self.step(part.product), self.by.card);
@@ -399,24 +399,24 @@ impl<'a> Choice<'a> {
         others.iter().filter_map(|part| part.bias).for_each(|bias| self.op(bias));
     }
 
-    /// Products of F32 rows.
+    /// Matrix products of F32 rows.
     fn wide(&mut self, products: &[NodeId]) {
         for set in self.by_dtype(products) {
             let step = self.step(set[0]);
             let w = &step.inputs[1];
             if !self.is_packed(w) {
-                set.chunks(MAX_PRODUCTS).for_each(|set| self.push(Task::Linear(set.to_vec())));
+                set.chunks(MAX_PRODUCTS).for_each(|set| self.push(KernelTask::Linear(set.to_vec())));
                 continue;
             }
             let (m, k) = (n_rows(&step.outputs[0].layout), w.layout.shape().dims()[0]);
             if m > 1 {
                 self.own(few_bytes(m.min(MAX_FEW_ROWS), k).unwrap_or(0) as u64);
             }
-            self.push(Task::Few(set));
+            self.push(KernelTask::Few(set));
         }
     }
 
-    /// Products in sets of weights of one dtype, each in its order.
+    /// Splits products into sets with weights of one dtype, in order.
     fn by_dtype(&self, products: &[NodeId]) -> Vec<Vec<NodeId>> {
         let dtype = |node: NodeId| self.step(node).inputs[1].dtype;
         let mut sets: Vec<Vec<NodeId>> = Vec::new();
@@ -429,7 +429,7 @@ impl<'a> Choice<'a> {
         sets
     }
 
-    /// Products of the rows of many sequences, what makes the rows, and their gate.
+    /// Matrix products of a batch, the producer of their rows, and their gate.
     fn batch(
         &mut self,
         group: &Products,
@@ -438,7 +438,9 @@ impl<'a> Choice<'a> {
         next: Option<&Group>,
     ) {
         let products: Vec<NodeId> = group.parts.iter().map(|part| part.product).collect();
-        let Some(shape) = Shape::of(self.step(products[0])) else { unreachable!("asked for its rows") };
+        let Some(shape) = GemmShape::of(self.step(products[0])) else {
+            unreachable!("batch_rows checked the shapes")
+        };
         let mut rows = NarrowTo { plane_rows, ..self.rows_of(&shape) };
         let ready = held.filter(|(buffer, to)| {
             *buffer == self.step(products[0]).inputs[0].buffer && to.plane_rows == plane_rows
@@ -453,7 +455,7 @@ impl<'a> Choice<'a> {
         };
         if !is_made {
             self.add_rows(&rows);
-            self.push(Task::NarrowRows { products: products.clone(), to: rows });
+            self.push(KernelTask::NarrowRows { products: products.clone(), to: rows });
         }
         let gate = group.gate.map(|gate| {
             let alone = NarrowTo { is_gated: true, also_wide: true, k: self.n_columns(products[0]), ..rows };
@@ -470,9 +472,9 @@ impl<'a> Choice<'a> {
                     set.iter().map(|&node| self.n_columns(node)).collect::<Vec<usize>>(),
                 );
                 let plan = self.by.kernels.batch_plan(dtype, rows.m, &ns, rows.k, gate.is_some());
-                let Some(plan) = plan else { unreachable!("asked for its rows") };
+                let Some(plan) = plan else { unreachable!("batch_rows checked the shapes") };
                 self.tasks.areas.add_sums(plan.scratch_bytes(rows.m, ns.iter().sum()));
-                self.push(Task::Batch(BatchProducts { products: set.to_vec(), rows, plan, gate }));
+                self.push(KernelTask::Batch(BatchProducts { products: set.to_vec(), rows, plan, gate }));
             }
         }
     }
@@ -482,8 +484,8 @@ impl<'a> Choice<'a> {
         if let Some(plane_rows) = self.batch_rows(&products) {
             return self.batch(group, plane_rows, held, next);
         }
-        let on_tensor_cores = |&node: &NodeId| Shape::of_many(self.step(node)).map(|shape| (node, shape));
-        let narrow: Vec<(NodeId, Shape)> = products.iter().filter_map(on_tensor_cores).collect();
+        let on_tensor_cores = |&node: &NodeId| GemmShape::of_many(self.step(node)).map(|shape| (node, shape));
+        let narrow: Vec<(NodeId, GemmShape)> = products.iter().filter_map(on_tensor_cores).collect();
         let mut wide: Vec<NodeId> =
             products.iter().copied().filter(|node| narrow.iter().all(|(n, _)| n != node)).collect();
         let mut dtypes: Vec<DType> = narrow.iter().map(|(_, shape)| shape.rows_dtype()).collect();
@@ -505,19 +507,21 @@ impl<'a> Choice<'a> {
             }
         };
         for dtype in dtypes {
-            let these: Vec<(NodeId, Shape)> =
+            let these: Vec<(NodeId, GemmShape)> =
                 narrow.iter().copied().filter(|(_, shape)| shape.rows_dtype() == dtype).collect();
             let nodes: Vec<NodeId> = these.iter().map(|(node, _)| *node).collect();
             let shape = these[0].1;
             if held != Some(dtype) {
                 if let Some(because) = self.unreadable(&self.step(nodes[0]).inputs[0], shape.m) {
-                    nodes.iter().for_each(|&node| self.tell(&self.step(node).label, EXACT, because.clone()));
+                    nodes
+                        .iter()
+                        .for_each(|&node| self.remark(&self.step(node).label, EXACT, because.clone()));
                     wide.extend(nodes);
                     continue;
                 }
                 let to = self.rows_of(&shape);
                 self.add_rows(&to);
-                self.push(Task::NarrowRows { products: nodes.clone(), to });
+                self.push(KernelTask::NarrowRows { products: nodes.clone(), to });
                 held = Some(dtype);
             }
             for set in self.by_dtype(&nodes) {
@@ -525,18 +529,17 @@ impl<'a> Choice<'a> {
             }
         }
         self.wide(&wide);
-        // It was to be joined, and this card has no kernel for that after all.
+        // The gate was to be fused, but this GPU has no kernel for these products.
         group.gate.into_iter().for_each(|gate| self.op(gate));
     }
 
-    /// Why F32 rows cannot be read 16 bytes at a time.
+    /// The reason why F32 rows cannot be read with 16-byte loads.
     fn unreadable(&self, rows: &Operand, n_rows: usize) -> Option<String> {
-        let many =
-            || (n_rows > 65_535).then(|| format!("there are {n_rows} rows, at most 65535 go in one launch"));
+        let many = || (n_rows > 65_535).then(|| format!("one launch holds 65535 rows, got {n_rows}"));
         unaligned_rows(&rows.layout).or_else(many)
     }
 
-    /// What makes the rows of products; whether in 16 bits.
+    /// Adds the producer of the rows of products; returns whether it writes them in 16 bits.
     fn producer(
         &mut self,
         producer: &Producer,
@@ -549,13 +552,13 @@ impl<'a> Choice<'a> {
         let n_inputs = match producer {
             Producer::Attention(_) if self.takes_flash(step) => match rows.plane_rows {
                 0 => 0,
-                // It writes rows one behind the other.
+                // Flash attention writes contiguous rows, not planes.
                 _ => {
-                    self.push(Task::Flash(node));
+                    self.push(KernelTask::Flash(node));
                     return false;
                 }
             },
-            // The kernel for a few rows writes F32.
+            // The attention kernel for a few rows writes F32.
             Producer::Attention(_) => {
                 self.attention(node);
                 return false;
@@ -566,18 +569,18 @@ impl<'a> Choice<'a> {
         let unreadable =
             step.inputs[..n_inputs].iter().find_map(|rows| self.unreadable(rows, n_rows(&rows.layout)));
         if let Some(because) = unreadable {
-            self.tell(&step.label, WIDE, because);
+            self.remark(&step.label, WIDE, because);
             self.op(node);
             return false;
         }
         let also_wide = !all_alike || self.is_read_by_others(node, products);
         let to = NarrowTo { also_wide, ..rows };
         self.add_rows(&to);
-        self.push(Task::Narrowed { node, to });
+        self.push(KernelTask::Narrowed { node, to });
         true
     }
 
-    /// Whether anything but some products reads the last output of a node.
+    /// Whether anything other than `products` reads the last output of a node.
     fn is_read_by_others(&self, node: NodeId, products: &[NodeId]) -> bool {
         let Some(y) = self.step(node).outputs.last() else { return false };
         let later = self.plan.steps().iter().skip_while(|step| step.node != node).skip(1);
@@ -586,17 +589,17 @@ impl<'a> Choice<'a> {
             || self.plan.outputs().iter().any(|output| output.buffer == y.buffer)
     }
 
-    /// Products of rows in 16 bits with weights of one dtype.
-    fn multiply(&mut self, products: &[NodeId], first: Shape, rows_dtype: DType) {
+    /// Matrix products of rows in 16 bits with weights of one dtype.
+    fn multiply(&mut self, products: &[NodeId], first: GemmShape, rows_dtype: DType) {
         let rows = NarrowTo { dtype: rows_dtype, ..self.rows_of(&first) };
         let decoded = self.step(products[0]).inputs[1].dtype.is_quantized();
-        // One matrix at a time goes through the workspace.
+        // The workspace holds one decoded matrix at a time.
         let sets = if decoded { products.chunks(1) } else { products.chunks(MAX_PRODUCTS) };
         for set in sets {
             if decoded {
                 let n = self.n_columns(set[0]);
                 self.tasks.areas.add_weight(n, rows.k);
-                self.push(Task::Decode(set[0]));
+                self.push(KernelTask::Decode(set[0]));
             }
             let own: Vec<NodeId> =
                 set.iter().copied().filter(|&node| !self.by_library(node, rows, decoded)).collect();
@@ -606,7 +609,7 @@ impl<'a> Choice<'a> {
             let ns: Vec<usize> = own.iter().map(|&node| self.n_columns(node)).collect();
             let plan = GemmPlan::new(rows.m, &ns, rows.k, self.by.n_sms);
             self.tasks.areas.add_sums(plan.scratch_bytes(rows.m, ns.iter().sum()));
-            self.push(Task::Gemm { products: own, rows, decoded, plan });
+            self.push(KernelTask::Gemm { products: own, rows, decoded, plan });
         }
     }
 
@@ -619,16 +622,16 @@ impl<'a> Choice<'a> {
         let n = self.n_columns(product);
         let shape = BlasLtShape::of_rows(rows.dtype, rows.m, n, rows.k);
         if let Err(error) = blas.check(shape) {
-            self.tell(&self.step(product).label, OWN, error.to_string());
+            self.remark(&self.step(product).label, OWN, error.to_string());
             return false;
         }
         self.tasks.areas.add_library(rows.m, n);
-        self.push(Task::Library { product, rows, decoded });
+        self.push(KernelTask::Library { product, rows, decoded });
         true
     }
 }
 
-/// Splits of an attention step: fixed when the plan is built, whatever the lengths will be.
+/// Number of splits of an attention step, fixed when the plan is built and independent of sequence lengths.
 pub(crate) fn splits(step: &Step, n_sms: u32) -> usize {
     let (q, cache, tables) =
         (step.inputs[0].layout.shape(), step.inputs[1].layout.shape(), step.inputs[5].layout.shape());

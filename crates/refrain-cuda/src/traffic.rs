@@ -1,21 +1,21 @@
-//! Bytes that a step's launches move, as far as its control block tells.
+//! Bytes that a step's launches move, as far as its control block determines them.
 //!
-//! A launch names whole buffers, since a recording must serve every step. Of a cache it reads what a sequence holds, and
-//! of a table the rows that are asked for.
+//! A launch names whole buffers, since a recording must serve every step. Of a cache it reads only the
+//! positions of its sequences, and of a gathered table only the requested rows.
 
 use std::collections::HashMap;
 
 use refrain_driver::{Access, Buf, DriverError};
 use refrain_graph::{Field, Op, Operand, Plan};
 
-use crate::resident::Resident;
+use crate::resident::ResidentMemory;
 use crate::warm::Work;
 
-/// What one step moves of the buffers that no launch touches whole.
+/// Bytes that one step moves in buffers that launches only use in part.
 #[derive(Debug, Default)]
 pub(crate) struct Moved {
     caches: Vec<Cache>,
-    tables: Vec<Table>,
+    tables: Vec<GatherTable>,
 }
 
 #[derive(Debug)]
@@ -23,20 +23,20 @@ struct Cache {
     buf: Buf,
     read_bytes: u64,
     written_bytes: u64,
-    /// The attention that reads it.
+    /// Label of the attention that reads it.
     reader: String,
 }
 
 #[derive(Debug)]
-struct Table {
+struct GatherTable {
     label: String,
     buf: Buf,
     bytes: u64,
 }
 
 impl Moved {
-    /// What a plan's step with this control block moves.
-    pub(crate) fn of(plan: &Plan, resident: &Resident, control: &[u8]) -> Result<Moved, DriverError> {
+    /// Bytes that a step of a plan moves with this control block.
+    pub(crate) fn of(plan: &Plan, resident: &ResidentMemory, control: &[u8]) -> Result<Moved, DriverError> {
         let mut moved = Moved::default();
         for step in plan.steps() {
             let ins = &step.inputs;
@@ -46,7 +46,7 @@ impl Moved {
                     else {
                         continue;
                     };
-                    let n = looked_back_on(positions, seqs, attention.window, control);
+                    let n = attended_positions(positions, seqs, attention.window, control);
                     for cache in &ins[1..3] {
                         let seen = moved.cache(plan, resident, cache)?;
                         (seen.read_bytes, seen.reader) = (n * position_bytes(cache), step.label.clone());
@@ -65,7 +65,7 @@ impl Moved {
                     let (buf, row) =
                         (resident.buffer(plan, ins[0].buffer)?, ins[0].layout.shape().dim_back(0));
                     let bytes = ins[0].dtype.bytes_for(n * row).unwrap_or(0) as u64;
-                    moved.tables.push(Table { label: step.label.clone(), buf, bytes });
+                    moved.tables.push(GatherTable { label: step.label.clone(), buf, bytes });
                 }
                 Op::View(_)
                 | Op::Copy
@@ -100,18 +100,18 @@ impl Moved {
     fn cache(
         &mut self,
         plan: &Plan,
-        resident: &Resident,
+        resident: &ResidentMemory,
         operand: &Operand,
     ) -> Result<&mut Cache, DriverError> {
         let refrain_graph::Place::State(id) = plan.buffer(operand.buffer).place else {
-            // A cache that is no state has no scratch blocks beside it.
+            // A cache that is not a state has no scratch blocks.
             let buf = resident.buffer(plan, operand.buffer)?;
-            return Ok(self.cache_at(buf));
+            return Ok(self.cache_of(buf));
         };
-        Ok(self.cache_at(resident.state_buf(id.idx())?))
+        Ok(self.cache_of(resident.state_buf(id.idx())?))
     }
 
-    fn cache_at(&mut self, buf: Buf) -> &mut Cache {
+    fn cache_of(&mut self, buf: Buf) -> &mut Cache {
         let idx = self.caches.iter().position(|c| c.buf == buf).unwrap_or_else(|| {
             self.caches.push(Cache { buf, read_bytes: 0, written_bytes: 0, reader: String::new() });
             self.caches.len() - 1
@@ -122,7 +122,7 @@ impl Moved {
     /// Bytes that one launch, copy or fill moves.
     pub(crate) fn bytes(&self, work: &Work) -> u64 {
         let label = work.step_and_kernel().0;
-        // A launch for several steps carries all their labels, joined.
+        // A fused launch carries the labels of all its steps, joined.
         let is_for = |step: &str| label.split(" + ").any(|l| l == step);
         let of = |(buf, access): (Buf, Access)| {
             if let Some(cache) = self.caches.iter().find(|c| c.buf == buf) {
@@ -144,8 +144,8 @@ fn position_bytes(cache: &Operand) -> u64 {
     }
 }
 
-/// Positions that the rows of a step look back on; what several rows of a sequence share counts once.
-fn looked_back_on(positions: Field, seqs: Field, window: Option<usize>, control: &[u8]) -> u64 {
+/// Positions that the rows of a step attend to. Positions shared by several rows of a sequence count once.
+fn attended_positions(positions: Field, seqs: Field, window: Option<usize>, control: &[u8]) -> u64 {
     let mut ranges: HashMap<i32, (u64, u64)> = HashMap::new();
     for (row, position) in positions.read(control).enumerate().filter(|(_, p)| *p >= 0) {
         let end = position as u64 + 1;
@@ -161,12 +161,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rows_look_back_to_the_start_or_to_the_window_and_padding_looks_at_nothing() {
+    fn rows_attend_to_the_start_or_the_window_and_padding_attends_to_nothing() {
         let words = |values: &[i32]| bytemuck::cast_slice::<i32, u8>(values).to_vec();
         // Positions of three rows and a padding row, then their sequences.
         let control = [words(&[7, 8, 3, -1]), words(&[0, 0, 1, 0])].concat();
         let (positions, seqs) = (Field { offset: 0, len: 4 }, Field { offset: 16, len: 4 });
-        assert_eq!(looked_back_on(positions, seqs, None, &control), 9 + 4);
-        assert_eq!(looked_back_on(positions, seqs, Some(3), &control), 4 + 3);
+        assert_eq!(attended_positions(positions, seqs, None, &control), 9 + 4);
+        assert_eq!(attended_positions(positions, seqs, Some(3), &control), 4 + 3);
     }
 }

@@ -1,12 +1,12 @@
-//! Ops of a training step into launches, and other ops where their elements are not F32.
+//! Lowers ops of a training step, and other ops whose elements are not F32.
 
 use refrain_driver::{Buf, Launch};
 use refrain_graph::{AdamW, Op, Operand, Step, TrainOp};
 use refrain_kernels::{
-    AdamTensor, AdamWArgs, CrossEntropyArgs, Floats, KernelError, MapArgs, MapOp, NormWeights, PadArgs,
-    PickArgs, PlaceColumnsArgs, RmsNormGradArgs, ScatterAddRowsArgs, SoftmaxGradArgs, SumSquaresArgs,
-    TypedAddRmsNormArgs, TypedGatherArgs, TypedReduceArgs, TypedRmsNormArgs, TypedRopeArgs, TypedSoftmaxArgs,
-    View, reduce_scratch_bytes, rms_norm_grad_scratch_bytes, scatter_scratch_bytes,
+    AdamTensor, AdamWArgs, BufView, CrossEntropyArgs, Floats, KernelError, MapArgs, MapOp, NormWeights,
+    PadArgs, PickArgs, PlaceColumnsArgs, RmsNormGradArgs, ScatterAddRowsArgs, SoftmaxGradArgs,
+    SumSquaresArgs, TypedAddRmsNormArgs, TypedGatherArgs, TypedReduceArgs, TypedRmsNormArgs, TypedRopeArgs,
+    TypedSoftmaxArgs, reduce_scratch_bytes, rms_norm_grad_scratch_bytes, scatter_scratch_bytes,
     sum_squares_scratch_bytes,
 };
 use refrain_tensor::DType;
@@ -14,7 +14,7 @@ use refrain_tensor::DType;
 use crate::group::n_rows;
 use crate::lower::Lowering;
 
-/// The scratch that the launches of a step share.
+/// Scratch that the launches of a step share.
 pub(crate) fn scratch_bytes(step: &Step) -> u64 {
     let shape = |i: usize| step.inputs[i].layout.shape();
     match &step.op {
@@ -66,8 +66,8 @@ pub(crate) fn scratch_bytes(step: &Step) -> u64 {
 }
 
 impl Lowering<'_> {
-    /// Adds the launches of a step, if it is one that the kernels for all types are for: what only training has, and what
-    /// is not all F32. Whether it was.
+    /// Adds the launches of a step if the typed kernels implement it: ops that only training has, and ops
+    /// that are not all F32. Returns whether they do.
     pub(crate) fn typed(&self, step: &Step, launches: &mut Vec<Launch>) -> Result<bool, KernelError> {
         let is_f32 = || self.is_f32(step);
         match &step.op {
@@ -266,7 +266,7 @@ impl Lowering<'_> {
     fn map(&self, step: &Step, op: MapOp) -> Result<Launch, KernelError> {
         let n_inputs = if matches!(op, MapOp::Dropout { .. }) { 1 } else { step.inputs.len() };
         let inputs = step.inputs[..n_inputs].iter().map(|input| self.view(input));
-        let inputs = inputs.collect::<Result<Vec<View>, _>>()?;
+        let inputs = inputs.collect::<Result<Vec<BufView>, _>>()?;
         let outputs = (0..step.outputs.len()).map(|i| self.out(step, i)).collect::<Result<Vec<Buf>, _>>()?;
         self.kernels.map(&MapArgs {
             op,

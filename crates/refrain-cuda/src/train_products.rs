@@ -1,8 +1,8 @@
-//! Products and attention of a training step: factors in one dtype and any layout, rows in documents.
+//! Matrix products and attention of a training step: operands of one dtype and any layout, rows in documents.
 //!
-//! A product is one of these when no weight of a file is its second factor, when its rows are in 16 bits, or when the
-//! weight lies as the kernels for F32 rows do not read it. It goes to cuBLASLt where that is there and takes it, and to a
-//! kernel of this engine otherwise.
+//! These are products whose right operand is not a weight of a file, whose rows are in 16 bits, or whose
+//! weight has a layout that the kernels for F32 rows do not read. cuBLASLt runs them if it is available and
+//! accepts them, Refrain's own kernels otherwise.
 
 use std::sync::Arc;
 
@@ -18,22 +18,22 @@ use refrain_tensor::{DType, Layout};
 
 use crate::lower::Lowering;
 
-/// Why no kernel multiplies values of these types.
+/// The reason why no kernel multiplies values of these types.
 pub(crate) fn unsupported_product(a: &TensorType, b: &TensorType) -> Option<&'static str> {
     let is_weight = LINEAR_DTYPES.contains(&b.dtype) || PACKED_DTYPES.contains(&b.dtype);
     match (a.dtype, b.dtype) {
         (a, b) if a == b && MATMUL_DTYPES.contains(&a) => None,
-        (DType::F32, _) if !is_weight => Some("no kernel multiplies with this dtype"),
-        (DType::F32, _) if b.shape.rank() != 2 => Some("the second factor is one matrix"),
+        (DType::F32, _) if !is_weight => Some("no kernel supports this dtype"),
+        (DType::F32, _) if b.shape.rank() != 2 => Some("the right operand must be a single matrix"),
         (DType::F32, _) => None,
-        _ => Some("rows in 16 bits are multiplied with their own dtype"),
+        _ => Some("rows in 16 bits need a right operand of the same dtype"),
     }
 }
 
-/// Why no kernel attends among rows of this type.
+/// The reason why no kernel runs attention within documents on heads of this type.
 pub(crate) fn unsupported_attention(q: &TensorType) -> Option<&'static str> {
     let fits = MATMUL_DTYPES.contains(&q.dtype) && q.shape.dim_back(0) <= MAX_SPAN_HEAD_DIM;
-    (!fits).then_some("heads have at most 256 elements, F32, F16 or BF16")
+    (!fits).then_some("heads must have at most 256 elements of F32, F16 or BF16")
 }
 
 /// Scratch of a gradient of attention.
@@ -42,29 +42,29 @@ pub(crate) fn attention_grad_scratch(step: &Step) -> u64 {
     span_grad_scratch_bytes(q.dims()[0], q.dims()[1])
 }
 
-/// What is added to a product, if anything, and its factors.
-fn factors(step: &Step) -> (Option<&Operand>, [&Operand; 2]) {
+/// The addend of a product, if any, and its two operands.
+fn operands(step: &Step) -> (Option<&Operand>, [&Operand; 2]) {
     match matches!(step.op, Op::Train(TrainOp::AddProduct)) {
         true => (Some(&step.inputs[0]), [&step.inputs[1], &step.inputs[2]]),
         false => (None, [&step.inputs[0], &step.inputs[1]]),
     }
 }
 
-/// Whether a product is one of values rather than of F32 rows with a weight.
+/// Whether a product is one of values, rather than of F32 rows with a weight.
 fn is_of_values(a: DType, b: DType, b_layout: &Layout, is_weight: bool) -> bool {
     let as_declared =
         || b_layout.shape().rank() == 2 && b_layout.transpose().is_ok_and(|rows| rows.is_contiguous());
     a == b && MATMUL_DTYPES.contains(&a) && !(a == DType::F32 && is_weight && as_declared())
 }
 
-/// The same of a step.
+/// Like [`is_of_values`], for a step.
 pub(crate) fn multiplies_values(plan: &Plan, step: &Step) -> bool {
-    let (_, [a, b]) = factors(step);
+    let (_, [a, b]) = operands(step);
     let is_weight = matches!(plan.buffer(b.buffer).place, Place::Weight(_));
     is_of_values(a.dtype, b.dtype, &b.layout, is_weight)
 }
 
-/// Whether any product of a group is one of values; each then runs by itself.
+/// Whether any product of a group is one of values; each product of such a group then runs by itself.
 pub(crate) fn multiply_values(query: &GroupQuery<'_>, products: &Products) -> bool {
     products.parts.iter().any(|part| {
         let (a, b): (Seen, Seen) = (query.input(part.product, 0), query.input(part.product, 1));
@@ -72,9 +72,9 @@ pub(crate) fn multiply_values(query: &GroupQuery<'_>, products: &Products) -> bo
     })
 }
 
-/// Why the library does not take a product of values.
+/// The reason why cuBLASLt does not run a product of values.
 pub(crate) fn refused_by_library(blas: &BlasLt, step: &Step) -> Option<String> {
-    let (_, [a, b]) = factors(step);
+    let (_, [a, b]) = operands(step);
     match library_product(&a.layout, &b.layout, a.dtype) {
         Err(because) => Some(because),
         Ok(shape) => blas.check(shape).err().map(|error| error.to_string()),
@@ -82,23 +82,23 @@ pub(crate) fn refused_by_library(blas: &BlasLt, step: &Step) -> Option<String> {
 }
 
 impl Lowering<'_> {
-    /// A product of values by a kernel of this engine.
+    /// A product of values on Refrain's own kernel.
     pub(crate) fn product_of_values(&self, step: &Step) -> Result<Launch, KernelError> {
-        let (c, [a, b]) = factors(step);
+        let (c, [a, b]) = operands(step);
         let (a, b) = (self.view(a)?, self.view(b)?);
         let c = c.map(|c| self.dense(step, c)).transpose()?;
         let y = self.dense(step, &step.outputs[0])?;
         self.kernels.matmul(&MatMulArgs { a, b, y, c, step: &step.label })
     }
 
-    /// The same by the library. Its rehearsal is the product itself: whatever is where the result will be is of no use
-    /// while a plan is made ready.
+    /// A product of values by cuBLASLt. It serves as its own rehearsal: while a plan is compiled, the
+    /// contents of its output do not matter.
     pub(crate) fn library_product_of_values(
         &self,
         blas: &Arc<BlasLt>,
         step: &Step,
     ) -> Result<BlasLtProduct, KernelError> {
-        let (c, [a, b]) = factors(step);
+        let (c, [a, b]) = operands(step);
         let (a, b) = (self.view(a)?, self.view(b)?);
         let refuse = |because: String| KernelError::Unsupported {
             op: "matmul",
@@ -107,7 +107,7 @@ impl Lowering<'_> {
             because,
         };
         let shape = library_product(&a.layout, &b.layout, a.dtype).map_err(refuse)?;
-        let from = |view: &refrain_kernels::View| {
+        let from = |view: &refrain_kernels::BufView| {
             let start = (view.layout.offset() * view.dtype.block_bytes()) as u64;
             view.buf.slice(start, view.buf.len().saturating_sub(start))
         };
@@ -119,7 +119,7 @@ impl Lowering<'_> {
         }
     }
 
-    /// Attention among rows.
+    /// Attention within documents.
     pub(crate) fn span_attention(
         &self,
         step: &Step,
@@ -138,7 +138,7 @@ impl Lowering<'_> {
         })
     }
 
-    /// Its gradient.
+    /// Gradient of attention within documents.
     pub(crate) fn span_attention_grad(
         &self,
         step: &Step,

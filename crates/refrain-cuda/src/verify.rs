@@ -1,10 +1,11 @@
-//! A new graph is compared with the eager run of the same plan before anything trusts it.
+//! Compares a new graph with the eager run of the same plan before it is trusted.
 //!
-//! For each of three control-block states the plan runs eagerly, with overlap between kernels off, and then as a
-//! replay, each time from the same poisoned memory. Everything it writes must come out equal, bit for bit unless a
-//! kernel declares a tolerance. What was there before is put back, whatever happens.
+//! For each of three cases, the plan runs eagerly, without overlap between kernels, and then as a replay,
+//! each time from the same poisoned memory. Everything it writes must be equal, bit for bit unless a kernel
+//! declares a tolerance. The previous contents are restored in any event.
 //!
-//! Much memory is compared where it lies, by digests; only when those differ is it brought to the host, to find where.
+//! Large memory is compared on the device, by digests. It is copied to the host only if the digests differ,
+//! to locate the difference.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -15,104 +16,112 @@ use refrain_kernels::Digester;
 
 use crate::error::CudaError;
 use crate::reason::{Stage, reason_of};
-use crate::saved::{Saved, pieces};
+use crate::saved::{Saved, chunks};
 use crate::warm::{Range, WarmPlan, Work, merged};
 
-/// How many control-block states a graph is verified with.
+/// Number of cases that a graph is verified with.
 pub const N_CASES: usize = 3;
 
-/// NaN in every float type and -1 in every integer type: a result that nobody wrote, or that was computed from one,
-/// shows.
+/// NaN in every float type and -1 in every integer type, so that a result that was not written, or that was
+/// computed from unwritten memory, shows.
 const POISON: u8 = 0xFF;
 
-/// Less than this is brought to the host at once: a digest costs a launch for each range.
+/// Smaller memory is copied to the host directly: a digest costs one launch per range.
 const DIGEST_FROM: u64 = 1 << 20;
 
-/// One state to verify with: the bytes that are put in place before each run.
+/// One verification case: the bytes to upload before each run.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Case {
-    /// Buffers and their contents, repeated to the end of the buffer: the control block, and whatever the plan reads
-    /// without having written it.
+pub struct VerifyCase {
+    /// Buffers and their contents, repeated to the end of the buffer: the control block, and everything that
+    /// the plan reads before writing it.
     pub uploads: Vec<(Buf, Vec<u8>)>,
-    /// Bytes that are sent once and repeated on the device through all of these buffers, from another place in each. They
-    /// are whole words of eight bytes, or as long as the largest buffer.
+    /// Bytes that are uploaded once and repeated on the device through all of these buffers, with a different
+    /// offset in each. Their length is a multiple of 8, or that of the largest buffer.
     pub patterns: Vec<(Vec<u8>, Vec<Buf>)>,
 }
 
-impl Case {
-    /// A case of contents alone.
+impl VerifyCase {
+    /// A case without patterns.
     #[must_use]
-    pub fn of(uploads: Vec<(Buf, Vec<u8>)>) -> Case {
-        Case { uploads, patterns: Vec::new() }
+    pub fn of(uploads: Vec<(Buf, Vec<u8>)>) -> VerifyCase {
+        VerifyCase { uploads, patterns: Vec::new() }
     }
 }
 
-/// What a graph is verified with.
+/// Inputs of a verification.
 #[derive(Clone, Debug)]
-pub struct Check {
-    cases: Vec<Case>,
+pub struct VerifySetup {
+    cases: Vec<VerifyCase>,
     narrowed: Vec<(Buf, Vec<Buf>)>,
-    /// Poisoned before each run, and of no interest after it.
+    /// Poisoned before each run; its contents are not compared.
     workspace: Option<Buf>,
     digester: Option<Digester>,
-    /// Memory of which only these parts mean anything between steps.
+    /// Memory of which only these parts are live between steps.
     transient: Option<(Buf, Vec<Buf>)>,
-    /// Memory that holds nothing but zeros.
+    /// Memory that holds only zeros.
     zero: Option<Buf>,
 }
 
-impl Check {
-    /// Three states, all different.
-    pub fn new(cases: Vec<Case>) -> Result<Check, CudaError> {
+impl VerifySetup {
+    /// A setup with three cases that all differ.
+    pub fn new(cases: Vec<VerifyCase>) -> Result<VerifySetup, CudaError> {
         let different = cases.iter().enumerate().filter(|(i, case)| !cases[..*i].contains(case)).count();
         if different < N_CASES {
             return Err(CudaError::TooFewCases { need: N_CASES, got: different });
         }
-        Ok(Check::of_one_state(cases))
+        Ok(VerifySetup::of_one_case(cases))
     }
 
-    /// For a plan that has one state only, whatever happens.
-    pub(crate) fn of_one_state(cases: Vec<Case>) -> Check {
-        Check { cases, narrowed: Vec::new(), workspace: None, digester: None, transient: None, zero: None }
+    /// For a plan that can only have one case.
+    pub(crate) fn of_one_case(cases: Vec<VerifyCase>) -> VerifySetup {
+        VerifySetup {
+            cases,
+            narrowed: Vec::new(),
+            workspace: None,
+            digester: None,
+            transient: None,
+            zero: None,
+        }
     }
 
-    /// Of what is declared as written in `whole`, these parts are all that the states of this check can reach: the
-    /// scratch blocks of a cache. The rest is neither saved nor touched.
+    /// Declares that of the writes to `whole`, these cases can reach only `parts`: the scratch blocks of a
+    /// cache. Everything else is neither saved nor touched.
     #[must_use]
-    pub fn narrow(mut self, whole: Buf, parts: Vec<Buf>) -> Check {
+    pub fn narrow(mut self, whole: Buf, parts: Vec<Buf>) -> VerifySetup {
         self.narrowed.push((whole, parts));
         self
     }
 
-    /// What kernels write there only they read, in the same step: what is wrong with it shows in their results.
+    /// Declares a buffer that only kernels of the same step read: errors in it show in their results.
     #[must_use]
-    pub fn workspace(mut self, buf: Buf) -> Check {
+    pub fn workspace(mut self, buf: Buf) -> VerifySetup {
         self.workspace = Some(buf);
         self
     }
 
-    /// Compares much memory by digests, which go to the workspace.
+    /// Compares large memory by digests, which are written to the workspace.
     #[must_use]
-    pub fn digests(mut self, digester: Digester) -> Check {
+    pub fn digests(mut self, digester: Digester) -> VerifySetup {
         self.digester = Some(digester);
         self
     }
 
-    /// Of `whole`, only `live` has to be put back: no step is under way, so nothing else of it will be read.
+    /// Declares that of `whole`, only `live` has to be restored: no step is in flight, so nothing else of it
+    /// will be read.
     #[must_use]
-    pub fn transient(mut self, whole: Buf, live: Vec<Buf>) -> Check {
+    pub fn transient(mut self, whole: Buf, live: Vec<Buf>) -> VerifySetup {
         self.transient = Some((whole, live));
         self
     }
 
-    /// Nothing was written to `whole` since it was cleared: it is put back by clearing it again.
+    /// Declares that `whole` has held only zeros since it was cleared: it is restored by clearing it again.
     #[must_use]
-    pub fn zeroed(mut self, whole: Buf) -> Check {
+    pub fn zeroed(mut self, whole: Buf) -> VerifySetup {
         self.zero = Some(whole);
         self
     }
 
-    /// What the plan writes under this check.
+    /// Ranges that the plan writes in this setup.
     fn written(&self, warm: &WarmPlan) -> Vec<Range> {
         let space = warm.space();
         let parts = |buf: Buf| {
@@ -125,7 +134,7 @@ impl Check {
         merged(all.filter_map(|buf| space.range(buf)).collect())
     }
 
-    /// Ranges to put back: of what is transient only what lives.
+    /// Ranges to restore: of transient memory only what is live.
     fn without_transient(&self, warm: &WarmPlan, ranges: Vec<Range>) -> Vec<Range> {
         let Some((whole, live)) = &self.transient else { return ranges };
         let Some(whole) = warm.space().range(*whole) else { return ranges };
@@ -137,8 +146,8 @@ impl Check {
 
     fn uploaded(&self, warm: &WarmPlan) -> Vec<Range> {
         let patterned =
-            |case: &Case| case.patterns.iter().flat_map(|(_, bufs)| bufs.clone()).collect::<Vec<_>>();
-        let uploaded = |case: &Case| case.uploads.iter().map(|(buf, _)| *buf).collect::<Vec<_>>();
+            |case: &VerifyCase| case.patterns.iter().flat_map(|(_, bufs)| bufs.clone()).collect::<Vec<_>>();
+        let uploaded = |case: &VerifyCase| case.uploads.iter().map(|(buf, _)| *buf).collect::<Vec<_>>();
         let all = self.cases.iter().flat_map(|case| [uploaded(case), patterned(case)].concat());
         all.filter_map(|buf| warm.space().range(buf)).collect()
     }
@@ -148,22 +157,24 @@ fn contains(warm: &WarmPlan, whole: Buf, part: Buf) -> bool {
     warm.space().contains(whole, part)
 }
 
-/// What a verification looked at.
+/// Results of a verification.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VerifyReport {
-    /// States compared.
+    /// Number of cases compared.
     pub n_cases: usize,
-    /// Bytes compared for each.
+    /// Bytes compared per case.
     pub bytes: u64,
-    /// Bytes among them that were still poison after the last eager run: what kernels declare and do not write.
+    /// Compared bytes that were still poison after the last eager run, which kernels declare as written but
+    /// do not write.
     pub unwritten_bytes: u64,
-    /// Whether a kernel's declared tolerance was needed.
+    /// False if a kernel's declared tolerance was needed.
     pub bit_exact: bool,
-    /// How long it took.
+    /// Time of the verification.
     pub took: Duration,
 }
 
-/// A graph that came out equal to the eager run. Only [`verify`] makes one, and the cache replays nothing else.
+/// A graph whose replay equals the eager run. Only [`verify`] creates one, and the cache replays nothing
+/// else.
 #[derive(Debug)]
 pub struct Verified<G> {
     graph: G,
@@ -171,7 +182,7 @@ pub struct Verified<G> {
 }
 
 impl<G> Verified<G> {
-    /// What was compared.
+    /// Results of the verification.
     #[must_use]
     pub fn report(&self) -> &VerifyReport {
         &self.report
@@ -179,7 +190,7 @@ impl<G> Verified<G> {
 }
 
 impl Verified<Graph> {
-    /// What the graph holds.
+    /// Nodes and recording time of the graph.
     #[must_use]
     pub fn info(&self) -> &GraphInfo {
         self.graph.info()
@@ -190,29 +201,27 @@ impl Verified<Graph> {
         self.graph.replay(lease, stream).map(|_| ())
     }
 
-    /// How often it was replayed, verification included.
+    /// Number of replays, including those of the verification.
     #[must_use]
     pub fn n_replays(&self) -> u64 {
         self.graph.n_replays()
     }
 }
 
-/// Why a graph is not trusted.
+/// The reason why a graph is not trusted.
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum VerifyError {
-    /// A replay came out other than the eager run.
-    #[error(
-        "replay and eager run differ in {buffer}, element {element}, written by {launch} (control-block state {case})"
-    )]
+    /// A replay differs from the eager run.
+    #[error("replay and eager run differ in {buffer}, element {element}, written by {launch} (case {case})")]
     Mismatch {
-        /// The buffer.
+        /// Name of the buffer.
         buffer: String,
-        /// Its first differing element.
+        /// Index of its first differing element.
         element: usize,
-        /// The launch that wrote it last.
+        /// The last launch that wrote it.
         launch: String,
-        /// Which state, from 0.
+        /// Index of the case.
         case: usize,
     },
     /// The driver failed.
@@ -221,7 +230,7 @@ pub enum VerifyError {
 }
 
 impl VerifyError {
-    /// The same for the ledger.
+    /// The error as a reason for the ledger.
     #[must_use]
     pub fn reason(&self) -> Reason {
         match self {
@@ -239,45 +248,46 @@ pub fn verify(
     stream: &mut Stream,
     lease: &mut Lease,
     warm: &WarmPlan,
-    check: &Check,
+    check: &VerifySetup,
 ) -> Result<Verified<Graph>, VerifyError> {
     let began = Instant::now();
     let written = check.written(warm);
-    // Results are read before the next step is sent, so there is nothing of them to keep.
+    // Pinned results are read before the next step is launched, so they need not be saved.
     let kept = written.iter().filter(|range| warm.space().is_kept(range)).copied();
     let touched = check.without_transient(warm, merged(kept.chain(check.uploaded(warm)).collect()));
     let mut saved = Saved::take(stream, lease, warm.space(), &touched, check.zero)?;
     let compared = compare_cases(&graph, stream, lease, warm, check, &written);
-    // Also after a mismatch or a failed replay: whoever runs next must not see what this left. An error of the
-    // comparison goes before one of this.
-    let restored = saved.put_back(stream, lease, warm.space());
+    // Restore even after a mismatch or a failed replay: the next run must not see the changes. An error of
+    // the comparison takes precedence over one of the restore.
+    let restored = saved.restore(stream, lease, warm.space());
     let mut report = compared?;
     restored?;
     report.took = began.elapsed();
     Ok(Verified { graph, report })
 }
 
-/// A step at hand: a decode step of a running text, or a step of a training run.
+/// A live step: a decode step of a running generation, or a training step.
 pub(crate) struct LiveStep {
-    /// What it reads and changes: put back before it runs again.
+    /// Buffers that it reads and changes: restored before it runs again.
     pub(crate) inputs: Vec<Buf>,
-    /// How its result reaches the host, where that is through the ring.
+    /// The ring, if the step reports its result through it.
     pub(crate) ring: Option<LiveRing>,
-    /// What comes out of it.
+    /// Buffers to compare.
     pub(crate) results: Vec<Buf>,
-    /// What compares many bytes where they lie, and where its numbers go.
+    /// The digester for large results, and the buffer for its output.
     pub(crate) digests: Option<(Digester, Buf)>,
 }
 
 /// The ring of a step that feeds itself.
 pub(crate) struct LiveRing {
-    /// The ring's count, and its value for the run that the host does not hear of.
-    pub(crate) unheard: (Buf, u64),
-    /// Where each of the ring's entries has its payload.
+    /// The ring's count, and its value for the run whose result the host ignores.
+    pub(crate) unreported: (Buf, u64),
+    /// Payload of each entry of the ring.
     pub(crate) entries: Vec<Buf>,
 }
 
-/// Replays a step without the host hearing of it, then runs it eagerly, from the same inputs; the eager run stands.
+/// Replays a step without reporting to the host, then runs it eagerly from the same inputs. The eager results
+/// stay.
 pub(crate) fn compare_live(
     graph: &Verified<Graph>,
     stream: &mut Stream,
@@ -289,9 +299,9 @@ pub(crate) fn compare_live(
     let (inputs, results) = (ranges(&step.inputs), ranges(&step.results));
     let mut saved = Saved::take(stream, lease, warm.space(), &inputs, None)?;
     let mut count = [0; 8];
-    if let Some(LiveRing { unheard: (count_at, unheard), .. }) = &step.ring {
-        stream.download(lease, *count_at, &mut count)?;
-        stream.upload(lease, *count_at, &unheard.to_le_bytes())?;
+    if let Some(LiveRing { unreported: (count_buf, unreported), .. }) = &step.ring {
+        stream.download(lease, *count_buf, &mut count)?;
+        stream.upload(lease, *count_buf, &unreported.to_le_bytes())?;
     }
     let entry = |stream: &mut Stream, lease: &Lease, count: u64| match &step.ring {
         Some(ring) => read_entry(stream, lease, &ring.entries, count),
@@ -299,7 +309,7 @@ pub(crate) fn compare_live(
     };
     if let Err(error) = graph.replay(lease, stream) {
         if !error.is_final() {
-            saved.put_back(stream, lease, warm.space())?;
+            saved.restore(stream, lease, warm.space())?;
         }
         return Err(error.into());
     }
@@ -309,8 +319,8 @@ pub(crate) fn compare_live(
         None => Ok((download(stream, lease, warm, &results)?, Vec::new())),
     };
     let (replayed, replayed_digests) = take(stream, lease)?;
-    let replayed_entry = entry(stream, lease, step.ring.as_ref().map_or(0, |ring| ring.unheard.1))?;
-    saved.put_back(stream, lease, warm.space())?;
+    let replayed_entry = entry(stream, lease, step.ring.as_ref().map_or(0, |ring| ring.unreported.1))?;
+    saved.restore(stream, lease, warm.space())?;
     stream.run(lease, false, |q| warm.enqueue(q))?;
     let (eager, eager_digests) = take(stream, lease)?;
     let eager_entry = entry(stream, lease, u64::from_le_bytes(count))?;
@@ -323,7 +333,7 @@ pub(crate) fn compare_live(
         compare(warm, *range, eager, replayed, 0)?;
     }
     if let (Some(digests), Some(chunk)) = (&digests, differing_chunk(&eager_digests, &replayed_digests)) {
-        // What the replay had left there is gone: the chunk is as near as this comes.
+        // The replay's output is overwritten by now, so the mismatch can be located only to a chunk.
         return Err(digests.mismatch_in(warm, chunk, 0));
     }
     Ok(())
@@ -333,7 +343,7 @@ fn differing_chunk(a: &[[u64; 2]], b: &[[u64; 2]]) -> Option<usize> {
     a.iter().zip(b).position(|(a, b)| a[0] != b[0])
 }
 
-/// What the step that found `count` entries in the ring wrote there.
+/// Reads the ring entry written by the step that found `count` entries.
 fn read_entry(
     stream: &mut Stream,
     lease: &Lease,
@@ -348,7 +358,7 @@ fn read_entry(
     Ok(bytes)
 }
 
-/// Fills a buffer with bytes, again and again.
+/// Fills a buffer by repeating `bytes`.
 fn upload(stream: &mut Stream, lease: &mut Lease, buf: Buf, bytes: &[u8]) -> Result<(), DriverError> {
     let mut at = 0;
     while at < buf.len() && !bytes.is_empty() {
@@ -359,8 +369,8 @@ fn upload(stream: &mut Stream, lease: &mut Lease, buf: Buf, bytes: &[u8]) -> Res
     Ok(())
 }
 
-/// Sends a pattern to the largest of some buffers and repeats it on the device: through that one, and from another place of
-/// it through each of the others, so that no two hold the same.
+/// Uploads a pattern to the largest of some buffers and repeats it there on the device. The other buffers are
+/// filled from it at different offsets, so that no two hold the same bytes.
 fn upload_pattern(
     stream: &mut Stream,
     lease: &mut Lease,
@@ -393,7 +403,7 @@ fn upload_pattern(
     copied.map(|_| ())
 }
 
-/// How far one buffer's part of a pattern begins behind that of the one before; a prime number of words.
+/// Offset between the patterns of consecutive buffers; a prime number of words.
 const SHIFT: u64 = 8 * 10_007;
 
 fn compare_cases(
@@ -401,7 +411,7 @@ fn compare_cases(
     stream: &mut Stream,
     lease: &mut Lease,
     warm: &WarmPlan,
-    check: &Check,
+    check: &VerifySetup,
     written: &[Range],
 ) -> Result<VerifyReport, VerifyError> {
     let bytes = written.iter().map(|r| r.end - r.start).sum();
@@ -434,13 +444,13 @@ fn compare_cases(
     Ok(report)
 }
 
-/// Small ranges as they are, and for each chunk of large ones its digest and how much of it is poison.
+/// Contents of small ranges; digest and number of poison bytes for each chunk of large ones.
 type Taken = (Vec<Vec<u8>>, Vec<[u64; 2]>);
 
-/// How much memory is compared without moving it.
+/// Comparison of large memory without copying it to the host.
 struct Digests<'a> {
     written: &'a [Range],
-    /// What is digested; the others are few bytes.
+    /// Ranges that are digested; the others are small.
     large: Vec<Range>,
     small: Vec<Range>,
     digester: &'a Digester,
@@ -448,7 +458,7 @@ struct Digests<'a> {
 }
 
 impl<'a> Digests<'a> {
-    /// `None` when everything has to be brought to the host: there is little of it, or a tolerance to apply.
+    /// `None` if everything has to be copied to the host, because it is little or a tolerance applies.
     fn new(warm: &WarmPlan, digester: &'a Digester, into: Buf, written: &'a [Range]) -> Option<Digests<'a>> {
         let is_large = |r: &Range| !warm.space().is_pinned(r) && r.start.is_multiple_of(8);
         let (large, small): (Vec<Range>, Vec<Range>) = written.iter().partition(|r| is_large(r));
@@ -464,16 +474,16 @@ impl<'a> Digests<'a> {
         })
     }
 
-    /// Runs one case both ways; how many bytes were still poison.
-    #[expect(clippy::too_many_arguments, reason = "what verification is about")]
+    /// Runs one case both ways; returns the number of bytes that were still poison.
+    #[expect(clippy::too_many_arguments, reason = "the parameters of a verification")]
     fn compare(
         &self,
         graph: &Graph,
         stream: &mut Stream,
         lease: &mut Lease,
         warm: &WarmPlan,
-        check: &Check,
-        case: &Case,
+        check: &VerifySetup,
+        case: &VerifyCase,
         idx: usize,
     ) -> Result<u64, VerifyError> {
         prepare(stream, lease, warm, self.written, check, case)?;
@@ -493,14 +503,14 @@ impl<'a> Digests<'a> {
             for ((range, eager), replayed) in self.large.iter().zip(&eager).zip(&replayed) {
                 compare(warm, *range, eager, replayed, idx)?;
             }
-            // The second eager run was as the replay: it is the eager run that is not the same every time.
+            // The second eager run equals the replay, so the eager run itself is not deterministic.
             return Err(self.mismatch_in(warm, chunk, idx));
         }
         let few = eager.0.iter().flatten().filter(|b| **b == POISON).count() as u64;
         Ok(few + eager.1.iter().map(|chunk| chunk[1]).sum::<u64>())
     }
 
-    /// A difference somewhere in a chunk.
+    /// A mismatch somewhere in a chunk.
     fn mismatch_in(&self, warm: &WarmPlan, mut chunk: usize, case: usize) -> VerifyError {
         let mut at = self.large[0];
         for range in &self.large {
@@ -513,7 +523,7 @@ impl<'a> Digests<'a> {
         }
         let byte = at.start + chunk as u64 * Digester::CHUNK;
         let writer = warm.last_writer(at.region, byte);
-        let launch = writer.map_or_else(|| "nobody".to_owned(), |(work, _)| work.name());
+        let launch = writer.map_or_else(|| "no launch".to_owned(), |(work, _)| work.name());
         let buffer = warm.space().region_name(at.region).to_owned();
         VerifyError::Mismatch { buffer, element: (byte / 4) as usize, launch, case }
     }
@@ -534,24 +544,24 @@ impl<'a> Digests<'a> {
     }
 }
 
-/// Poisons what will be written, then puts the case's bytes in place.
+/// Poisons the memory that will be written, then uploads the case.
 fn prepare(
     stream: &mut Stream,
     lease: &mut Lease,
     warm: &WarmPlan,
     written: &[Range],
-    check: &Check,
-    case: &Case,
+    check: &VerifySetup,
+    case: &VerifyCase,
 ) -> Result<(), DriverError> {
     let space = warm.space();
     let (pinned, others): (Vec<Range>, Vec<Range>) = written.iter().partition(|range| space.is_pinned(range));
     stream.run(lease, false, |q| {
         others.iter().try_for_each(|range| q.fill(space.buf(*range)?, POISON))?;
         check.workspace.iter().filter(|buf| !buf.is_empty()).try_for_each(|buf| q.fill(*buf, POISON))?;
-        // Drivers promise copies to pinned memory, not fills: the poison comes from what was filled above.
+        // Drivers guarantee copies to pinned memory, not fills, so copy the poison from device memory.
         let Some(source) = largest(&others) else { return Ok(()) };
         let source = space.buf(source)?;
-        for range in pinned.iter().flat_map(|range| pieces(*range, source.len())) {
+        for range in pinned.iter().flat_map(|range| chunks(*range, source.len())) {
             let part = space.buf(range)?;
             q.copy(part, source.slice(0, part.len())?)?;
         }
@@ -563,7 +573,7 @@ fn prepare(
     case.uploads.iter().try_for_each(|(buf, bytes)| upload(stream, lease, *buf, bytes))
 }
 
-/// `Ok(true)` for equal bits, `Ok(false)` where a tolerance was needed.
+/// Returns true if all bits are equal, and false if a tolerance was needed.
 fn compare(
     warm: &WarmPlan,
     range: Range,
@@ -578,7 +588,8 @@ fn compare(
     while let Some(offset) = first_difference(&eager[at..], &replayed[at..]) {
         let byte = range.start + (at + offset) as u64;
         let Some((work, buf)) = warm.last_writer(range.region, byte) else {
-            let (buffer, launch) = (warm.space().region_name(range.region).to_owned(), "nobody".to_owned());
+            let (buffer, launch) =
+                (warm.space().region_name(range.region).to_owned(), "no launch".to_owned());
             return Err(VerifyError::Mismatch { buffer, element: (byte / 4) as usize, launch, case });
         };
         let (buffer, element_bytes) = warm.buffer_name(buf, range.region);

@@ -1,21 +1,22 @@
-//! A step made ready: everything it enqueues, in order, with nothing left to look up.
+//! A warm step: everything it enqueues, in order, with nothing left to look up.
 
 use std::sync::Arc;
 
 use refrain_driver::{Access, Buf, DriverError, Launch, Memory, Queue};
 use refrain_kernels::BlasLtProduct;
 
-/// One thing a step enqueues.
+/// One item that a step enqueues.
 #[derive(Clone, Debug)]
 pub enum Work {
-    /// A kernel.
+    /// A kernel launch.
     Launch {
         /// The launch.
         launch: Launch,
-        /// How far its F32 results may differ from run to run, relative to each; `None`: not by a bit.
+        /// Relative difference that its F32 results may have from run to run; `None` if they must be
+        /// bit-identical.
         tolerance: Option<f32>,
     },
-    /// A product by a library.
+    /// A matrix product by cuBLASLt.
     Library(BlasLtProduct),
 }
 
@@ -26,7 +27,7 @@ impl From<Launch> for Work {
 }
 
 impl Work {
-    /// The buffers it touches and how.
+    /// Buffers it accesses.
     pub(crate) fn accesses(&self) -> Vec<(Buf, Access)> {
         match self {
             Work::Launch { launch, .. } => launch.accesses().collect(),
@@ -34,7 +35,7 @@ impl Work {
         }
     }
 
-    /// The buffers it writes.
+    /// Buffers it writes.
     pub(crate) fn writes(&self) -> impl Iterator<Item = Buf> {
         self.accesses().into_iter().filter(|(_, access)| *access != Access::Read).map(|(buf, _)| buf)
     }
@@ -46,7 +47,7 @@ impl Work {
         }
     }
 
-    /// Step and kernel, for people.
+    /// Step and kernel, for messages.
     #[must_use]
     pub fn name(&self) -> String {
         match self {
@@ -73,20 +74,20 @@ impl Work {
     }
 }
 
-/// A product by a library that must have run before anything records.
+/// A cuBLASLt product that must run once before a recording.
 #[derive(Clone, Debug)]
 pub(crate) struct Rehearsal {
     pub(crate) product: BlasLtProduct,
-    /// Whether the library's algorithms are timed for it.
+    /// Whether to time the library's algorithms for it.
     pub(crate) is_measured: bool,
 }
 
-/// A memory with the names of its regions, so that a handle can be told apart by region.
+/// A memory with named regions, which maps buffers to regions.
 #[derive(Clone, Debug)]
 pub struct Space {
     memory: Arc<Memory>,
     regions: Vec<(String, Buf)>,
-    /// Regions of pinned host memory, and whether what is in them is kept by whoever works on the memory meanwhile.
+    /// Regions of pinned host memory, and whether their contents have to be restored after a verification.
     pinned: Vec<(usize, bool)>,
 }
 
@@ -99,13 +100,13 @@ pub(crate) struct Range {
 }
 
 impl Space {
-    /// A memory and its whole regions by name.
+    /// A memory and its whole regions, by name.
     #[must_use]
     pub fn new(memory: &Arc<Memory>, regions: Vec<(String, Buf)>) -> Space {
         Space { memory: Arc::clone(memory), regions, pinned: Vec::new() }
     }
 
-    /// Whether one handle lies inside another.
+    /// Whether one buffer contains another.
     pub(crate) fn contains(&self, whole: Buf, part: Buf) -> bool {
         match (self.range(whole), self.range(part)) {
             (Some(w), Some(p)) => w.region == p.region && w.start <= p.start && p.end <= w.end,
@@ -113,7 +114,7 @@ impl Space {
         }
     }
 
-    /// With one more region, of pinned host memory: what each step writes there is read before the next one.
+    /// Adds a region of pinned host memory for results: each step's results are read before the next step.
     #[must_use]
     pub fn with_results(mut self, name: &str, region: Buf) -> Space {
         self.pinned.push((self.regions.len(), false));
@@ -121,7 +122,7 @@ impl Space {
         self
     }
 
-    /// With one more region, of pinned host memory: a ring, which holds results of several steps.
+    /// Adds a region of pinned host memory for a ring, which holds the results of several steps.
     #[must_use]
     pub fn with_ring(mut self, name: &str, region: Buf) -> Space {
         self.pinned.push((self.regions.len(), true));
@@ -147,7 +148,7 @@ impl Space {
         self.regions.get(region).map_or("memory", |(name, _)| name)
     }
 
-    /// Where a handle lies; `None` for one of another memory.
+    /// Range of a buffer; `None` for one of another memory.
     pub(crate) fn range(&self, buf: Buf) -> Option<Range> {
         let is_in = |base: &Buf| base.slice(buf.offset(), buf.len()).is_ok_and(|same| same == buf);
         let region = self.regions.iter().position(|(_, base)| is_in(base))?;
@@ -159,7 +160,7 @@ impl Space {
     }
 }
 
-/// Sorted, with what touches or overlaps joined; empty ranges are dropped.
+/// Sorts ranges and joins those that touch or overlap; drops empty ones.
 pub(crate) fn merged(mut ranges: Vec<Range>) -> Vec<Range> {
     ranges.retain(|r| r.start < r.end);
     ranges.sort_unstable();
@@ -173,17 +174,17 @@ pub(crate) fn merged(mut ranges: Vec<Range>) -> Vec<Range> {
     out
 }
 
-/// A recordable piece of a plan, ready to be enqueued any number of times.
+/// A recordable segment of a plan, ready to be enqueued any number of times.
 #[derive(Clone, Debug)]
 pub struct WarmPlan {
     name: Arc<str>,
     space: Arc<Space>,
     work: Vec<Work>,
-    /// What written buffers are called, and the size of their elements.
+    /// Names of written buffers, with the size of their elements.
     names: Vec<(Buf, String, u64)>,
-    /// What could not be done as one would like.
-    told: Vec<String>,
-    /// Products by a library, into results that nobody reads.
+    /// Notes on work that could run better.
+    notes: Vec<String>,
+    /// cuBLASLt products to run before a recording.
     rehearsals: Vec<Rehearsal>,
 }
 
@@ -191,33 +192,33 @@ impl WarmPlan {
     /// A plan without work.
     #[must_use]
     pub fn new(name: &str, space: &Arc<Space>) -> WarmPlan {
-        let (work, names, told, rehearsals) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
-        WarmPlan { name: Arc::from(name), space: Arc::clone(space), work, names, told, rehearsals }
+        let (work, names, notes, rehearsals) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        WarmPlan { name: Arc::from(name), space: Arc::clone(space), work, names, notes, rehearsals }
     }
 
-    /// Adds work behind what is there.
+    /// Appends work.
     pub fn push(&mut self, work: impl Into<Work>) {
         self.work.push(work.into());
     }
 
-    /// Says that something could not be done as one would like, in the log and to whoever asks.
-    pub fn tell(&mut self, what: String) {
-        tracing::info!("{}: {what}", self.name);
-        self.told.push(what);
+    /// Notes that some work could run better; also logs it.
+    pub fn note(&mut self, note: String) {
+        tracing::info!("{}: {note}", self.name);
+        self.notes.push(note);
     }
 
-    /// What was told.
+    /// Notes on work that could run better.
     #[must_use]
-    pub fn told(&self) -> &[String] {
-        &self.told
+    pub fn notes(&self) -> &[String] {
+        &self.notes
     }
 
-    /// Adds a product by a library that must have run once, in any memory, before anything records.
+    /// Adds a cuBLASLt product that must run once, with any contents of memory, before a recording.
     pub(crate) fn rehearse(&mut self, product: BlasLtProduct) {
         self.rehearsals.push(Rehearsal { product, is_measured: false });
     }
 
-    /// The same, with the fastest of the library's algorithms, of which each runs several times.
+    /// Like `rehearse`, and times the library's algorithms, several runs each, to use the fastest.
     pub(crate) fn measure(&mut self, product: BlasLtProduct) {
         self.rehearsals.push(Rehearsal { product, is_measured: true });
     }
@@ -231,7 +232,7 @@ impl WarmPlan {
         self.names.push((buf, name.into(), element_bytes.max(1)));
     }
 
-    /// Its name.
+    /// Name of the plan.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.name
@@ -243,18 +244,18 @@ impl WarmPlan {
         &self.space
     }
 
-    /// What it enqueues, in order.
+    /// Everything it enqueues, in order.
     #[must_use]
     pub fn work(&self) -> &[Work] {
         &self.work
     }
 
-    /// Enqueues all of it: at once on a live stream, as a recording on the others.
+    /// Enqueues everything: executed at once on a live stream, recorded in a recording.
     pub fn enqueue(&self, q: &mut dyn Queue) -> Result<(), DriverError> {
         self.work.iter().try_for_each(|work| work.enqueue(q))
     }
 
-    /// The last work that writes a byte.
+    /// The last work that writes a byte, and the buffer it is in.
     pub(crate) fn last_writer(&self, region: usize, byte: u64) -> Option<(&Work, Buf)> {
         let covers = |buf: &Buf| {
             self.space.range(*buf).is_some_and(|r| r.region == region && r.start <= byte && byte < r.end)
@@ -262,7 +263,7 @@ impl WarmPlan {
         self.work.iter().rev().find_map(|work| work.writes().find(covers).map(|buf| (work, buf)))
     }
 
-    /// What a written buffer is called, and the size of its elements.
+    /// Name of a written buffer, and the size of its elements.
     pub(crate) fn buffer_name(&self, buf: Buf, region: usize) -> (String, u64) {
         match self.names.iter().rev().find(|(named, ..)| *named == buf) {
             Some((_, name, bytes)) => (name.clone(), *bytes),

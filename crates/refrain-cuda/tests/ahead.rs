@@ -5,14 +5,14 @@ mod rig;
 use std::time::{Duration, Instant};
 
 use refrain_cuda::{CudaOptions, GraphMode};
-use refrain_driver::sim::{Call, FaultScript, SimDriver};
+use refrain_driver::sim::{DriverCall, FaultScript, SimDriver};
 use refrain_driver::{Device, Method};
-use refrain_engine::{Ahead, EngineError, SamplingParams, SamplingRow, SequenceState, StepKind};
+use refrain_engine::{EngineError, Lookahead, SamplingParams, SamplingRow, SequenceState, StepKind};
 use refrain_tensor::DType;
 use rig::{PROMPTS, Rig, gpu, gpu_turn, options, sim};
 
 const CONTEXT: usize = 320;
-const MANY: Ahead<'static> = Ahead { n_tokens: usize::MAX, end: &[] };
+const MANY: Lookahead<'static> = Lookahead { n_tokens: usize::MAX, end: &[] };
 
 fn with_ahead(ahead: usize, mode: GraphMode, method: Method) -> CudaOptions {
     CudaOptions { ahead, ..options(mode, method) }
@@ -60,8 +60,8 @@ impl Text {
         Text { session, row, last: first.token, said: vec![(first.token, first.logprob.to_bits())] }
     }
 
-    fn next(&mut self, rig: &mut Rig, ahead: &Ahead<'_>) -> Result<u32, EngineError> {
-        let chosen = rig.engine.follow(&mut self.session, self.last, &mut self.row, ahead)?;
+    fn next(&mut self, rig: &mut Rig, ahead: &Lookahead<'_>) -> Result<u32, EngineError> {
+        let chosen = rig.engine.decode_ahead(&mut self.session, self.last, &mut self.row, ahead)?;
         self.last = chosen.token;
         self.said.push((chosen.token, chosen.logprob.to_bits()));
         Ok(chosen.token)
@@ -75,7 +75,7 @@ impl Text {
         self.last = first.token;
         self.said = vec![(first.token, first.logprob.to_bits())];
         for n in (1..=n_tokens).rev() {
-            self.next(rig, &Ahead { n_tokens: n, end: &[] }).unwrap();
+            self.next(rig, &Lookahead { n_tokens: n, end: &[] }).unwrap();
         }
         self.said
     }
@@ -85,7 +85,7 @@ impl Text {
 fn text(rig: &mut Rig, row: &SamplingRow, n_tokens: usize) -> Text {
     let mut text = Text::begin(rig, PROMPTS[0], row);
     for n in (1..=n_tokens).rev() {
-        text.next(rig, &Ahead { n_tokens: n, end: &[] }).unwrap();
+        text.next(rig, &Lookahead { n_tokens: n, end: &[] }).unwrap();
     }
     text
 }
@@ -103,10 +103,10 @@ fn the_text_does_not_depend_on_how_many_steps_are_under_way(device: impl Fn() ->
             let options = with_ahead(8, mode, method);
             let mut rig = Rig::new(device(), "llama", options, CONTEXT, DType::F16);
             assert_eq!(text(&mut rig, &row, n_tokens).said, want, "{mode} {method}");
-            rig.engine.settle();
+            rig.engine.drain();
             let tally = rig.engine.ledger().tally(StepKind::Decode);
             let n = n_tokens as u64;
-            assert_eq!((tally.steps(), tally.failed, tally.unused), (n, 0, 0), "{tally}");
+            assert_eq!((tally.steps(), tally.failed, tally.discarded), (n, 0, 0), "{tally}");
             assert_eq!(tally.replayed, if mode == GraphMode::Off { 0 } else { n }, "{tally}");
             assert!(rig.monitor.status().graphs.iter().all(|g| g.bit_exact));
             assert_eq!(rig.device.take_reports(), Vec::<String>::new());
@@ -114,7 +114,7 @@ fn the_text_does_not_depend_on_how_many_steps_are_under_way(device: impl Fn() ->
         // Choosing tokens oneself is the same text once more.
         let mut text = Text::begin(&mut alone, PROMPTS[0], &row);
         for _ in 0..40 {
-            text.next(&mut alone, &Ahead::NONE).unwrap();
+            text.next(&mut alone, &Lookahead::NONE).unwrap();
         }
         assert_eq!(text.said, want[..41]);
     }
@@ -132,11 +132,11 @@ fn an_end_of_turn_leaves_nothing_behind(device: impl Fn() -> Device) {
         let turn = |ahead: usize| {
             let mut rig = rig_on(device(), ahead);
             let mut text = Text::begin(&mut rig, PROMPTS[0], &row);
-            while text.next(&mut rig, &Ahead { n_tokens: 1000, end: &end }).unwrap() != said[at] {}
-            rig.engine.settle();
+            while text.next(&mut rig, &Lookahead { n_tokens: 1000, end: &end }).unwrap() != said[at] {}
+            rig.engine.drain();
             let tally = rig.engine.ledger().tally(StepKind::Decode).clone();
             assert_eq!((tally.steps(), text.said.len()), (at as u64, at + 1));
-            assert!(if ahead == 1 { tally.unused == 0 } else { tally.unused > 0 }, "{tally}");
+            assert!(if ahead == 1 { tally.discarded == 0 } else { tally.discarded > 0 }, "{tally}");
             assert_eq!(text.said, want[..=at]);
             let tokens = text.session.tokens().to_vec();
             (tokens, text.next_turn(&mut rig, 30))
@@ -253,8 +253,8 @@ fn a_full_context_and_a_full_cache_are_reached_as_without_steps_ahead() {
                 break error.to_string();
             }
         };
-        rig.engine.settle();
-        assert_eq!(rig.engine.ledger().tally(StepKind::Decode).unused, 0);
+        rig.engine.drain();
+        assert_eq!(rig.engine.ledger().tally(StepKind::Decode).discarded, 0);
         (text.said.clone(), text.session.tokens().len(), error)
     };
     for context in [24, 43, 64] {
@@ -292,7 +292,7 @@ fn a_failed_replay_with_steps_under_way_costs_no_token_and_the_graph_comes_back(
             sim.inject(FaultScript::parse(script).unwrap());
             assert_eq!(text(&mut rig, &row, 150).said, want, "{script}");
             let tally = rig.engine.ledger().tally(StepKind::Decode);
-            assert_eq!((tally.steps(), tally.failed, tally.unused), (150, 0, 0), "{script}: {tally}");
+            assert_eq!((tally.steps(), tally.failed, tally.discarded), (150, 0, 0), "{script}: {tally}");
             assert!(tally.eager > 0 && tally.replayed > tally.eager, "{script}: {tally}");
             assert!(rig.monitor.status().cache.promoted > 0, "{script}");
             assert_eq!(rig.device.take_reports(), Vec::<String>::new());
@@ -306,7 +306,7 @@ fn a_failed_replay_where_graphs_are_required_comes_behind_the_tokens_before_it()
     let want = text(&mut simulated(1).1, row, 60).said;
     let (sim, mut rig) = simulated(8);
     let mut text = Text::begin(&mut rig, PROMPTS[0], row);
-    text.next(&mut rig, &Ahead::NONE).unwrap();
+    text.next(&mut rig, &Lookahead::NONE).unwrap();
     sim.inject(FaultScript::parse("on 20th replay: fail 701").unwrap());
     let error = loop {
         if let Err(error) = text.next(&mut rig, &MANY) {
@@ -320,7 +320,7 @@ fn a_failed_replay_where_graphs_are_required_comes_behind_the_tokens_before_it()
         text.next(&mut rig, &MANY).unwrap_err();
     }
     for n in (1..=39).rev() {
-        text.next(&mut rig, &Ahead { n_tokens: n, end: &[] }).unwrap();
+        text.next(&mut rig, &Lookahead { n_tokens: n, end: &[] }).unwrap();
     }
     assert_eq!(text.said, want[..60]);
     assert_eq!(rig.engine.ledger().tally(StepKind::Decode).failed, 3);
@@ -332,7 +332,7 @@ fn a_lost_context_with_steps_under_way_is_final_and_keeps_the_tokens_before_it()
     let want = text(&mut simulated(1).1, row, 60).said;
     let (sim, mut rig) = simulated(8);
     let mut text = Text::begin(&mut rig, PROMPTS[0], row);
-    text.next(&mut rig, &Ahead::NONE).unwrap();
+    text.next(&mut rig, &Lookahead::NONE).unwrap();
     sim.inject(FaultScript::parse("on 20th replay: illegal address").unwrap());
     let error = loop {
         if let Err(error) = text.next(&mut rig, &MANY) {
@@ -345,7 +345,7 @@ fn a_lost_context_with_steps_under_way_is_final_and_keeps_the_tokens_before_it()
     assert!(error.hint().is_some_and(|hint| hint.contains("start the program again")));
     let began = Instant::now();
     text.next(&mut rig, &MANY).unwrap_err();
-    rig.engine.settle();
+    rig.engine.drain();
     assert!(began.elapsed() < Duration::from_secs(1));
     assert_eq!(rig.engine.ledger().tally(StepKind::Decode).failed, 2);
 }
@@ -358,7 +358,7 @@ fn a_device_that_hangs_with_steps_under_way_is_reported_by_the_deadline() {
     options.step_limit = Duration::from_millis(300);
     let mut rig = Rig::new(device, "llama", options, CONTEXT, DType::F16);
     let mut text = Text::begin(&mut rig, PROMPTS[0], row);
-    text.next(&mut rig, &Ahead::NONE).unwrap();
+    text.next(&mut rig, &Lookahead::NONE).unwrap();
     sim.inject(FaultScript::parse("on 10th replay: hang").unwrap());
     let began = Instant::now();
     while text.next(&mut rig, &MANY).is_ok() {}
@@ -366,7 +366,7 @@ fn a_device_that_hangs_with_steps_under_way_is_reported_by_the_deadline() {
     assert!((3..=11).contains(&n_said), "{n_said}");
     // Nothing that comes after it waits once more.
     text.next(&mut rig, &MANY).unwrap_err();
-    rig.engine.settle();
+    rig.engine.drain();
     assert!(began.elapsed() < Duration::from_secs(3), "{:?}", began.elapsed());
     sim.release_hung();
 }
@@ -376,18 +376,23 @@ fn steps_ahead_are_one_launch_each_and_allocate_nothing() {
     let (sim, mut rig) = simulated(8);
     let mut text = Text::begin(&mut rig, PROMPTS[1], &rows()[1]);
     text.next(&mut rig, &MANY).unwrap();
-    rig.engine.settle();
+    rig.engine.drain();
     let before = sim.stats();
     for n in (1..=100).rev() {
-        text.next(&mut rig, &Ahead { n_tokens: n, end: &[] }).unwrap();
+        text.next(&mut rig, &Lookahead { n_tokens: n, end: &[] }).unwrap();
     }
     let after = sim.stats();
-    let sent = |call: Call| after.n_calls(call) - before.n_calls(call);
-    assert_eq!(sent(Call::ExecLaunch), 100);
+    let sent = |call: DriverCall| after.n_calls(call) - before.n_calls(call);
+    assert_eq!(sent(DriverCall::ExecLaunch), 100);
     // The control block once, then the table for each block of 16 positions.
-    assert!(sent(Call::MemcpyHtodAsync) <= 8, "{}", sent(Call::MemcpyHtodAsync));
-    for call in [Call::Launch, Call::Alloc, Call::AllocHost, Call::StreamBeginCapture, Call::MemcpyDtohAsync]
-    {
+    assert!(sent(DriverCall::MemcpyHtodAsync) <= 8, "{}", sent(DriverCall::MemcpyHtodAsync));
+    for call in [
+        DriverCall::Launch,
+        DriverCall::Alloc,
+        DriverCall::AllocHost,
+        DriverCall::StreamBeginCapture,
+        DriverCall::MemcpyDtohAsync,
+    ] {
         assert_eq!(sent(call), 0, "{call:?}");
     }
     assert_eq!(before.live, after.live);

@@ -185,7 +185,7 @@ fn an_engine_serves_many(device: Device, case: &str) {
         let mut request = Request::once((0..3 + idx % 7).map(|i| (idx + 5 * i) % 100).collect());
         (request.sampling, request.max_tokens) = (SamplingParams::greedy(), 4 + idx as usize % 9);
         if idx.is_multiple_of(5) {
-            request.pace = Pace::Asked { lead: 1 };
+            request.pace = Pace::OnDemand { lead: 1 };
         }
         request
     };
@@ -480,7 +480,7 @@ fn any_request(random: &mut Random) -> Request {
     request.min_tokens = random.below(request.max_tokens.min(8));
     (request.user, request.priority) = (random.below(3) as u64, random.below(2) as i32);
     if random.below(4) == 0 {
-        request.pace = Pace::Asked { lead: random.below(3) };
+        request.pace = Pace::OnDemand { lead: random.below(3) };
     }
     request
 }
@@ -551,7 +551,7 @@ fn any_load(device: impl Fn() -> Device, n_rounds: u64) {
         drop((one, two));
         let (load, ledger) = (engine.load().unwrap(), engine.ledger().unwrap());
         n_preempted += load.n_preempted;
-        n_ahead += ledger.tally(StepKind::Decode).unused;
+        n_ahead += ledger.tally(StepKind::Decode).discarded;
         let tallies = StepKind::ALL.map(|kind| ledger.tally(kind));
         assert!(tallies.iter().all(|tally| tally.eager + tally.failed == 0), "{tallies:?}");
         assert_eq!((load.blocks.used, load.n_running, load.n_waiting), (0, 0, 0), "round {round}");

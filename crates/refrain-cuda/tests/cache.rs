@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use common::{BYTES, Bed, N, built, faults, words};
 use refrain_cuda::{
-    CacheOptions, Case, Check, CudaError, GraphMode, Site, Verified, VerifyError, Work, verify,
+    CacheOptions, CudaError, GraphMode, Site, Verified, VerifyCase, VerifyError, VerifySetup, Work, verify,
 };
-use refrain_driver::sim::Call;
+use refrain_driver::sim::DriverCall;
 use refrain_driver::{Baked, DriverError, LaunchBuilder, Method, RecordOptions};
 use refrain_graph::{Ran, Reason};
 
@@ -252,7 +252,10 @@ fn off_never_records() {
         assert_eq!(eager_reason(bed.step(0, input)), Reason::SwitchedOff);
     }
     let stats = bed.sim.stats();
-    assert_eq!(stats.n_calls(Call::StreamBeginCapture) + stats.n_calls(Call::GraphInstantiate), 0);
+    assert_eq!(
+        stats.n_calls(DriverCall::StreamBeginCapture) + stats.n_calls(DriverCall::GraphInstantiate),
+        0
+    );
 }
 
 #[test]
@@ -304,8 +307,8 @@ fn a_stream_that_cannot_leave_a_capture_is_replaced() {
 #[test]
 fn equal_or_too_few_states_do_not_verify_anything() {
     let bed = Bed::new(plain(Method::Stream));
-    let case = |v: u32| Case::of(vec![(bed.a, words(v))]);
-    let refused = Check::new(vec![case(1), case(2), case(2)]).unwrap_err();
+    let case = |v: u32| VerifyCase::of(vec![(bed.a, words(v))]);
+    let refused = VerifySetup::new(vec![case(1), case(2), case(2)]).unwrap_err();
     assert_eq!(
         refused.to_string(),
         "a graph is verified with 3 different control-block states, 2 were given"

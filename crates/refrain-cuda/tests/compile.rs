@@ -5,7 +5,7 @@ mod rig;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
-use refrain_cuda::{Arch, CudaOptions, GraphMode, KernelOrigin, LoadEvent, LoadListener};
+use refrain_cuda::{CudaOptions, GpuArch, GraphMode, KernelOrigin, LoadEvent, LoadListener};
 use refrain_driver::Method;
 use refrain_kernels::KernelUnit;
 use refrain_tensor::DType;
@@ -27,7 +27,7 @@ fn rig(cache: &Path) -> (Rig, Heard) {
     let mut options = CudaOptions { on_load, ..options(GraphMode::Require, Method::Stream) };
     options.kernels.cache = Some(cache.to_owned());
     options.kernels.nvrtc = nvrtc_path();
-    options.kernels.arch = Some(Arch { major: 9, minor: 0 });
+    options.kernels.arch = Some(GpuArch { major: 9, minor: 0 });
     (Rig::new(sim("").1, "llama", options, 128, DType::F16), heard)
 }
 

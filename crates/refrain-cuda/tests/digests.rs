@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use refrain_cuda::{Case, Check, Space, Verified, VerifyError, WarmPlan, verify};
+use refrain_cuda::{Space, Verified, VerifyCase, VerifyError, VerifySetup, WarmPlan, verify};
 use refrain_driver::sim::{FaultScript, SimDriver, SimOptions};
 use refrain_driver::{
-    Baked, Buf, Device, Graph, LaunchBuilder, Layout, Lease, Memory, Method, Module, RecordOptions, Stream,
-    probe,
+    Baked, Buf, Device, Graph, LaunchBuilder, Lease, Memory, MemoryLayout, Method, Module, RecordOptions,
+    Stream, probe,
 };
 use refrain_kernels::{Kernels, LoadOptions, register_twins};
 
@@ -19,7 +19,7 @@ struct Bed {
     lease: Lease,
     memory: Arc<Memory>,
     warm: WarmPlan,
-    check: Check,
+    check: VerifySetup,
     a: Buf,
     large: Buf,
 }
@@ -34,7 +34,7 @@ fn bed(seed: u64) -> Bed {
     // SAFETY: the driver crate's own PTX text.
     let module = unsafe { Module::load(&ctx, "probe", probe::PROBE_PTX) }.unwrap();
     let add = module.function("refrain_probe_add").unwrap();
-    let mut layout = Layout::new("bed");
+    let mut layout = MemoryLayout::new("bed");
     let bytes = 4 * u64::from(N);
     let regions =
         [("a", bytes), ("large", bytes), ("workspace", 4096)].map(|(n, b)| (n, layout.device(n, b)));
@@ -47,15 +47,15 @@ fn bed(seed: u64) -> Bed {
     // SAFETY: it touches `N` words of each buffer, which is what they have.
     warm.push(unsafe { double.baked(Baked(N)).build() });
     warm.name_buffer(large, "doubled", 4);
-    let case = |v: u32| Case::of(vec![(a, v.to_le_bytes().repeat(N as usize))]);
-    let check = Check::new((1..4).map(case).collect()).unwrap();
+    let case = |v: u32| VerifyCase::of(vec![(a, v.to_le_bytes().repeat(N as usize))]);
+    let check = VerifySetup::new((1..4).map(case).collect()).unwrap();
     let check = check.workspace(workspace).digests(kernels.digester().unwrap());
     let (stream, lease) = (ctx.stream().unwrap(), memory.lease().unwrap());
     Bed { sim, stream, lease, memory, warm, check, a, large }
 }
 
 impl Bed {
-    fn verify(&mut self, check: &Check) -> Result<Verified<Graph>, VerifyError> {
+    fn verify(&mut self, check: &VerifySetup) -> Result<Verified<Graph>, VerifyError> {
         let options = RecordOptions::named("step");
         let warm = &self.warm;
         let graph = self.stream.record(&self.memory, Method::Stream, &options, |q| warm.enqueue(q)).unwrap();

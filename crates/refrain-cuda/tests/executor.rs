@@ -11,10 +11,10 @@ use refrain_cuda::{
     CudaBackend, CudaCompiled, CudaOptions, CudaStates, CudaWeights, GraphMode, LoadEvent, LoadListener,
 };
 use refrain_driver::api::Census;
-use refrain_driver::sim::{Call, FaultScript, SimDriver, SimOptions};
+use refrain_driver::sim::{DriverCall, FaultScript, SimDriver, SimOptions};
 use refrain_driver::{Device, Method};
 use refrain_engine::{
-    Ahead, BackendRunner, Core, EngineError, RunnerOptions, SamplingParams, SamplingRow, StepKind,
+    BackendRunner, Core, EngineError, Lookahead, RunnerOptions, SamplingParams, SamplingRow, StepKind,
 };
 use refrain_graph::{Backend, ControlBlock, Io, Op, Ran, Reason, RunError, fuse};
 use refrain_models::{Head, KvSpec, Model, StepSpec};
@@ -65,10 +65,15 @@ fn a_decode_step_is_one_launch_and_allocates_nothing() {
         talk.go_on(&mut rig);
     }
     let after = sim.stats();
-    let sent = |call: Call| after.n_calls(call) - before.n_calls(call);
-    assert_eq!(sent(Call::ExecLaunch), 30);
-    for call in [Call::Launch, Call::Alloc, Call::AllocHost, Call::StreamBeginCapture, Call::GraphInstantiate]
-    {
+    let sent = |call: DriverCall| after.n_calls(call) - before.n_calls(call);
+    assert_eq!(sent(DriverCall::ExecLaunch), 30);
+    for call in [
+        DriverCall::Launch,
+        DriverCall::Alloc,
+        DriverCall::AllocHost,
+        DriverCall::StreamBeginCapture,
+        DriverCall::GraphInstantiate,
+    ] {
         assert_eq!(sent(call), 0, "{call:?}");
     }
     assert_eq!(before.live, after.live);
@@ -77,7 +82,7 @@ fn a_decode_step_is_one_launch_and_allocates_nothing() {
 #[test]
 fn a_plan_loads_the_kernels_that_it_needs_and_a_step_loads_none() {
     let (sim, device) = sim("");
-    let n_modules = || sim.stats().n_calls(Call::ModuleLoad);
+    let n_modules = || sim.stats().n_calls(DriverCall::ModuleLoad);
     let mut rig = Rig::new(device, "llama", options(GraphMode::Auto, Method::Stream), 128, DType::F16);
     let backend_alone = n_modules();
     rig.engine.plan(1).unwrap();
@@ -384,11 +389,11 @@ fn a_control_block_that_points_outside_is_refused_before_it_is_sent() {
     assert_eq!(direct.run().unwrap(), Ran::REPLAYED);
     let cases: [(&str, &[i32], &[i32], &str); 5] = [
         ("tokens", &[1 << 20], &[3], "row is 1048576"),
-        ("positions", &[64], &[20], "a position is 64, must be below 64"),
-        ("positions", &[33], &[20], "a KV block is -1, must be below 4"),
-        ("seqs", &[1], &[0], "a sequence is 1, must be below 1"),
+        ("positions", &[64], &[20], "the position is 64, must be below 64"),
+        ("positions", &[33], &[20], "the KV block is -1, must be below 4"),
+        ("seqs", &[1], &[0], "the sequence is 1, must be below 1"),
         // One past the pool: the scratch blocks are there, but they are nobody's.
-        ("tables", &[4, 0, 0, 0], &[2, 0, -1, -1], "a KV block is 4, must be below 4"),
+        ("tables", &[4, 0, 0, 0], &[2, 0, -1, -1], "the KV block is 4, must be below 4"),
     ];
     for (name, bad, good, text) in cases {
         direct.set(name, bad);
@@ -427,8 +432,8 @@ fn life(sim: &SimDriver, model: &Arc<Model>) -> Result<Vec<(u32, u32)>, Box<dyn 
     let mut chosen = engine.prompt(&mut session, &[1, 17, 5], &mut row, |_| true)?;
     let mut said = vec![(chosen.token, chosen.logprob.to_bits())];
     for n_tokens in (1..=6).rev() {
-        let ahead = Ahead { n_tokens, end: &[] };
-        chosen = engine.follow(&mut session, chosen.token, &mut row, &ahead)?;
+        let ahead = Lookahead { n_tokens, end: &[] };
+        chosen = engine.decode_ahead(&mut session, chosen.token, &mut row, &ahead)?;
         said.push((chosen.token, chosen.logprob.to_bits()));
     }
     Ok(said)
@@ -441,18 +446,18 @@ fn fresh() -> SimDriver {
 }
 
 /// Taking things down has nobody to tell; what a failed call of these leaves is the driver's.
-fn is_teardown(call: Call) -> bool {
+fn is_teardown(call: DriverCall) -> bool {
     matches!(
         call,
-        Call::Free
-            | Call::FreeHost
-            | Call::ModuleUnload
-            | Call::ExecDestroy
-            | Call::EventDestroy
-            | Call::StreamDestroy
-            | Call::GraphDestroy
-            | Call::PrimaryCtxRelease
-            | Call::CtxSetCurrent
+        DriverCall::Free
+            | DriverCall::FreeHost
+            | DriverCall::ModuleUnload
+            | DriverCall::ExecDestroy
+            | DriverCall::EventDestroy
+            | DriverCall::StreamDestroy
+            | DriverCall::GraphDestroy
+            | DriverCall::PrimaryCtxRelease
+            | DriverCall::CtxSetCurrent
     )
 }
 
@@ -520,7 +525,7 @@ fn memory_is_told_before_it_is_allocated_and_weights_while_they_are_sent() {
     let sent: Vec<(u64, u64)> = events[1..]
         .iter()
         .map(|(event, _)| match event {
-            LoadEvent::Sent { done_bytes, total_bytes } => (*done_bytes, *total_bytes),
+            LoadEvent::Uploaded { done_bytes, total_bytes } => (*done_bytes, *total_bytes),
             other => panic!("{other:?}"),
         })
         .collect();

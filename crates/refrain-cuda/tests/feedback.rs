@@ -422,7 +422,7 @@ fn a_table_without_a_block_for_a_step_ahead_is_refused_before_it_is_sent() {
     }
     bed.send(&mut run, 4);
     let error = bed.backend.take(&mut bed.compiled, &mut run).unwrap_err().to_string();
-    assert!(error.contains("a KV block is -1"), "{error}");
+    assert!(error.contains("the KV block is -1"), "{error}");
     assert_eq!(bed.backend.finish(&mut bed.compiled, &mut run).unwrap(), 0);
 }
 

@@ -3,7 +3,7 @@
 mod rig;
 
 use refrain_cuda::{CudaBackend, CudaCompiled, CudaOptions, CudaStates, CudaWeights, GraphMode};
-use refrain_driver::sim::{Call, FaultScript, SimDriver, SimOptions};
+use refrain_driver::sim::{DriverCall, FaultScript, SimDriver, SimOptions};
 use refrain_driver::{Device, Method};
 use refrain_graph::{
     Backend, CompileError, ControlBlock, Filler, GraphBuilder, Io, Plan, Ran, Reason, RunError,
@@ -88,10 +88,14 @@ fn a_plan_that_does_not_fit_is_refused_and_what_was_evaluated_stays() {
     // Rounding of allocations, kernels and the probe of the driver aside, no more than one step needs.
     let mut tight = Bed::new(needed + (512 << 10), GraphMode::Require);
     let got = evaluate(&mut tight, |bed, _, _| {
-        let before = bed.sim.stats().n_calls(Call::Alloc);
+        let before = bed.sim.stats().n_calls(DriverCall::Alloc);
         let error = bed.compile(512).map(drop).unwrap_err();
         assert!(format!("{error:?}").contains("DoesNotFit"), "{error:?}");
-        assert_eq!(bed.sim.stats().n_calls(Call::Alloc), before, "refused before anything was given up");
+        assert_eq!(
+            bed.sim.stats().n_calls(DriverCall::Alloc),
+            before,
+            "refused before anything was given up"
+        );
     });
     assert_eq!(got.unwrap(), want);
 }
@@ -171,7 +175,7 @@ fn weights_are_sent_under_the_deadline_of_loading_not_of_compiling() {
     let device = Device::simulated(&sim).unwrap();
     // A disk as slow as it gets: hearing of each weight takes long.
     let slow = refrain_cuda::LoadListener::new(|event| {
-        if matches!(event, refrain_cuda::LoadEvent::Sent { .. }) {
+        if matches!(event, refrain_cuda::LoadEvent::Uploaded { .. }) {
             std::thread::sleep(std::time::Duration::from_millis(40));
         }
     });

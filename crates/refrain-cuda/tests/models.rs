@@ -3,7 +3,7 @@
 mod rig;
 
 use refrain_cuda::GraphMode;
-use refrain_driver::{Device, DriverError, Layout, Memory, Method, RecordOptions};
+use refrain_driver::{Device, DriverError, Memory, MemoryLayout, Method, RecordOptions};
 use refrain_engine::StepKind;
 use refrain_tensor::DType;
 use rig::goldens::{CASES, golden, relative_error};
@@ -68,7 +68,7 @@ fn replayed_equals_eager_bit_for_bit(device: impl Fn() -> Device, cases: &[&str]
 /// Recordings of both methods break off half-way on the device before a model records there.
 fn replayed_equals_eager_after_failed_recordings(device: impl Fn() -> Device, n_tokens: usize) {
     let ctx = device().context().unwrap();
-    let mut layout = Layout::new("given up");
+    let mut layout = MemoryLayout::new("given up");
     let region = layout.device("words", 1024);
     let memory = Memory::plan(&ctx, &layout).unwrap();
     let mut stream = ctx.stream().unwrap();

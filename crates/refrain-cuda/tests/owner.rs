@@ -3,10 +3,10 @@
 mod rig;
 
 use refrain_cuda::{CudaBackend, CudaOptions, GraphMode};
-use refrain_driver::sim::{Call, SimDriver, SimOptions};
+use refrain_driver::sim::{DriverCall, SimDriver, SimOptions};
 use refrain_driver::{Device, DeviceKind, Method};
 use refrain_engine::{
-    Ahead, BackendRunner, Chosen, Core, EngineError, RunnerOptions, SamplingParams, SamplingRow,
+    BackendRunner, Chosen, Core, EngineError, Lookahead, RunnerOptions, SamplingParams, SamplingRow,
     SequenceState,
 };
 use refrain_tensor::DType;
@@ -41,9 +41,9 @@ impl Speaker {
 
     /// The next token, with steps for those behind it under way.
     fn step(&mut self) -> Result<(), EngineError> {
-        let ahead = Ahead { n_tokens: N_TOKENS - self.said.len() + 1, end: &[] };
+        let ahead = Lookahead { n_tokens: N_TOKENS - self.said.len() + 1, end: &[] };
         let Speaker { rig, sequence, row, last, .. } = self;
-        self.last = rig.engine.follow(sequence, last.token, row, &ahead)?;
+        self.last = rig.engine.decode_ahead(sequence, last.token, row, &ahead)?;
         self.said.push((self.last.token, self.last.logprob.to_bits()));
         Ok(())
     }
@@ -72,10 +72,10 @@ fn a_second_model_makes_no_context_and_loads_no_kernels() {
     let mut second = Speaker::begin(Speaker::open(&device, "llama", "two"));
     second.go_on();
     let after = sim.stats();
-    for call in [Call::PrimaryCtxRetain, Call::CtxCreate, Call::ModuleLoad] {
+    for call in [DriverCall::PrimaryCtxRetain, DriverCall::CtxCreate, DriverCall::ModuleLoad] {
         assert_eq!(after.n_calls(call), before.n_calls(call), "{call:?}");
     }
-    assert!(before.n_calls(Call::PrimaryCtxRetain) == 1 && before.n_calls(Call::ModuleLoad) > 0);
+    assert!(before.n_calls(DriverCall::PrimaryCtxRetain) == 1 && before.n_calls(DriverCall::ModuleLoad) > 0);
     assert_eq!((after.live.contexts, after.live.modules), (1, before.live.modules));
     assert_eq!(first.said, second.said);
     // Each knows of the other.
@@ -154,7 +154,7 @@ fn a_model_that_goes_frees_what_it_held_while_the_other_runs_ahead() {
     drop(goes);
     stays.go_on();
     assert_eq!(stays.said, want);
-    stays.rig.engine.settle();
+    stays.rig.engine.drain();
     let after = sim.stats().live;
     assert_eq!((after.bytes, after.execs, after.streams), (before.bytes, before.execs, before.streams));
     assert_eq!(device.take_reports(), Vec::<String>::new());

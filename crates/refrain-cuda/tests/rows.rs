@@ -6,11 +6,11 @@ use std::num::NonZeroU32;
 use std::time::Duration;
 
 use refrain_cuda::{CudaBackend, CudaOptions, GraphMode, Monitor};
-use refrain_driver::sim::Call;
+use refrain_driver::sim::DriverCall;
 use refrain_driver::{Device, Method};
 use refrain_engine::{
-    Ahead, BackendRunner, Core, FollowRow, RunnerOptions, SamplingParams, SamplingRow, Sends, SequenceState,
-    StepKind,
+    BackendRunner, Core, DecodeRow, LaunchPolicy, Lookahead, RunnerOptions, SamplingParams, SamplingRow,
+    SequenceState, StepKind,
 };
 use refrain_tensor::DType;
 use rig::{gpu, gpu_turn, model, options, sim};
@@ -83,9 +83,9 @@ impl Text {
         self.said.len() >= self.n_wanted || self.end.contains(&self.next)
     }
 
-    fn row(&mut self) -> FollowRow<'_> {
-        let ahead = Ahead { n_tokens: self.n_wanted - self.said.len(), end: &self.end };
-        FollowRow { sequence: &mut self.session, token: self.next, row: &mut self.row, ahead }
+    fn row(&mut self) -> DecodeRow<'_> {
+        let ahead = Lookahead { n_tokens: self.n_wanted - self.said.len(), end: &self.end };
+        DecodeRow { sequence: &mut self.session, token: self.next, row: &mut self.row, ahead }
     }
 }
 
@@ -94,11 +94,11 @@ fn step(core: &mut Core, texts: &mut [Text], present: &[bool]) -> usize {
     let is_there = |(text, present): &(&mut Text, &bool)| **present && !text.is_over();
     let mut there: Vec<&mut Text> =
         texts.iter_mut().zip(present).filter(is_there).map(|(text, _)| text).collect();
-    let mut rows: Vec<FollowRow<'_>> = there.iter_mut().map(|text| text.row()).collect();
+    let mut rows: Vec<DecodeRow<'_>> = there.iter_mut().map(|text| text.row()).collect();
     if rows.is_empty() {
         return 0;
     }
-    let choices = core.follow_rows(&mut rows, Sends::Ahead).unwrap().choices;
+    let choices = core.decode_rows(&mut rows, LaunchPolicy::LaunchAhead).unwrap().choices;
     drop(rows);
     let mut n = 0;
     for (text, choice) in there.iter_mut().zip(choices) {
@@ -117,7 +117,7 @@ fn alone(core: &mut Core, idx: usize, n_wanted: usize) -> Vec<(u32, f32)> {
     while !text[0].is_over() {
         step(core, &mut text, &[true]);
     }
-    core.settle();
+    core.drain();
     let [text] = text;
     text.said
 }
@@ -156,7 +156,7 @@ fn come_and_go(core: &mut Core) -> Vec<Vec<(u32, f32)>> {
         calls_in_vain = if any && n == 0 { calls_in_vain + 1 } else { 0 };
         assert!(calls_in_vain <= 4);
     }
-    core.settle();
+    core.drain();
     texts.into_iter().map(|text| text.said).collect()
 }
 
@@ -204,7 +204,7 @@ fn many_join_at_once(device: &Device) {
         }
         step(&mut core, &mut texts, &present(call));
     }
-    core.settle();
+    core.drain();
     assert_eq!(core.ledger().tally(StepKind::Decode).failed, 0);
     for (idx, text) in texts.iter().enumerate() {
         assert_same(&text.said, &want[idx], &format!("sequence {idx}"));
@@ -234,16 +234,21 @@ fn steps_of_rows_are_one_launch_each_and_allocate_nothing() {
         assert_eq!(step(&mut core, &mut texts, &[true; 3]), 3);
     }
     let after = driver.stats();
-    let sent = |call: Call| after.n_calls(call) - before.n_calls(call);
-    assert!((38..=42).contains(&sent(Call::ExecLaunch)), "{}", sent(Call::ExecLaunch));
+    let sent = |call: DriverCall| after.n_calls(call) - before.n_calls(call);
+    assert!((38..=42).contains(&sent(DriverCall::ExecLaunch)), "{}", sent(DriverCall::ExecLaunch));
     // Block tables alone: three sequences that each come to three more blocks.
-    assert!(sent(Call::MemcpyHtodAsync) <= 9, "{}", sent(Call::MemcpyHtodAsync));
-    assert!(sent(Call::Launch) <= 9, "{}", sent(Call::Launch));
-    for call in [Call::Alloc, Call::AllocHost, Call::StreamBeginCapture, Call::MemcpyDtohAsync] {
+    assert!(sent(DriverCall::MemcpyHtodAsync) <= 9, "{}", sent(DriverCall::MemcpyHtodAsync));
+    assert!(sent(DriverCall::Launch) <= 9, "{}", sent(DriverCall::Launch));
+    for call in [
+        DriverCall::Alloc,
+        DriverCall::AllocHost,
+        DriverCall::StreamBeginCapture,
+        DriverCall::MemcpyDtohAsync,
+    ] {
         assert_eq!(sent(call), 0, "{call:?}");
     }
     assert_eq!(before.live, after.live);
-    core.settle();
+    core.drain();
 }
 
 #[test]
@@ -258,9 +263,9 @@ fn a_run_that_fails_with_rows_under_way_leaves_each_sequence_as_it_was() {
     driver.inject(refrain_driver::sim::FaultScript::parse("on 7th replay: fail 701").unwrap());
     let mut n_failed = 0;
     while texts.iter().any(|text| !text.is_over()) && n_failed < 10 {
-        let mut rows: Vec<FollowRow<'_>> =
+        let mut rows: Vec<DecodeRow<'_>> =
             texts.iter_mut().filter(|text| !text.is_over()).map(Text::row).collect();
-        let Ok(followed) = core.follow_rows(&mut rows, Sends::Ahead) else {
+        let Ok(followed) = core.decode_rows(&mut rows, LaunchPolicy::LaunchAhead) else {
             n_failed += 1;
             continue;
         };

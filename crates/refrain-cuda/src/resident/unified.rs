@@ -1,16 +1,17 @@
-//! Cards that share the host's memory: what is on the device must not stay mapped as well.
+//! GPUs that share the host's memory: weights on the device must not stay mapped on the host as well.
 
 use std::ops::Range;
 
 use refrain_tensor::HostTensor;
 
-use super::{HostModel, Placed};
+use super::{HostModel, WeightPlacement};
 
-/// Weights that are sent before the host's copies of them are given up: what the two take together beyond the model.
+/// Bytes uploaded before the host's copies are evicted: the amount by which the two copies may exceed the
+/// model.
 const GROUP_BYTES: u64 = 256 << 20;
 
-/// The weights in groups that are sent one after the other: on a card with memory of its own, one group of all.
-pub(super) fn groups(places: &[Option<Placed>], unified: bool) -> Vec<Range<usize>> {
+/// Groups of weights to upload one after another; a single group on a GPU with its own memory.
+pub(super) fn groups(places: &[Option<WeightPlacement>], unified: bool) -> Vec<Range<usize>> {
     let mut groups = Vec::new();
     let (mut start, mut bytes) = (0, 0);
     for (idx, place) in places.iter().enumerate() {
@@ -26,13 +27,13 @@ pub(super) fn groups(places: &[Option<Placed>], unified: bool) -> Vec<Range<usiz
     groups
 }
 
-/// Gives up the host's copies of weights that are on the device.
-pub(super) fn evict<'a>(tensors: impl Iterator<Item = (&'a HostTensor, &'a Option<Placed>)>) {
+/// Evicts the host's copies of weights that are on the device.
+pub(super) fn evict<'a>(tensors: impl Iterator<Item = (&'a HostTensor, &'a Option<WeightPlacement>)>) {
     tensors.filter(|(_, place)| place.is_some()).for_each(|(tensor, _)| tensor.bytes().evict());
 }
 
-/// Bytes of weights that the host holds besides the device, since they have no file to come back from.
-pub(super) fn kept_bytes(model: &HostModel, places: &[Option<Placed>]) -> u64 {
+/// Bytes of weights that stay on the host as well as on the device, because no file backs them.
+pub(super) fn kept_bytes(model: &HostModel, places: &[Option<WeightPlacement>]) -> u64 {
     let both = model.tensors.iter().zip(places).filter(|(_, place)| place.is_some());
     both.filter(|(tensor, _)| !tensor.bytes().can_evict())
         .map(|(t, _)| t.bytes().as_slice().len() as u64)
@@ -45,10 +46,10 @@ mod tests {
     use refrain_tensor::{DType, Shape};
 
     #[test]
-    fn groups_cover_every_weight_once_and_are_bounded_where_memory_is_shared() {
+    fn groups_cover_each_weight_once_and_are_bounded_with_unified_memory() {
         let place = |mib: u64| {
             let (dtype, shape) = (DType::F32, Shape::from([1, 1]));
-            Some(Placed { offset: 0, bytes: mib << 20, dtype, packed: false, pinned: false, shape })
+            Some(WeightPlacement { offset: 0, bytes: mib << 20, dtype, packed: false, pinned: false, shape })
         };
         let places = [place(100), None, place(200), place(10), place(300), None, place(1)];
         let of = |places: &[_], unified| -> Vec<(usize, usize)> {

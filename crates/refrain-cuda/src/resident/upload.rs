@@ -1,4 +1,5 @@
-//! Weights to the device, in the order of the model, several threads filling what the device copies from.
+//! Uploads weights to the device in the model's order. Several threads fill the staging memory that the
+//! device copies from.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -8,19 +9,19 @@ use refrain_graph::Weight;
 use refrain_kernels::{KernelError, Kernels, PackArgs, packed_bytes};
 use refrain_tensor::HostTensor;
 
-use super::{HostModel, PACK_ROWS, Placed, Resident, matrix, unified};
+use super::{HostModel, PACK_ROWS, ResidentMemory, WeightPlacement, matrix, unified};
 use crate::error::CudaError;
 use crate::progress::{LoadEvent, LoadListener};
 
-/// Bytes of weights that are sent between two reports of how far they are.
+/// Bytes uploaded between two progress reports.
 const PIECE_BYTES: usize = 64 << 20;
 
-/// How weights came to a device.
+/// Statistics of a weight upload.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Upload {
     /// Bytes on the device.
     pub bytes: u64,
-    /// How long it took, until the last of them was there.
+    /// Time until the last byte had arrived.
     pub took: Duration,
 }
 
@@ -32,37 +33,37 @@ impl Upload {
     }
 }
 
-/// Why an upload failed, before it is known of which weight.
-enum Failure {
+/// Error of an upload before the name of the weight is attached.
+enum UploadFailure {
     Kernel(KernelError),
     Cuda(CudaError),
 }
 
-impl From<DriverError> for Failure {
-    fn from(error: DriverError) -> Failure {
-        Failure::Kernel(error.into())
+impl From<DriverError> for UploadFailure {
+    fn from(error: DriverError) -> UploadFailure {
+        UploadFailure::Kernel(error.into())
     }
 }
 
-impl From<KernelError> for Failure {
-    fn from(error: KernelError) -> Failure {
-        Failure::Kernel(error)
+impl From<KernelError> for UploadFailure {
+    fn from(error: KernelError) -> UploadFailure {
+        UploadFailure::Kernel(error)
     }
 }
 
-impl Failure {
-    fn of(self, name: &str) -> CudaError {
+impl UploadFailure {
+    fn of_weight(self, name: &str) -> CudaError {
         match self {
-            Failure::Kernel(KernelError::Driver(source)) => {
+            UploadFailure::Kernel(KernelError::Driver(source)) => {
                 CudaError::Driver { step: format!("uploading {name}"), source }
             }
-            Failure::Kernel(error) => CudaError::Kernels(Arc::new(error)),
-            Failure::Cuda(error) => error,
+            UploadFailure::Kernel(error) => CudaError::Kernels(Arc::new(error)),
+            UploadFailure::Cuda(error) => error,
         }
     }
 }
 
-impl Resident {
+impl ResidentMemory {
     pub(super) fn upload(
         &mut self,
         stream: &mut Stream,
@@ -72,13 +73,13 @@ impl Resident {
     ) -> Result<(), CudaError> {
         let began = Instant::now();
         let total_bytes = self.places.weights.iter().flatten().map(|place| place.bytes).sum();
-        // Vectors become F32 on the host; the rest is sent from where it was mapped.
+        // Vectors are converted to F32 on the host; everything else is copied from the mapped file.
         let vectors = vectors(model)?;
         let mut done_bytes = 0;
         let (weights, pinned, scratch, places) =
             (self.weights, self.pinned, self.scratch, &self.places.weights);
         let options = BulkOptions::for_bytes(total_bytes);
-        // The weight that was named last; what fails may be of one shortly before it.
+        // The weight named last. Copies are asynchronous, so an error may belong to one shortly before it.
         let mut name = String::new();
         for group in unified::groups(places, self.places.unified) {
             let sent = stream.bulk(&mut self.lease, options, |bulk| {
@@ -88,11 +89,11 @@ impl Resident {
                         continue;
                     };
                     name.clone_from(&weight.name);
-                    // In pieces, so that a large table shows how far it is.
-                    let mut hear = |bytes| {
-                        listener.hear(LoadEvent::Sent { done_bytes: done_bytes + bytes, total_bytes });
+                    // In chunks, so that a large table shows progress.
+                    let mut report = |bytes| {
+                        listener.report(LoadEvent::Uploaded { done_bytes: done_bytes + bytes, total_bytes });
                     };
-                    // A packed one in pinned memory is written there by the kernels that pack it.
+                    // Packed weights in pinned memory are written there by the packing kernels.
                     let region = if place.pinned { pinned } else { weights };
                     let dst = region.slice(place.offset, place.bytes)?;
                     match &vectors[idx] {
@@ -103,15 +104,15 @@ impl Resident {
                             (weight, place),
                             (dst, scratch),
                             dense(weight, tensor)?,
-                            &mut hear,
+                            &mut report,
                         )?,
                     }
                     done_bytes += place.bytes;
-                    listener.hear(LoadEvent::Sent { done_bytes, total_bytes });
+                    listener.report(LoadEvent::Uploaded { done_bytes, total_bytes });
                 }
-                Ok::<_, Failure>(())
+                Ok::<_, UploadFailure>(())
             });
-            sent.map_err(|failure| failure.of(&name))?;
+            sent.map_err(|failure| failure.of_weight(&name))?;
             if self.places.unified {
                 unified::evict(model.tensors[group.clone()].iter().zip(&places[group]));
             }
@@ -121,31 +122,33 @@ impl Resident {
             let (weight, tensor) = (&model.weights[idx], &model.tensors[idx]);
             let copied = (|| {
                 let (dst, file) = (pinned.slice(place.offset, place.bytes)?, dense(weight, tensor)?);
-                for (i, piece) in file.chunks(PIECE_BYTES).enumerate() {
-                    let at = (i * PIECE_BYTES) as u64;
-                    stream.write_pinned(&mut self.lease, dst.slice(at, piece.len() as u64)?, piece)?;
-                    let done_bytes = done_bytes + at + piece.len() as u64;
-                    listener.hear(LoadEvent::Sent { done_bytes, total_bytes });
+                for (i, chunk) in file.chunks(PIECE_BYTES).enumerate() {
+                    let offset = (i * PIECE_BYTES) as u64;
+                    stream.write_pinned(&mut self.lease, dst.slice(offset, chunk.len() as u64)?, chunk)?;
+                    let done_bytes = done_bytes + offset + chunk.len() as u64;
+                    listener.report(LoadEvent::Uploaded { done_bytes, total_bytes });
                 }
-                Ok::<_, Failure>(())
+                Ok::<_, UploadFailure>(())
             })();
-            copied.map_err(|failure| failure.of(&weight.name))?;
+            copied.map_err(|failure| failure.of_weight(&weight.name))?;
             done_bytes += place.bytes;
         }
         stream.synchronize().map_err(CudaError::driver("uploading weights"))?;
         self.uploaded = Upload { bytes: done_bytes, took: began.elapsed() };
         let (seconds, rate) = (began.elapsed().as_secs_f64(), self.uploaded.bytes_per_second() / 1e9);
-        tracing::info!("{done_bytes} bytes of weights sent in {seconds:.3} s, {rate:.1} GB/s, {options:?}");
+        tracing::info!(
+            "{done_bytes} bytes of weights uploaded in {seconds:.3} s, {rate:.1} GB/s, {options:?}"
+        );
         Ok(())
     }
 }
 
-/// Whether the host writes a weight to its place itself.
-fn is_copied(place: &Placed) -> bool {
+/// Whether the host itself writes a weight to its location.
+fn is_copied(place: &WeightPlacement) -> bool {
     place.pinned && !place.packed
 }
 
-/// The values of each weight that is a vector.
+/// Values of each weight that is a vector.
 fn vectors(model: &HostModel) -> Result<Vec<Option<Vec<f32>>>, CudaError> {
     let each = model.weights.iter().zip(&model.tensors);
     let of = |(weight, tensor): (&Weight, &HostTensor)| match weight.ty.shape.rank() < 2 {
@@ -159,30 +162,31 @@ fn unfit(because: String) -> CudaError {
     CudaError::Mismatch { what: "weights", because }
 }
 
-/// The bytes of a matrix as they lie in the file.
-fn dense<'b>(weight: &Weight, tensor: &'b HostTensor) -> Result<&'b [u8], Failure> {
+/// Bytes of a matrix in their file layout.
+fn dense<'b>(weight: &Weight, tensor: &'b HostTensor) -> Result<&'b [u8], UploadFailure> {
     let start = tensor.dtype().bytes_for(tensor.layout().offset()).unwrap_or(usize::MAX);
     let len = tensor.dtype().bytes_for(tensor.shape().n_elements()).unwrap_or(usize::MAX);
     let bytes = start.checked_add(len).and_then(|end| tensor.bytes().as_slice().get(start..end));
     let dense = bytes.filter(|_| tensor.layout().is_contiguous());
-    dense.ok_or_else(|| Failure::Cuda(unfit(format!("{} is not dense", weight.name))))
+    dense.ok_or_else(|| UploadFailure::Cuda(unfit(format!("{} is not dense", weight.name))))
 }
 
-/// Sends a matrix as it is, or rows of it through the scratch, as many as that holds, to be packed into their place.
+/// Uploads a matrix unchanged, or uploads as many rows as fit into the scratch at a time and packs them into
+/// place.
 fn send<'b>(
     bulk: &mut Bulk<'_, 'b>,
     kernels: &Kernels,
-    (weight, place): (&Weight, &Placed),
+    (weight, place): (&Weight, &WeightPlacement),
     (dst, scratch): (Buf, Buf),
     file: &'b [u8],
-    hear: &mut dyn FnMut(u64),
-) -> Result<(), Failure> {
+    report: &mut dyn FnMut(u64),
+) -> Result<(), UploadFailure> {
     let mut offset = 0;
     if !place.packed {
-        for piece in file.chunks(PIECE_BYTES) {
-            bulk.push(dst.slice(offset, piece.len() as u64)?, piece)?;
-            offset += piece.len() as u64;
-            hear(offset);
+        for chunk in file.chunks(PIECE_BYTES) {
+            bulk.push(dst.slice(offset, chunk.len() as u64)?, chunk)?;
+            offset += chunk.len() as u64;
+            report(offset);
         }
         return Ok(());
     }
@@ -197,7 +201,7 @@ fn send<'b>(
         let packed = dst.slice(offset, bytes)?;
         bulk.launch(kernels.pack(&PackArgs { file: staged, dtype, packed, n, k, step: &weight.name })?)?;
         offset += bytes;
-        hear(offset);
+        report(offset);
     }
     Ok(())
 }

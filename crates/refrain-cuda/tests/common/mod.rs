@@ -3,11 +3,11 @@
 
 use std::sync::Arc;
 
-use refrain_cuda::{CacheOptions, Case, Check, CudaError, GraphCache, Site, Space, WarmPlan};
+use refrain_cuda::{CacheOptions, CudaError, GraphCache, Site, Space, VerifyCase, VerifySetup, WarmPlan};
 use refrain_driver::sim::{FaultScript, SimDriver, SimOptions};
 use refrain_driver::{
-    Baked, Buf, Device, DriverError, Function, Launch, LaunchBuilder, Layout, Lease, Memory, Module, Stream,
-    probe,
+    Baked, Buf, Device, DriverError, Function, Launch, LaunchBuilder, Lease, Memory, MemoryLayout, Module,
+    Stream, probe,
 };
 use refrain_graph::Ran;
 
@@ -53,7 +53,7 @@ impl Bed {
         let module = unsafe { Module::load(&ctx, "probe", probe::PROBE_PTX) }.unwrap();
         let (add, fill) =
             (module.function("refrain_probe_add").unwrap(), module.function("refrain_probe_fill").unwrap());
-        let mut layout = Layout::new("bed");
+        let mut layout = MemoryLayout::new("bed");
         let names = ["a", "b", "c", "kv"];
         let regions = [BYTES, BYTES, BYTES, 2 * BYTES].iter().zip(names).map(|(b, n)| layout.device(n, *b));
         let regions: Vec<_> = regions.collect();
@@ -106,9 +106,9 @@ impl Bed {
         self.kv.slice(BYTES, BYTES).unwrap()
     }
 
-    pub fn check(&self) -> Result<Check, CudaError> {
-        let case = |v: u32| Case::of(vec![(self.a, words(v)), (self.scratch(), words(77))]);
-        Ok(Check::new(vec![case(3), case(1000), case(70_000)])?.narrow(self.kv, vec![self.scratch()]))
+    pub fn check(&self) -> Result<VerifySetup, CudaError> {
+        let case = |v: u32| VerifyCase::of(vec![(self.a, words(v)), (self.scratch(), words(77))]);
+        Ok(VerifySetup::new(vec![case(3), case(1000), case(70_000)])?.narrow(self.kv, vec![self.scratch()]))
     }
 
     pub fn write(&mut self, buf: Buf, bytes: &[u8]) {

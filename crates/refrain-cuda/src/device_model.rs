@@ -1,4 +1,4 @@
-//! What a model has on the device thread: stream, kernels, memory, programs and graphs.
+//! State of one model on the device thread: stream, kernels, memory, programs and graphs.
 
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
@@ -27,66 +27,67 @@ use crate::profile::{Profile, ProfileRow, SharedTimeline};
 use crate::progress::LoadEvent;
 use crate::pump::Pump;
 use crate::queue::SentSteps;
-use crate::resident::{HostModel, Kept, Places, Resident, Room, fitting_room};
+use crate::resident::{HostModel, Places, ResidentMemory, RetainedModel, StepMemory, fitting_memory};
 use crate::states;
 use crate::status::{GraphLine, KernelUnits, Status};
 use crate::tasks::{Chooser, Tasks};
 use crate::traffic::Moved;
 use crate::warm::WarmPlan;
 
-/// Rounds what is set aside for control blocks and scratch up, so that a slightly larger plan does not mean planning
-/// all memory anew.
+/// Granularity of the sizes reserved for control blocks and scratch, so that a slightly larger plan does not
+/// replan all memory.
 const GRAIN: u64 = 64 << 10;
 
-/// Scratch set aside for the attention of larger steps.
+/// Scratch reserved for the attention of larger steps.
 const SCRATCH_RESERVE: u64 = 4 << 20;
-/// Rows of choices for which there is room from the start.
+/// Sampling rows for which memory is reserved from the start.
 const CHOICES_RESERVE: usize = 8;
 
-/// Names a program; never used twice.
+/// Id of a program; never reused.
 pub(crate) type ProgramId = u64;
 
-/// A plan made ready: launches for what can be recorded, host steps between.
-pub(crate) struct Program {
+/// A compiled plan: launches for recordable segments, with host steps between them.
+pub(crate) struct CudaProgram {
     pub(crate) plan: Arc<Plan>,
-    /// How its choice becomes its next input, where that happens on the device.
+    /// How the step's choice becomes its next input on the device, if it does.
     pub(crate) feedback: Option<Feedback>,
-    /// Which kernels it is, whatever the memory.
+    /// Kernels of the plan, independent of the memory.
     tasks: Tasks,
-    /// Launches over the memory as it is, or why there are none: then no step of it runs.
+    /// Launches over the current memory, or the reason why there are none; in that case no step of the
+    /// program runs.
     lowered: Result<Lowered, CudaError>,
 }
 
-impl Program {
-    fn parts(&self) -> &[Part] {
+impl CudaProgram {
+    fn parts(&self) -> &[ProgramPart] {
         self.lowered.as_ref().map_or(&[], |lowered| &lowered.parts)
     }
 
-    /// The launches of a program that is one segment.
+    /// Launches of a program that consists of one segment.
     pub(crate) fn only_segment(&self) -> Option<(&Segment, &WarmPlan)> {
         match self.parts() {
-            [Part::Device { segment, warm }] => Some((segment, warm)),
+            [ProgramPart::Device { segment, warm }] => Some((segment, warm)),
             _ => None,
         }
     }
 
-    /// Its launches, or why there are none.
+    /// Launches over the current memory, or the reason why there are none.
     pub(crate) fn lowered(&self) -> Result<&Lowered, CudaError> {
         self.lowered.as_ref().map_err(Clone::clone)
     }
 
-    /// Outputs that kernels write straight to pinned memory.
+    /// Outputs that kernels write directly to pinned memory.
     pub(crate) fn results(&self) -> Result<&HashMap<BufferId, Buf>, CudaError> {
         Ok(&self.lowered()?.results)
     }
 
-    /// Refuses a control block that points outside what it indexes.
+    /// Refuses a control block with an index that is out of range.
     pub(crate) fn check(&self, control: &[u8]) -> Result<(), CudaError> {
         let out = |OutOfBounds { label, what, got, limit }| CudaError::OutOfRange { label, what, got, limit };
         self.plan.bounds().check(control).map_err(out)
     }
 
-    /// The first host step with its reason, if there is one.
+    /// The reason why the first host step cannot be recorded, if there is a host step.
     fn host_step(&self) -> Option<Reason> {
         let steps = self.plan.segments().iter().filter(|s| s.kind != SegmentKind::Recordable);
         let step = &self.plan.steps()[steps.flat_map(|s| s.steps.clone()).next()?];
@@ -97,81 +98,81 @@ impl Program {
     }
 }
 
-/// Outputs by their position in the plan.
-pub(crate) type Found = Vec<(usize, Vec<u8>)>;
+/// Bytes of outputs, by position in the plan.
+pub(crate) type FetchedOutputs = Vec<(usize, Vec<u8>)>;
 
-/// A plan's launches over one memory.
+/// Launches of a plan over one memory.
 pub(crate) struct Lowered {
-    parts: Vec<Part>,
-    /// Outputs that kernels write straight to pinned memory.
+    parts: Vec<ProgramPart>,
+    /// Outputs that kernels write directly to pinned memory.
     results: HashMap<BufferId, Buf>,
-    /// Changes rows of a run, where the plan feeds itself.
+    /// Launch that edits rows of a run, for a plan that feeds itself.
     pub(crate) edit: Option<Launch>,
 }
 
-pub(crate) enum Part {
+pub(crate) enum ProgramPart {
     Device { segment: Segment, warm: WarmPlan },
     Host { step: usize },
 }
 
-impl Part {
-    /// What could not be done as one launch.
-    fn told(&self) -> Vec<String> {
+impl ProgramPart {
+    /// Notes on work that could not be fused into one launch.
+    fn notes(&self) -> Vec<String> {
         match self {
-            Part::Device { warm, .. } => warm.told().to_vec(),
-            Part::Host { .. } => Vec::new(),
+            ProgramPart::Device { warm, .. } => warm.notes().to_vec(),
+            ProgramPart::Host { .. } => Vec::new(),
         }
     }
 }
 
-/// Everything of one model on the device.
-pub(crate) struct Machine {
-    // Before the stream and the context: graphs and memory go first.
+/// Everything that one model owns on the device.
+pub(crate) struct DeviceModel {
+    // Dropped before the stream and the context: graphs and memory must go first.
     pub(crate) cache: GraphCache<(ProgramId, usize)>,
-    pub(crate) programs: HashMap<ProgramId, Program>,
-    pub(crate) resident: Option<Resident>,
-    /// Weights and states while there is no room for steps: a plan that was too large has taken theirs.
-    kept: Option<Kept>,
-    /// Decode steps that were sent.
+    pub(crate) programs: HashMap<ProgramId, CudaProgram>,
+    pub(crate) resident: Option<ResidentMemory>,
+    /// Weights and states while no step memory is allocated, because the allocation for a larger plan failed.
+    kept: Option<RetainedModel>,
+    /// Decode steps launched.
     pub(crate) n_decoded: u64,
     pub(crate) compared: Compared,
-    /// Whether programs were lowered anew since their graphs were recorded.
+    /// Whether programs have been lowered again since their graphs were recorded.
     must_record: bool,
     model: HostModel,
     profile: Profile,
     pub(crate) options: CudaOptions,
-    /// Shapes that the library has multiplied.
+    /// Shapes for which the library has been warmed up.
     warmed: HashSet<BlasLtShape>,
     pub(crate) digester: Digester,
     supplies: Rc<Supplies>,
     pub(crate) followed: Option<Followed>,
     pub(crate) queued: SentSteps,
-    /// Whether nothing was written to the states since they were cleared.
+    /// Whether the states still hold the zeros they were cleared to.
     pub(crate) states_are_zero: bool,
     pub(crate) pump: Arc<Pump>,
     pub(crate) stream: Stream,
     ctx: Context,
 }
 
-impl Drop for Machine {
+impl Drop for DeviceModel {
     fn drop(&mut self) {
-        // The other thread's end of the ring must not keep the memory.
+        // The caller's end of the ring must not keep the memory alive.
         self.pump.uninstall();
     }
 }
 
-impl Machine {
+impl DeviceModel {
     pub(crate) fn new(
         ctx: &Context,
         supplies: Rc<Supplies>,
         options: CudaOptions,
         pump: Arc<Pump>,
         timeline: SharedTimeline,
-    ) -> Result<Machine, CudaError> {
+    ) -> Result<DeviceModel, CudaError> {
         let digester = supplies.kernels.digester().map_err(|e| CudaError::Kernels(Arc::new(e)))?;
         let mut stream = ctx.stream().map_err(CudaError::driver("making a stream"))?;
         stream.set_limit(options.step_limit);
-        Ok(Machine {
+        Ok(DeviceModel {
             cache: GraphCache::new(options.graphs),
             programs: HashMap::new(),
             resident: None,
@@ -194,59 +195,60 @@ impl Machine {
         })
     }
 
-    /// Takes a model's weights; they go to the device with the first plan, when all sizes are known.
+    /// Sets a model's weights. They are uploaded with the first plan, when all sizes are known.
     pub(crate) fn load(&mut self, weights: Vec<Weight>, tensors: Vec<HostTensor>) -> Result<(), CudaError> {
         self.release()?;
         (self.model.weights, self.model.tensors) = (weights, tensors);
         Ok(())
     }
 
-    /// Names weights that stay in pinned memory; those of the next load.
+    /// Names weights of the next load that stay in pinned memory.
     pub(crate) fn keep_pinned(&mut self, names: Vec<String>) -> Result<(), CudaError> {
         self.release()?;
         self.model.pinned = names;
         Ok(())
     }
 
-    /// Bytes that it holds on the device.
+    /// Bytes held on the device.
     pub(crate) fn held_bytes(&self) -> u64 {
         let resident = self.resident.as_ref().map(|resident| resident.accounting().total());
-        resident.or(self.kept.as_ref().map(Kept::bytes)).unwrap_or(0)
+        resident.or(self.kept.as_ref().map(RetainedModel::bytes)).unwrap_or(0)
     }
 
-    /// Free bytes of the device and all of them.
+    /// Free and total bytes of the device.
     pub(crate) fn memory_info(&self) -> Result<(u64, u64), CudaError> {
-        self.ctx.mem_info().map_err(CudaError::driver("asking for free memory"))
+        self.ctx.mem_info().map_err(CudaError::driver("querying free memory"))
     }
 
-    /// Takes the measures of a model's states, which begin as zeros.
+    /// Sets the sizes of a model's states, which start as zeros.
     pub(crate) fn allocate(&mut self, states: Vec<State>) -> Result<(), CudaError> {
         self.release()?;
         self.model.states = states;
         Ok(())
     }
 
-    /// Gives a model's states other sizes; what they hold stays. Programs for the old sizes are gone.
+    /// Resizes a model's states and keeps their contents. Programs for the old sizes are dropped.
     pub(crate) fn resize(&mut self, states: Vec<State>) -> Result<(), CudaError> {
         let same = states.len() == self.model.states.len()
             && states.iter().zip(&self.model.states).all(|(to, from)| {
-                let rest = |ty: &refrain_graph::TensorType| ty.shape.dims().get(1..).map(<[usize]>::to_vec);
-                (to.kind, to.ty.dtype, rest(&to.ty)) == (from.kind, from.ty.dtype, rest(&from.ty))
+                let row_dims =
+                    |ty: &refrain_graph::TensorType| ty.shape.dims().get(1..).map(<[usize]>::to_vec);
+                (to.kind, to.ty.dtype, row_dims(&to.ty)) == (from.kind, from.ty.dtype, row_dims(&from.ty))
             });
         if !same {
-            let because = "other than the first dimension differs from what was allocated".to_owned();
+            let because = "only the first dimension may change".to_owned();
             return Err(CudaError::Mismatch { what: "states", because });
         }
         if self.pump.n_pending() > 0 {
-            self.settle()?;
+            self.drain()?;
         }
-        let room = self.resident.as_ref().map(|resident| resident.room);
-        self.set_aside(true)?;
+        let step_memory = self.resident.as_ref().map(|resident| resident.step_memory);
+        self.free_step_memory(true)?;
         let before = std::mem::replace(&mut self.model.states, states);
         let Some(kept) = self.kept.take() else { return Ok(()) };
         let places = kept.places.with_states(&self.model, self.options.scratch_blocks());
         let resized = match places {
-            Ok(places) => kept.resize(&self.ctx, &mut self.stream, places, room.unwrap_or_default()),
+            Ok(places) => kept.resize(&self.ctx, &mut self.stream, places, step_memory.unwrap_or_default()),
             Err(error) => Err((error, Some(kept))),
         };
         match resized {
@@ -256,12 +258,12 @@ impl Machine {
                 Ok(())
             }
             Err((error, kept)) => {
-                // As if nobody had asked: the programs there are go on.
+                // Undo: existing programs continue as before.
                 (self.kept, self.model.states) = (kept, before);
-                if let (Some(room), Some(kept)) = (room, &self.kept)
-                    && let Err(second) = self.plan_memory(kept.places.clone(), [room, room])
+                if let (Some(step_memory), Some(kept)) = (step_memory, &self.kept)
+                    && let Err(second) = self.plan_memory(kept.places.clone(), [step_memory, step_memory])
                 {
-                    tracing::warn!("the room that steps had before cannot be had again: {second}");
+                    tracing::warn!("the previous step memory cannot be allocated again: {second}");
                     self.programs.values_mut().for_each(|program| program.lowered = Err(second.clone()));
                 }
                 Err(error)
@@ -269,55 +271,55 @@ impl Machine {
         }
     }
 
-    /// What a part of a state holds, once every step that was sent is done.
+    /// Reads part of a state after all launched steps are done.
     pub(crate) fn read_state(&mut self, idx: usize, part: Range<usize>) -> Result<Vec<u8>, CudaError> {
-        self.settle_if_over()?;
-        let buf = self.placed_state(idx, &part)?;
-        let Some(resident) = &self.resident else { return Err(Machine::gone()) };
+        self.drain_if_ended()?;
+        let buf = self.state_part(idx, &part)?;
+        let Some(resident) = &self.resident else { return Err(DeviceModel::gone()) };
         let mut bytes = vec![0; part.len()];
         let read = self.stream.download(&resident.lease, buf, &mut bytes);
         read.map_err(CudaError::driver("reading a state"))?;
         Ok(bytes)
     }
 
-    /// Puts values into a part of a state.
+    /// Writes part of a state.
     pub(crate) fn write_state(
         &mut self,
         idx: usize,
         part: Range<usize>,
         bytes: &[u8],
     ) -> Result<(), CudaError> {
-        self.settle_if_over()?;
-        let buf = self.placed_state(idx, &part)?;
+        self.drain_if_ended()?;
+        let buf = self.state_part(idx, &part)?;
         self.states_are_zero = false;
-        let Some(resident) = &mut self.resident else { return Err(Machine::gone()) };
+        let Some(resident) = &mut self.resident else { return Err(DeviceModel::gone()) };
         let written = self.stream.upload(&mut resident.lease, buf, bytes);
         written.map_err(CudaError::driver("writing a state"))
     }
 
-    /// Enqueues edits of states behind the steps that were sent, or has them wait behind those that are owed: whether they
-    /// wait.
+    /// Enqueues state edits after the launched steps, or defers them until steps that still have to be
+    /// launched; returns whether they were deferred.
     pub(crate) fn edit_states(&mut self, edits: Vec<(usize, ByteEdit)>) -> Result<bool, CudaError> {
         for (idx, edit) in &edits {
             match edit {
                 ByteEdit::Copy { from, to } => {
-                    self.placed_state(*idx, from)?;
-                    self.placed_state(*idx, to)?;
+                    self.state_part(*idx, from)?;
+                    self.state_part(*idx, to)?;
                 }
-                ByteEdit::Clear(range) => drop(self.placed_state(*idx, range)?),
+                ByteEdit::Clear(range) => drop(self.state_part(*idx, range)?),
             }
         }
-        match self.owe_state_edits(edits) {
+        match self.defer_state_edits(edits) {
             Some(edits) => self.enqueue_state_edits(&edits).map(|()| false),
             None => Ok(true),
         }
     }
 
-    /// Enqueues edits of states, without waiting for them.
+    /// Enqueues state edits without waiting for them.
     pub(crate) fn enqueue_state_edits(&mut self, edits: &[(usize, ByteEdit)]) -> Result<(), CudaError> {
         let failed = |source| CudaError::Driver { step: "editing states".into(), source };
         self.states_are_zero = false;
-        let Some(resident) = &mut self.resident else { return Err(Machine::gone()) };
+        let Some(resident) = &mut self.resident else { return Err(DeviceModel::gone()) };
         let part = |idx: usize, range: &Range<usize>| {
             resident.state_live(idx)?.slice(range.start as u64, range.len() as u64)
         };
@@ -340,32 +342,32 @@ impl Machine {
         enqueued.map(drop).map_err(failed)
     }
 
-    /// Waits for what a run has left; refuses while one goes on.
-    fn settle_if_over(&mut self) -> Result<(), CudaError> {
+    /// Waits for the remaining steps of a run that has ended; refuses while a run is active.
+    fn drain_if_ended(&mut self) -> Result<(), CudaError> {
         if self.pump.n_pending() == 0 {
             return Ok(());
         }
         if self.followed.is_some() && !self.pump.is_stopped() {
-            let because = "steps of one are in flight; it must be finished first".to_owned();
+            let because = "one has steps in flight and must be finished first".to_owned();
             return Err(CudaError::Mismatch { what: "runs", because });
         }
-        self.settle()
+        self.drain()
     }
 
-    /// Where a part of a state lies, if it is there.
-    fn placed_state(&self, idx: usize, part: &Range<usize>) -> Result<Buf, CudaError> {
+    /// Location of part of a state.
+    fn state_part(&self, idx: usize, part: &Range<usize>) -> Result<Buf, CudaError> {
         let mismatch = |because: String| CudaError::Mismatch { what: "states", because };
         let Some(resident) = &self.resident else {
             return Err(mismatch("there are none before a graph is compiled".into()));
         };
         if idx >= self.model.states.len() {
-            return Err(mismatch(format!("there are {}, asked for number {idx}", self.model.states.len())));
+            return Err(mismatch(format!("there are {}, requested number {idx}", self.model.states.len())));
         }
         let placed = resident.state_live(idx).and_then(|s| s.slice(part.start as u64, part.len() as u64));
         placed.map_err(CudaError::driver("finding a state"))
     }
 
-    /// Refuses a graph of other weights or states than those here.
+    /// Refuses a graph whose weights or states differ from the loaded model's.
     pub(crate) fn check_model(&self, weights: &[Weight], states: &[State]) -> Result<(), CudaError> {
         let mismatch = |what, because| Err(CudaError::Mismatch { what, because });
         let [ours, theirs] = [self.model.weights.len(), weights.len()];
@@ -373,7 +375,7 @@ impl Machine {
         if ours != theirs || !same {
             return mismatch(
                 "weights",
-                format!("the graph has {theirs}, {ours} are loaded, or of other types"),
+                format!("the graph has {theirs}, {ours} are loaded, or their types differ"),
             );
         }
         let [ours, theirs] = [self.model.states.len(), states.len()];
@@ -381,7 +383,7 @@ impl Machine {
         if ours != theirs || !same {
             return mismatch(
                 "states",
-                format!("the graph has {theirs}, {ours} are allocated, or of other types"),
+                format!("the graph has {theirs}, {ours} are allocated, or their types differ"),
             );
         }
         Ok(())
@@ -393,20 +395,21 @@ impl Machine {
         }
     }
 
-    /// Makes sure that weights, states and room for a plan are on the device. Sending weights may take long.
+    /// Ensures that weights, states and step memory for a plan are on the device. Uploading weights may take
+    /// long.
     pub(crate) fn place(&mut self, plan: &Plan) -> Result<Tasks, CudaError> {
-        // Verification writes to the ring.
-        self.settle_if_over()?;
+        // Verification writes to the ring, so nothing may be in flight.
+        self.drain_if_ended()?;
         let tasks = self.choose(plan);
         self.ensure(plan, &tasks)?;
         Ok(tasks)
     }
 
-    /// Lowers a plan, records its graphs and verifies them, so that no step has to.
+    /// Lowers a plan, then records and verifies its graphs, so that no step has to.
     pub(crate) fn compile(&mut self, id: ProgramId, plan: Arc<Plan>) -> Result<(), CudaError> {
         let tasks = self.place(&plan)?;
         if std::mem::take(&mut self.must_record) {
-            // Graphs over the old memory are gone; none of them should cost a token later.
+            // Graphs over the old memory are gone. Record them again, so that no later step pays for it.
             let ids: Vec<ProgramId> = self.programs.keys().copied().collect();
             ids.into_iter().try_for_each(|id| self.prepare(id))?;
         }
@@ -414,7 +417,7 @@ impl Machine {
         let Some(resident) = &self.resident else { unreachable!("placed above") };
         let lowered = self.lower(resident, &plan, feedback.as_ref(), &tasks)?;
         self.warm_up(&lowered.parts)?;
-        let program = Program { plan, feedback, tasks, lowered: Ok(lowered) };
+        let program = CudaProgram { plan, feedback, tasks, lowered: Ok(lowered) };
         if let Some(reason) = program.host_step().filter(|_| self.refuses_host_steps()) {
             let step = format!("step of {}", tokens(&program.plan));
             return Err(CudaError::Required { step, reason });
@@ -431,7 +434,7 @@ impl Machine {
         self.options.graphs.mode == GraphMode::Require && !self.options.graphs.allow_host_steps
     }
 
-    /// Which kernels a plan's groups are.
+    /// Chooses the kernels of a plan's groups.
     fn choose(&self, plan: &Plan) -> Tasks {
         let device = self.ctx.device();
         let info = device.info();
@@ -445,10 +448,10 @@ impl Machine {
         chooser.choose(plan)
     }
 
-    /// The launches of a plan, with all their kernels loaded: never is one compiled while a step waits for it.
+    /// Lowers a plan and loads all its kernels, so that no step ever waits for a compilation.
     fn lower(
         &self,
-        resident: &Resident,
+        resident: &ResidentMemory,
         plan: &Plan,
         feedback: Option<&Feedback>,
         tasks: &Tasks,
@@ -456,24 +459,27 @@ impl Machine {
         self.with_kernels(|| self.describe(resident, plan, feedback, tasks))
     }
 
-    /// Runs something that describes launches, with all kernels that it asks for.
+    /// Runs `describe`, which describes launches, with all kernels it requests loaded.
     fn with_kernels<T>(&self, describe: impl FnMut() -> Result<T, CudaError>) -> Result<T, CudaError> {
-        let mut hear = |Compiling { n_done, n_total }| {
-            self.options.on_load.hear(LoadEvent::Compiling { n_done, n_total });
+        let mut on_compiling = |Compiling { n_done, n_total }| {
+            self.options.on_load.report(LoadEvent::Compiling { n_done, n_total });
         };
-        self.supplies.kernels.prepared(&mut hear, describe).map_err(|e| CudaError::Kernels(Arc::new(e)))?
+        self.supplies
+            .kernels
+            .prepared(&mut on_compiling, describe)
+            .map_err(|e| CudaError::Kernels(Arc::new(e)))?
     }
 
     fn describe(
         &self,
-        resident: &Resident,
+        resident: &ResidentMemory,
         plan: &Plan,
         feedback: Option<&Feedback>,
         tasks: &Tasks,
     ) -> Result<Lowered, CudaError> {
         let n_sms = self.ctx.device().info().n_sms;
-        // The choice of a step that feeds itself is read on the device, and reaches the host through the ring. Steps that
-        // learn are queued: the next one would write over results in one pinned place.
+        // A self-feeding step's choice is read on the device and reaches the host through the ring. Steps
+        // that train are queued, so the next one would overwrite results at a fixed pinned address.
         let results = match feedback {
             Some(_) => HashMap::new(),
             None if learns(plan, resident) => HashMap::new(),
@@ -493,7 +499,7 @@ impl Machine {
         let mut parts = Vec::with_capacity(plan.segments().len());
         for (idx, segment) in plan.segments().iter().enumerate() {
             if segment.kind != SegmentKind::Recordable {
-                segment.steps.clone().for_each(|step| parts.push(Part::Host { step }));
+                segment.steps.clone().for_each(|step| parts.push(ProgramPart::Host { step }));
                 continue;
             }
             let name = match one {
@@ -506,22 +512,22 @@ impl Machine {
                 feed::push_commit(&self.supplies.kernels, plan, resident, feedback, &mut warm)?;
             }
             if !warm.work().is_empty() {
-                parts.push(Part::Device { segment: segment.clone(), warm });
+                parts.push(ProgramPart::Device { segment: segment.clone(), warm });
             }
         }
         let edit = feedback.map(|_| feed::edit_launch(&self.supplies.kernels, resident)).transpose()?;
         Ok(Lowered { parts, results, edit })
     }
 
-    fn warm_up(&mut self, parts: &[Part]) -> Result<(), CudaError> {
+    fn warm_up(&mut self, parts: &[ProgramPart]) -> Result<(), CudaError> {
         let Some(resident) = self.resident.as_mut().filter(|_| self.supplies.products.blas.is_some()) else {
             return Ok(());
         };
         parts.iter().try_for_each(|part| match part {
-            Part::Device { warm, .. } => {
+            ProgramPart::Device { warm, .. } => {
                 prefill::warm_up(warm, &mut self.stream, &mut resident.lease, &mut self.warmed)
             }
-            Part::Host { .. } => Ok(()),
+            ProgramPart::Host { .. } => Ok(()),
         })
     }
 
@@ -532,31 +538,31 @@ impl Machine {
         let (Some(program), Some(resident)) = (self.programs.get(&id), &mut self.resident) else {
             return Ok(());
         };
-        // No step is under way: of the arena only what steps left to be read means anything.
+        // No step is in flight, so the arena holds nothing but outputs that may still be read.
         let live = live_outputs(self.programs.values().filter(|program| program.lowered.is_ok()), resident)
             .map_err(CudaError::driver("finding results"))?;
         for (idx, part) in program.parts().iter().enumerate() {
-            let Part::Device { segment, warm } = part else { continue };
+            let ProgramPart::Device { segment, warm } = part else { continue };
             let feedback = program.feedback.as_ref();
             let check = || {
                 let check = states::check(&program.plan, segment, feedback, resident, &self.digester)?;
                 let check = check.transient(resident.arena(), live.clone());
                 Ok(if self.states_are_zero { check.zeroed(resident.states()) } else { check })
             };
-            // Made before the lease is borrowed; skipped when graphs are off.
+            // Built before the lease is borrowed; skipped when graphs are off.
             let check = if self.options.graphs.mode == GraphMode::Off { None } else { Some(check()?) };
             let mut site = Site { stream: &mut self.stream, lease: &mut resident.lease };
             let Some(check) = check else { continue };
-            // A failure here is told by the steps, which run eagerly then.
+            // A failure here is reported by the steps, which then run eagerly.
             self.cache.prepare(&(id, idx), &mut site, warm, || Ok(check))?;
         }
         Ok(())
     }
 
-    /// Makes sure that there is memory for a plan. When there is too little, steps get new room; weights and states stay
-    /// where they are. A plan that cannot fit is refused before anything is given up.
+    /// Ensures that there is memory for a plan. If there is too little, step memory is reallocated while
+    /// weights and states stay in place. A plan that cannot fit is refused before anything is released.
     fn ensure(&mut self, plan: &Plan, tasks: &Tasks) -> Result<(), CudaError> {
-        let needed = Room {
+        let needed = StepMemory {
             arena: plan.arena_bytes() as u64,
             scratch: tasks.areas.bytes().next_multiple_of(GRAIN),
             control: (plan.control().bytes() as u64).next_multiple_of(GRAIN).max(GRAIN),
@@ -567,48 +573,49 @@ impl Machine {
         }
         let missing = |places: &Places| device_weights(plan).any(|w| places.is_host_only(w));
         if let Some(resident) = &self.resident
-            && resident.room.holds(&needed)
+            && resident.step_memory.holds(&needed)
             && !missing(resident.places())
         {
             return Ok(());
         }
-        let before = self.resident.as_ref().map(|r| r.room);
-        let kept = before.map_or(needed, |room| room.max(&needed));
-        let rooms = [kept, self.wanted(needed, plan).max(&kept)];
-        let placed = self.resident.as_ref().map(Resident::places).or(self.kept.as_ref().map(|k| &k.places));
-        // A weight that was left on the host and is read on the device now: all of them are placed anew.
+        let before = self.resident.as_ref().map(|r| r.step_memory);
+        let kept = before.map_or(needed, |step_memory| step_memory.max(&needed));
+        let candidates = [kept, self.wanted(needed, plan).max(&kept)];
+        let placed =
+            self.resident.as_ref().map(ResidentMemory::places).or(self.kept.as_ref().map(|k| &k.places));
+        // A weight that stayed on the host is read on the device by this plan: place all weights again.
         let (places, keeps_weights) = match placed {
             Some(places) if !missing(places) => (places.clone(), true),
             Some(_) => (Places::new(&self.model, &[], self.options.scratch_blocks())?, false),
             None => (Places::new(&self.model, &host_only(plan), self.options.scratch_blocks())?, false),
         };
         if let Some(resident) = &self.resident {
-            let (free, total) = self.ctx.mem_info().map_err(CudaError::driver("asking for free memory"))?;
+            let (free, total) = self.ctx.mem_info().map_err(CudaError::driver("querying free memory"))?;
             let taken_over = places.kept_bytes(keeps_weights);
-            let given_back = if keeps_weights { 0 } else { resident.places().kept_bytes(true) - taken_over };
-            let free = free.saturating_add(resident.transient_bytes()).saturating_add(given_back);
-            fitting_room(&self.ctx, &places, rooms, (taken_over, free, total))?;
+            let released = if keeps_weights { 0 } else { resident.places().kept_bytes(true) - taken_over };
+            let free = free.saturating_add(resident.transient_bytes()).saturating_add(released);
+            fitting_memory(&self.ctx, &places, candidates, (taken_over, free, total))?;
             tracing::warn!(
-                "a step needs more room ({needed:?}, there is {:?}): graphs are recorded again",
-                resident.room
+                "a step needs more memory ({needed:?}, allocated {:?}): recording graphs again",
+                resident.step_memory
             );
         }
-        self.set_aside(keeps_weights)?;
-        let planned = self.plan_memory(places.clone(), rooms);
+        self.free_step_memory(keeps_weights)?;
+        let planned = self.plan_memory(places.clone(), candidates);
         if planned.is_err()
-            && let Some(room) = before
+            && let Some(step_memory) = before
         {
-            // The driver had less than it said: the programs there are go on as they were.
-            if let Err(error) = self.plan_memory(places, [room, room]) {
-                tracing::warn!("the room that steps had before cannot be had again: {error}");
+            // The driver had less than it reported: existing programs continue as before.
+            if let Err(error) = self.plan_memory(places, [step_memory, step_memory]) {
+                tracing::warn!("the previous step memory cannot be allocated again: {error}");
                 self.programs.values_mut().for_each(|program| program.lowered = Err(error.clone()));
             }
         }
         planned
     }
 
-    /// Allocates room for steps around what is kept, and lowers every program anew.
-    fn plan_memory(&mut self, places: Places, rooms: [Room; 2]) -> Result<(), CudaError> {
+    /// Allocates step memory around the retained weights and states, and lowers every program again.
+    fn plan_memory(&mut self, places: Places, candidates: [StepMemory; 2]) -> Result<(), CudaError> {
         self.with_kernels(|| {
             let dtypes = self.model.weights.iter().map(|weight| weight.ty.dtype);
             self.supplies.kernels.ask_for_pack(dtypes).map_err(|e| CudaError::Kernels(Arc::new(e)))
@@ -617,15 +624,15 @@ impl Machine {
         let loading = (&self.supplies.kernels, &self.options.on_load);
         let kept = self.kept.take();
         let has_states = kept.is_some();
-        let mut resident = match Resident::plan(ctx, stream, model, places, rooms, loading, kept) {
+        let mut resident = match ResidentMemory::plan(ctx, stream, model, places, candidates, loading, kept) {
             Ok(resident) => resident,
             Err((error, kept)) => {
                 self.kept = kept;
                 return Err(error);
             }
         };
-        // Everything lowered before points at memory that is gone. One that cannot be lowered any more says so when it
-        // is asked to run; the others go on.
+        // Everything lowered before points at memory that is gone. A program that can no longer be lowered
+        // reports that when it is run; the others continue.
         let mut programs = std::mem::take(&mut self.programs);
         for program in programs.values_mut() {
             let (plan, feedback) = (&program.plan, program.feedback.as_ref());
@@ -641,22 +648,23 @@ impl Machine {
         Ok(())
     }
 
-    /// Room for the largest bucket, guessed from a plan of fewer tokens.
-    fn wanted(&self, needed: Room, plan: &Plan) -> Room {
+    /// Step memory for the largest bucket, estimated from a plan of fewer tokens.
+    fn wanted(&self, needed: StepMemory, plan: &Plan) -> StepMemory {
         let largest = self.options.buckets.iter().copied().max().unwrap_or(1);
         let times = largest.div_ceil(plan.bounds().n_tokens()).max(1) as u64;
         let reserve =
             self.options.arena_reserve_bytes.min(self.options.arena_limit_bytes.unwrap_or(u64::MAX));
         let arena = needed.arena.saturating_mul(times).min(reserve).max(needed.arena);
-        // Of the kernels' scratch only attention's grows with the tokens, and its splits become fewer.
+        // Of the kernels' scratch, only attention's grows with the tokens, and its number of splits falls.
         let scratch = needed.scratch.saturating_add(reserve.min(SCRATCH_RESERVE));
-        // Sending the weights again would cost more than the workspace of prompts, which no small step shows.
+        // Uploading the weights again would cost more than the workspace of prompts, which a small step does
+        // not show.
         let n_sms = self.ctx.device().info().n_sms;
         let prompts = Areas::of_prompts(plan, largest, n_sms, self.supplies.products.blas.is_some()).bytes();
         let scratch = scratch.max(prompts.next_multiple_of(GRAIN));
-        // A step that chooses nothing may come before those that do.
+        // A step without sampling may come before those that sample.
         let choices = needed.choices.max(sample_state_bytes(CHOICES_RESERVE));
-        Room { arena, scratch, control: needed.control.max(4 * GRAIN), choices }
+        StepMemory { arena, scratch, control: needed.control.max(4 * GRAIN), choices }
     }
 
     /// Frees graphs, programs and memory.
@@ -667,15 +675,15 @@ impl Machine {
         self.pump.uninstall();
         (self.resident, self.kept) = (None, None);
         self.states_are_zero = false;
-        // The stream keeps what its work uses until it has been waited for.
+        // The stream keeps what its work uses alive until it is synchronized.
         self.stream.synchronize().map_err(CudaError::driver("waiting for the last step"))
     }
 
-    /// Frees graphs and the room for steps; weights, if they are still good, and states are kept.
-    fn set_aside(&mut self, weights: bool) -> Result<(), CudaError> {
+    /// Frees graphs and step memory. States are kept, and weights too if they are still valid.
+    fn free_step_memory(&mut self, weights: bool) -> Result<(), CudaError> {
         self.cache.clear();
-        // Launches hold on to the memory they were lowered for.
-        self.programs.values_mut().for_each(|program| program.lowered = Err(Machine::gone()));
+        // Launches keep the memory they were lowered for alive.
+        self.programs.values_mut().for_each(|program| program.lowered = Err(DeviceModel::gone()));
         self.followed = None;
         self.pump.uninstall();
         self.stream.synchronize().map_err(CudaError::driver("waiting for the last step"))?;
@@ -686,7 +694,7 @@ impl Machine {
         Ok(())
     }
 
-    /// The error for a program whose memory or weights are gone.
+    /// Error for a program whose memory or weights are gone.
     pub(crate) fn gone() -> CudaError {
         let because = "this one was compiled for other weights".into();
         CudaError::Mismatch { what: "plans", because }
@@ -698,10 +706,11 @@ impl Machine {
         !self.options.profile && (0..parts).any(|part| self.cache.wants_check(&(id, part)))
     }
 
-    /// Runs one step. Small results come back with it, once it is done, so that a token costs its caller one visit to
-    /// this thread; others are read with [`Machine::read`], and nothing waits for a step that has none.
-    pub(crate) fn run(&mut self, id: ProgramId, control: &[u8]) -> Result<(Ran, Found), CudaError> {
-        // A stream that took another's place has the usual limit.
+    /// Runs one step. Small results are returned once it is done, so that a token costs the caller a single
+    /// visit to this thread. Other results are read with [`DeviceModel::read`], and a step without results is
+    /// not waited for.
+    pub(crate) fn run(&mut self, id: ProgramId, control: &[u8]) -> Result<(Ran, FetchedOutputs), CudaError> {
+        // A stream that replaced a failed one still has the default limit.
         self.stream.set_limit(self.options.step_limit);
         if let Some(feedback) = self.programs.get(&id).and_then(|program| program.feedback) {
             return self.run_fed(id, control, &feedback);
@@ -714,38 +723,38 @@ impl Machine {
         Ok((ran, first.map_or_else(|| Ok(Vec::new()), |output| self.read(id, output))?))
     }
 
-    /// Sends one step with its inputs.
+    /// Launches one step with its inputs.
     pub(crate) fn send(&mut self, id: ProgramId, control: &[u8]) -> Result<Ran, CudaError> {
         self.send_inputs(id, control)?;
         self.enqueue(id, control)
     }
 
-    /// Sends a step's inputs, checked.
+    /// Checks a step's inputs and uploads them.
     pub(crate) fn send_inputs(&mut self, id: ProgramId, control: &[u8]) -> Result<(), CudaError> {
-        let Some(program) = self.programs.get(&id) else { return Err(Machine::gone()) };
+        let Some(program) = self.programs.get(&id) else { return Err(DeviceModel::gone()) };
         program.lowered()?;
-        let Some(resident) = &mut self.resident else { return Err(Machine::gone()) };
+        let Some(resident) = &mut self.resident else { return Err(DeviceModel::gone()) };
         program.check(control)?;
         if !control.is_empty() {
             let staged = resident.send_control(&mut self.stream, None, control);
-            staged.map_err(CudaError::driver("sending the control block"))?;
+            staged.map_err(CudaError::driver("uploading the control block"))?;
         }
         Ok(())
     }
 
-    /// Enqueues one step: replayed if every segment that can be recorded was. Host steps read `control`. A program that
-    /// has no launches for the memory as it is is an error, not an empty step.
+    /// Enqueues one step; it counts as replayed if every recordable segment was. Host steps read `control`. A
+    /// program without launches for the current memory is an error, not an empty step.
     pub(crate) fn enqueue(&mut self, id: ProgramId, control: &[u8]) -> Result<Ran, CudaError> {
         self.states_are_zero = false;
-        let Some(program) = self.programs.get(&id) else { return Err(Machine::gone()) };
+        let Some(program) = self.programs.get(&id) else { return Err(DeviceModel::gone()) };
         program.lowered()?;
-        let Some(resident) = &mut self.resident else { return Err(Machine::gone()) };
+        let Some(resident) = &mut self.resident else { return Err(DeviceModel::gone()) };
         let parts = &program.lowered()?.parts;
         let moved = match self.options.profile {
             true => {
-                let launches = |part: &Part| match part {
-                    Part::Device { warm, .. } => warm.work().len(),
-                    Part::Host { .. } => 0,
+                let launches = |part: &ProgramPart| match part {
+                    ProgramPart::Device { warm, .. } => warm.work().len(),
+                    ProgramPart::Host { .. } => 0,
                 };
                 let n_launches = parts.iter().map(launches).sum();
                 self.profile.begin_step(program.plan.bounds().n_tokens(), n_launches);
@@ -757,7 +766,7 @@ impl Machine {
         let (mut n_launches, mut n_host_steps) = (0, 0);
         for (idx, part) in parts.iter().enumerate() {
             let reason = match part {
-                Part::Device { warm, .. } if self.options.profile => {
+                ProgramPart::Device { warm, .. } if self.options.profile => {
                     if self.options.graphs.mode == GraphMode::Require {
                         return Err(CudaError::Required {
                             step: warm.name().into(),
@@ -768,9 +777,9 @@ impl Machine {
                     ran.map_err(CudaError::driver(warm.name()))?;
                     Some(Reason::Profiling)
                 }
-                Part::Device { segment, warm } => {
+                ProgramPart::Device { segment, warm } => {
                     let key = (id, idx);
-                    // Only a graph that has to be made needs states to be verified with.
+                    // Verification inputs are needed only when a graph has to be recorded.
                     let check = match self.cache.wants_check(&key) {
                         true => {
                             let feedback = program.feedback.as_ref();
@@ -779,7 +788,7 @@ impl Machine {
                         }
                         false => None,
                     };
-                    let check = || check.ok_or_else(Machine::gone);
+                    let check = || check.ok_or_else(DeviceModel::gone);
                     let mut site = Site { stream: &mut self.stream, lease: &mut resident.lease };
                     n_launches += 1;
                     match self.cache.step(&key, &mut site, warm, check)? {
@@ -787,7 +796,7 @@ impl Machine {
                         Ran::Eager(reason) => Some(reason),
                     }
                 }
-                Part::Host { step } => {
+                ProgramPart::Host { step } => {
                     let step = &program.plan.steps()[*step];
                     host::run(step, &program.plan, resident, &self.model, &mut self.stream, control)?;
                     n_host_steps += 1;
@@ -799,8 +808,8 @@ impl Machine {
         Ok(not_replayed.map_or(Ran::Replayed { n_launches, n_host_steps }, Ran::Eager))
     }
 
-    /// An output, and with it every one that lies in pinned memory: a step's few numbers cost one wait.
-    pub(crate) fn read(&mut self, id: ProgramId, output: usize) -> Result<Found, CudaError> {
+    /// Reads an output, and with it every output in pinned memory: a step's few small results cost one wait.
+    pub(crate) fn read(&mut self, id: ProgramId, output: usize) -> Result<FetchedOutputs, CudaError> {
         let mismatch = |because: String| CudaError::Mismatch { what: "outputs", because };
         let (Some(program), Some(resident)) = (self.programs.get(&id), &self.resident) else {
             return Err(mismatch("the plan was compiled for other weights".into()));
@@ -822,16 +831,16 @@ impl Machine {
         Ok(found)
     }
 
-    /// Everything that a program enqueues, with the first step of the plan that it is for.
+    /// Everything that a program enqueues, each with the first plan step it belongs to.
     pub(crate) fn kernels(&self, id: ProgramId) -> Vec<(usize, String)> {
         let Some(program) = self.programs.get(&id) else { return Vec::new() };
         let steps = program.plan.steps();
         let mut out = Vec::new();
         for part in program.parts() {
-            let Part::Device { segment, warm } = part else { continue };
+            let ProgramPart::Device { segment, warm } = part else { continue };
             for work in warm.work() {
                 let (label, kernel) = work.step_and_kernel();
-                // A launch for several steps carries all their labels, joined.
+                // A fused launch carries the labels of all its steps, joined.
                 let first = label.split(" + ").next().unwrap_or_default();
                 let step = segment.steps.clone().find(|&s| steps[s].label == first);
                 out.push((step.unwrap_or(segment.steps.start), kernel));
@@ -840,7 +849,7 @@ impl Machine {
         out
     }
 
-    /// How many units of kernels there are and how many need no compiler. If that is all of them, they are loaded.
+    /// Counts the kernel units and those that need no compiler. If none needs one, all are loaded.
     pub(crate) fn examine_kernels(&self) -> Result<KernelUnits, CudaError> {
         let units = KernelUnits { n_ready: self.supplies.kernels.n_ready(), n_all: KernelUnit::all().len() };
         if units.n_ready == units.n_all {
@@ -869,16 +878,16 @@ impl Machine {
             }
         }
         graphs.sort_by_key(|g| g.n_tokens);
-        let parts = self.programs.values().flat_map(Program::parts);
-        let mut apart: Vec<String> = parts.flat_map(Part::told).collect();
+        let parts = self.programs.values().flat_map(CudaProgram::parts);
+        let mut apart: Vec<String> = parts.flat_map(ProgramPart::notes).collect();
         apart.sort_unstable();
         apart.dedup();
-        let memory = self.resident.as_ref().map(Resident::accounting).unwrap_or_default();
+        let memory = self.resident.as_ref().map(ResidentMemory::accounting).unwrap_or_default();
         let profile = self.profile.rows().to_vec();
         Status {
             memory,
             others: Vec::new(),
-            upload: self.resident.as_ref().map(Resident::uploaded).unwrap_or_default(),
+            upload: self.resident.as_ref().map(ResidentMemory::uploaded).unwrap_or_default(),
             graphs,
             cache: self.cache.stats(),
             compared: self.compared,
@@ -900,8 +909,8 @@ fn tokens(plan: &Plan) -> String {
     }
 }
 
-/// Whether a step of a plan changes states that hold more than rows of a cache.
-fn learns(plan: &Plan, resident: &Resident) -> bool {
+/// Whether a plan writes states other than caches, as training steps do.
+fn learns(plan: &Plan, resident: &ResidentMemory) -> bool {
     let mut written = plan.steps().iter().flat_map(|step| &step.outputs);
     written.any(|operand| match plan.buffer(operand.buffer).place {
         Place::State(id) => resident.state(id.idx()).kind == StateKind::Whole,
@@ -909,10 +918,10 @@ fn learns(plan: &Plan, resident: &Resident) -> bool {
     })
 }
 
-/// Outputs that lie in the arena.
+/// Outputs in the arena.
 fn live_outputs<'a>(
-    programs: impl Iterator<Item = &'a Program>,
-    resident: &Resident,
+    programs: impl Iterator<Item = &'a CudaProgram>,
+    resident: &ResidentMemory,
 ) -> Result<Vec<Buf>, DriverError> {
     let mut live = Vec::new();
     for program in programs {
@@ -933,7 +942,7 @@ fn device_weights(plan: &Plan) -> impl Iterator<Item = usize> + '_ {
     })
 }
 
-/// Weights that host steps of a plan read and device steps do not.
+/// Weights that only host steps of a plan read.
 fn host_only(plan: &Plan) -> Vec<usize> {
     let on_device: Vec<usize> = device_weights(plan).collect();
     let steps = plan.steps().iter().filter(|step| matches!(step.op, Op::HostCall(_)));
