@@ -1,6 +1,6 @@
-//! Puts kernels that were compiled ahead of time where the crate includes them; an empty file where there are none.
+//! Copies prebuilt kernels to where the crate includes them, or writes an empty file if there are none.
 //!
-//! `cargo xtask dist` sets the variable. Whether the code fits the sources is checked when it is loaded.
+//! `cargo xtask dist` sets the variable. Loading checks whether the code matches the sources.
 
 use std::path::PathBuf;
 
@@ -9,7 +9,10 @@ const VARIABLE: &str = "REFRAIN_PREBUILT_KERNELS";
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
     println!("cargo:rerun-if-env-changed={VARIABLE}");
-    #[expect(clippy::disallowed_methods, reason = "a build script hears from cargo through the environment")]
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "cargo passes build scripts their settings in the environment"
+    )]
     let [given, folder] = [VARIABLE, "OUT_DIR"].map(|name| std::env::var_os(name).map(PathBuf::from));
     let archive = given.map_or_else(Vec::new, |path| {
         println!("cargo:rerun-if-changed={}", path.display());

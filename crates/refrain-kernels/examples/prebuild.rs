@@ -1,4 +1,4 @@
-//! Compiles every kernel for the architectures that a release serves, into one file for a build to embed.
+//! Compiles every kernel for the architectures of a release, into one file for a build to embed.
 //!
 //! ```text
 //! cargo run -p refrain-kernels --example prebuild -- OUTPUT NVRTC [8.0 9.0 ...]
@@ -9,7 +9,7 @@ use std::process::ExitCode;
 
 use refrain_kernels::{GpuArch, Nvrtc, prebuild};
 
-/// Data centre and desktop cards from Ampere on; those that the compiler does not know are left out.
+/// Data-centre and desktop GPUs from Ampere on. Architectures that NVRTC does not support are skipped.
 const USUAL: [&str; 6] = ["8.0", "8.6", "8.9", "9.0", "10.0", "12.0"];
 
 fn main() -> ExitCode {
@@ -35,13 +35,13 @@ fn run(args: &[String]) -> Result<String, Box<dyn std::error::Error>> {
     let asked = if archs.is_empty() { usual.as_slice() } else { archs };
     let mut chosen = Vec::new();
     for text in asked {
-        let arch = parse(text).ok_or_else(|| format!("{text:?} is no architecture, as in 9.0"))?;
+        let arch = parse(text).ok_or_else(|| format!("{text:?} is not an architecture such as 9.0"))?;
         match nvrtc.knows(arch) {
             true => chosen.push(arch),
             false if archs.is_empty() => {
-                eprintln!("left out: NVRTC {:?} does not know {arch}", nvrtc.version())
+                eprintln!("skipped: NVRTC {:?} does not support {arch}", nvrtc.version())
             }
-            false => return Err(format!("NVRTC {:?} does not know {arch}", nvrtc.version()).into()),
+            false => return Err(format!("NVRTC {:?} does not support {arch}", nvrtc.version()).into()),
         }
     }
     let archive = prebuild(&nvrtc, &chosen)?;

@@ -1,4 +1,4 @@
-//! How long each unit of kernels takes to compile, one after the other on one thread.
+//! Measures the compile time of every kernel unit, sequentially on one thread.
 //!
 //! ```text
 //! cargo run --release -p refrain-kernels --example unit_times -- NVRTC [9.0]
@@ -23,8 +23,11 @@ fn main() -> ExitCode {
 
 fn run(args: &[String]) -> Result<(), Box<dyn std::error::Error>> {
     let [nvrtc, rest @ ..] = args else { return Err("usage: unit_times NVRTC [ARCH]".into()) };
-    let (major, minor) =
-        rest.first().map_or("9.0", String::as_str).split_once('.').ok_or("9.0, for example")?;
+    let (major, minor) = rest
+        .first()
+        .map_or("9.0", String::as_str)
+        .split_once('.')
+        .ok_or("the architecture must look like 9.0")?;
     let arch = GpuArch { major: major.parse()?, minor: minor.parse()? };
     let nvrtc = Nvrtc::open(Some(Path::new(nvrtc)))?;
     let mut all = 0.0;
@@ -37,7 +40,7 @@ fn run(args: &[String]) -> Result<(), Box<dyn std::error::Error>> {
             times.push((began.elapsed().as_secs_f64(), unit));
         }
         let sum: f64 = times.iter().map(|(seconds, _)| seconds).sum();
-        let longest = times.iter().max_by(|a, b| a.0.total_cmp(&b.0)).ok_or("a file without units")?;
+        let longest = times.iter().max_by(|a, b| a.0.total_cmp(&b.0)).ok_or("a file has no units")?;
         println!("{:<16} {:>5} {sum:>8.2} {:>8.2}  {}", family.name(), times.len(), longest.0, longest.1);
         all += sum;
     }

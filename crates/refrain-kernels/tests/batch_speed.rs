@@ -1,5 +1,5 @@
-//! How long the products of a decode step of many sequences take on a card, each shape by itself, with weights that no
-//! cache holds. These tests print; what they assert is only that the launches run.
+//! Times the matmuls of a batched decode step on a GPU, each shape by itself, with weights that no cache
+//! holds. These tests print; they only assert that the launches run.
 #![allow(unreachable_pub, dead_code, reason = "the bed is shared with tests that use more of it")]
 
 mod bed;
@@ -12,7 +12,7 @@ use refrain_graph::Gate;
 use refrain_kernels::{BatchArgs, LinearPart, Narrow, packed_bytes};
 use refrain_tensor::DType;
 
-/// More than any card's L2 cache holds.
+/// Larger than the L2 cache of any GPU.
 const WEIGHT_BYTES: u64 = 512 << 20;
 const N_REPLAYS: u32 = 4;
 
@@ -37,7 +37,7 @@ const SHAPES: [Shape; 9] = [
 
 #[test]
 #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
-fn products_of_many_rows_with_the_splits_that_are_chosen_and_with_others() {
+fn batched_products_are_timed_with_the_chosen_and_other_splits() {
     let mut bed = Bed::gpu();
     for dtype in [DType::Q4_K, DType::Q6_K, DType::Q8_0] {
         for shape in &SHAPES {

@@ -1,7 +1,7 @@
-//! Products by cuBLASLt beside those of our own kernels, on a card: the same numbers, the same bits every time, and how
-//! long each takes.
+//! Compares cuBLASLt products with this crate's kernels on a GPU: equal numbers, reproducible bits, and
+//! timings.
 #![allow(unreachable_pub, reason = "the modules are this test's own")]
-#![allow(dead_code, reason = "the bed has more than this test needs")]
+#![allow(dead_code, reason = "this test uses a part of the bed")]
 
 mod bed;
 
@@ -21,7 +21,7 @@ struct Room {
     bufs: [Buf; 6],
 }
 
-/// x, w, y, scratch, workspace, wide.
+/// Allocates x, w, y, scratch, workspace and wide.
 fn room(bed: &Bed, m: usize, n: usize, k: usize, scratch: u64) -> Room {
     let mut layout = MemoryLayout::new("products");
     let sizes = [
@@ -40,7 +40,7 @@ fn room(bed: &Bed, m: usize, n: usize, k: usize, scratch: u64) -> Room {
 
 #[test]
 #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
-fn a_product_by_the_library_agrees_with_ours_and_has_the_same_bits_recorded_and_eager() {
+fn a_library_product_agrees_with_ours_and_has_the_same_bits_recorded_and_eager() {
     let mut bed = Bed::gpu();
     let blas = BlasLt::open(&bed.ctx, None).unwrap();
     for dtype in [DType::F16, DType::BF16] {
@@ -83,7 +83,7 @@ fn a_product_by_the_library_agrees_with_ours_and_has_the_same_bits_recorded_and_
     }
 }
 
-/// A product of values by the library and by the kernel of this engine.
+/// Compares a product of values by the library with this crate's kernel.
 fn product_of_values(bed: &mut Bed, blas: &Arc<BlasLt>, dtype: DType, a: Tensor, b: Tensor) {
     let name = format!("{dtype} {a:?} by {b:?}");
     let shape = library_product(&a, &b, dtype).unwrap_or_else(|e| panic!("{name}: {e}"));
@@ -115,7 +115,7 @@ fn product_of_values(bed: &mut Bed, blas: &Arc<BlasLt>, dtype: DType, a: Tensor,
     };
     let product = match blas.product(shape, [from(left, &a), from(right, &b), y, workspace], "library") {
         Ok(product) => product,
-        // Plans ask first, and take the kernel then.
+        // Plans check first and use the kernel in this case.
         Err(refused) => return println!("{name}: {refused}"),
     };
     bed.stream.run(&mut lease, false, |q| q.fill(y, 0xff)).unwrap();
@@ -137,7 +137,7 @@ fn product_of_values(bed: &mut Bed, blas: &Arc<BlasLt>, dtype: DType, a: Tensor,
 
 #[test]
 #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
-fn a_product_of_values_by_the_library_agrees_with_ours_in_every_layout() {
+fn a_library_product_of_values_agrees_with_ours_in_every_layout() {
     let mut bed = Bed::gpu();
     let blas = BlasLt::open(&bed.ctx, None).unwrap();
     let dense = bed::contiguous;
@@ -162,7 +162,7 @@ fn a_product_of_values_by_the_library_agrees_with_ours_in_every_layout() {
 
 #[test]
 #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
-fn a_measured_product_has_the_same_bits_in_every_library_of_the_process() {
+fn a_measured_product_has_the_same_bits_with_every_handle_of_the_process() {
     let mut bed = Bed::gpu();
     let (m, k, n) = (1024, 320, 896);
     let dtype = DType::BF16;
@@ -182,7 +182,7 @@ fn a_measured_product_has_the_same_bits_in_every_library_of_the_process() {
         let product = blas.product(shape, bufs, "measured").unwrap();
         let times = product.measure(&mut bed.stream, &memory, &mut lease).unwrap();
         println!("{times:?}");
-        assert_eq!(times.is_some(), turn == 0, "it is measured once: {times:?}");
+        assert_eq!(times.is_some(), turn == 0, "it is measured only once: {times:?}");
         if let Some(times) = times {
             assert!(times.chosen < times.ms.len() && times.ms.iter().all(|ms| *ms < 100.0), "{times:?}");
         }
@@ -202,7 +202,7 @@ fn a_measured_product_has_the_same_bits_in_every_library_of_the_process() {
 
 const TURNS: usize = 20;
 
-/// Microseconds for one of what a closure enqueues, as a graph of many.
+/// Microseconds per operation that a closure enqueues, recorded many times in one graph.
 fn time(
     bed: &mut Bed,
     room: &Room,
@@ -226,7 +226,7 @@ fn time(
 
 #[test]
 #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
-fn products_of_prompts_are_timed() {
+fn prefill_products_are_timed() {
     let mut bed = Bed::gpu();
     let blas = BlasLt::open(&bed.ctx, None).unwrap();
     println!("{blas:?}");
@@ -291,7 +291,7 @@ fn products_of_prompts_are_timed() {
         let us = time(&mut bed, &room, |q| q.launch(&cast));
         line += &format!(" cast {us:.1} us");
         for quantised in [DType::Q4_K, DType::Q6_K, DType::Q8_0] {
-            // The bytes do not matter, only how many there are.
+            // Only the number of bytes matters, not their values.
             if m == 512 && n * k >= 1 << 24 {
                 let from = w.slice(0, packed_bytes(quantised, n / 4, k).unwrap() as u64).unwrap();
                 let to = w.slice((n * k) as u64, (n * k / 2) as u64).unwrap();

@@ -1,4 +1,4 @@
-//! Every unit of kernels compiles, and the code is what the launchers expect.
+//! Checks that every kernel unit compiles and matches its launchers.
 
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
@@ -9,8 +9,8 @@ use refrain_kernels::{
     kernels, prebuild,
 };
 
-/// `REFRAIN_NVRTC` names the library; without it the usual places are searched.
-#[expect(clippy::disallowed_methods, reason = "a test says where its compiler is")]
+/// `REFRAIN_NVRTC` names the library; without it the usual locations are searched.
+#[expect(clippy::disallowed_methods, reason = "the environment names the compiler library")]
 fn nvrtc_path() -> Option<PathBuf> {
     std::env::var_os("REFRAIN_NVRTC").map(PathBuf::from)
 }
@@ -20,7 +20,7 @@ fn nvrtc() -> Nvrtc {
         .unwrap_or_else(|e| panic!("{e}\nhint: {}", e.hint().unwrap_or_default()))
 }
 
-/// Every unit as text, for the oldest cards and for the first whose kernels overlap. Compiled once.
+/// PTX of every unit, for the oldest GPUs and for the first with overlapping kernels. Compiled once.
 fn ptx() -> &'static [(GpuArch, Image); 2] {
     static PTX: OnceLock<[(GpuArch, Image); 2]> = OnceLock::new();
     PTX.get_or_init(|| {
@@ -29,7 +29,7 @@ fn ptx() -> &'static [(GpuArch, Image); 2] {
     })
 }
 
-/// Names and parameter sizes of the kernels in PTX text.
+/// Names and parameter sizes of the kernels in PTX.
 fn entries(ptx: &str) -> Vec<(String, Vec<usize>)> {
     let mut found: Vec<(String, Vec<usize>)> = ptx
         .split(".visible .entry ")
@@ -72,7 +72,7 @@ fn every_kernel_compiles_with_the_symbols_and_parameters_its_launcher_expects() 
     }
 }
 
-/// The name and the instructions of each kernel in PTX text.
+/// Name and instructions of each kernel in PTX.
 fn bodies(ptx: &str) -> impl Iterator<Item = (&str, &str)> {
     ptx.split(".visible .entry ").skip(1).map(|entry| {
         let (name, body) = entry.split_once('(').unwrap();
@@ -82,22 +82,22 @@ fn bodies(ptx: &str) -> impl Iterator<Item = (&str, &str)> {
 
 #[test]
 #[cfg_attr(not(feature = "nvrtc-tests"), ignore = "needs NVRTC: cargo xtask ci turns it on where it exists")]
-fn every_kernel_lets_the_next_one_start_and_waits_before_it_stores_or_leaves() {
+fn every_kernel_releases_the_next_one_and_waits_before_it_stores_or_returns() {
     let images = ptx();
     for &unit in KernelUnit::all() {
         let [old, new] = images.each_ref().map(|(_, i)| std::str::from_utf8(i.code(unit).unwrap()).unwrap());
         assert!(!old.contains("griddepcontrol"), "{unit} for 8.0");
         for (name, body) in bodies(new) {
             assert!(body.contains("griddepcontrol.launch_dependents"), "{name}");
-            // In the order of the text: whatever stands before the first wait neither stores nor leaves.
+            // In program order: nothing before the first wait stores or returns.
             let (before, _) =
                 body.split_once("griddepcontrol.wait").unwrap_or_else(|| panic!("{name} never waits"));
             for word in ["st.global", "ret;", "exit;", "red.", "atom."] {
                 let found = before.split_whitespace().any(|token| token.starts_with(word));
                 assert!(!found, "{name}: {word} before the wait");
             }
-            // These read weights before they wait, guesses that they check behind it, and parameters that no kernel writes;
-            // nothing else.
+            // These kernels read weights, guesses that they verify after the wait, and parameters that no
+            // kernel writes. All others load nothing before the wait.
             let may_load = matches!(
                 unit.family(),
                 KernelFamily::Linear
@@ -146,12 +146,12 @@ fn machine_code_is_compiled_once_and_a_damaged_or_read_only_cache_costs_only_tim
     std::fs::write(&files[0], b"not machine code").unwrap();
     assert_eq!(open(&cache).n_ready(), n - 1);
     assert_eq!(load(&cache), (n - 1, 1));
-    assert_eq!(load(&cache), (n, 0), "what was damaged is whole again");
+    assert_eq!(load(&cache), (n, 0), "the damaged file is replaced");
 
     let in_the_way = folder.path().join("file");
     std::fs::write(&in_the_way, b"").unwrap();
     let kernels = open(&in_the_way);
-    kernels.digester().unwrap_or_else(|e| panic!("a folder that cannot be made: {e}"));
+    kernels.digester().unwrap_or_else(|e| panic!("the folder cannot be created: {e}"));
     assert_eq!(n_compiled(&kernels), (0, 1));
 }
 
@@ -166,7 +166,7 @@ fn prebuilt_kernels_are_used_where_they_fit_and_replaced_where_they_are_damaged(
         LoadOptions { cache: Some(folder.path().to_owned()), nvrtc: nvrtc_path(), arch: Some(card) };
     let archive = prebuild(&nvrtc(), &[card]).unwrap_or_else(|e| panic!("{e}"));
     let open = |archive: &[u8]| {
-        // SAFETY: the device is simulated: it runs the twins of what the code names.
+        // SAFETY: the device is simulated and runs the twins of the kernels that the code names.
         unsafe { Kernels::with_archive(&ctx, &options, archive) }.unwrap()
     };
 
@@ -183,7 +183,7 @@ fn prebuilt_kernels_are_used_where_they_fit_and_replaced_where_they_are_damaged(
 
 #[test]
 #[cfg_attr(not(feature = "nvrtc-tests"), ignore = "needs NVRTC: cargo xtask ci turns it on where it exists")]
-fn a_unit_that_does_not_compile_is_told_with_its_file_and_line() {
+fn a_compile_error_names_file_and_line() {
     let nvrtc = nvrtc();
     // Too old for instructions that the kernels use.
     let old = GpuArch { major: 7, minor: 5 };

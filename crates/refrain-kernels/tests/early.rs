@@ -1,5 +1,6 @@
-//! What kernels read before they wait for the launches before them: the simulated device reports a step in which one of
-//! those still writes it. A step begins with a gather, behind which everything before is complete.
+//! Reads before the dependency wait: the simulated device reports a step in which an earlier, unfinished
+//! launch still writes what a kernel reads. A step begins with a gather, and all launches before the gather
+//! have completed.
 
 use std::sync::Arc;
 
@@ -46,7 +47,7 @@ impl Bed {
         Bed { lease, stream, memory, kernels, _ctx: ctx, device, pool, end: 0 }
     }
 
-    /// So many words, which are zero.
+    /// Allocates zeroed words.
     fn words(&mut self, n: usize) -> Buf {
         let start = self.end;
         self.end = (start + 4 * n as u64).next_multiple_of(256);
@@ -60,7 +61,7 @@ impl Bed {
         buf
     }
 
-    /// What begins a step.
+    /// The launch that begins a step.
     fn gather(&mut self) -> Launch {
         let [table, ids, y] = [self.words(64), self.words(1), self.words(64)];
         let (dtype, packed, n_rows, d, n_ids) = (DType::F32, false, 1, 64, 1);
@@ -75,7 +76,7 @@ impl Bed {
         self.kernels.copy(&CopyArgs { x, y, step: "write" }).unwrap()
     }
 
-    /// What the device reports of launches that overlap: one by one, and recorded.
+    /// Reports of the device about overlapping launches, eager and recorded.
     fn reports(&mut self, launches: &[Launch]) -> Vec<String> {
         let send = |q: &mut dyn refrain_driver::Queue| launches.iter().try_for_each(|l| q.launch(l));
         self.stream.run(&mut self.lease, true, send).unwrap();
@@ -95,10 +96,10 @@ impl Bed {
 
 type Append = Box<dyn Fn(&Kernels, Buf) -> Launch>;
 
-/// A token at position 20 of a sequence, and what it reads.
+/// A token at position 20 of a sequence, with its operands.
 struct Token {
     attend: Launch,
-    /// Writes the keys of one position of the same sequence.
+    /// Appends the key of one position of the same sequence.
     append: Append,
     inv_freq: Buf,
     norm: Buf,
@@ -186,7 +187,7 @@ fn attend_reads_the_caches_of_earlier_positions_before_it_waits() {
 }
 
 #[test]
-fn attend_reads_weights_before_it_waits_and_its_own_position_and_queries_behind_it() {
+fn attend_reads_weights_before_it_waits_and_its_own_position_and_queries_after() {
     let mut bed = Bed::new();
     let token = token(&mut bed);
     for weight in [token.inv_freq, token.norm] {
@@ -201,7 +202,7 @@ fn attend_reads_weights_before_it_waits_and_its_own_position_and_queries_behind_
 }
 
 #[test]
-fn sampling_reads_its_parameters_before_it_waits_and_logits_behind_it() {
+fn sampling_reads_its_parameters_before_it_waits_and_logits_after() {
     let mut bed = Bed::new();
     let logits = bed.words(VOCAB);
     let words = |bytes: u64| bytes.div_ceil(4) as usize;

@@ -1,5 +1,5 @@
-//! Every launcher over a table of cases, against the reference: on the simulated device, with the kernels' source compiled
-//! for the host, and on a card.
+//! Compares every launcher with the reference over a table of cases: on the simulated device, with the
+//! kernels compiled for the host, and on a GPU.
 #![allow(unreachable_pub, reason = "the modules are this test's own")]
 
 mod bed;
@@ -20,7 +20,7 @@ use refrain_kernels::{
 use refrain_tensor::DType;
 use refrain_testkit::{Tol, encode};
 
-/// One test of the real card at a time: they share its primary context.
+/// GPU tests run one at a time, because they share the device's primary context.
 static TURN: Mutex<()> = Mutex::new(());
 
 macro_rules! both {
@@ -218,19 +218,19 @@ both! {
     }
 }
 
-/// Compute capability 8.6, 8.9 and 12.0: attention has smaller rings there, a choice fewer tokens in view, and of products
-/// most leave no place beside them.
+/// Compute capability 8.6, 8.9 and 12.0. There, attention has smaller rings, sampling holds fewer tokens in
+/// shared memory, and most matmuls leave no space for a second block on the SM.
 #[test]
 #[cfg_attr(not(feature = "host-tests"), ignore = "needs a C++ compiler: cargo xtask ci turns it on")]
 fn kernels_agree_with_the_reference_where_a_block_has_99_kib_of_shared_memory() {
     let mut bed = host::bed_on(SimOptions { shared_block_bytes: 99 << 10, ..SimOptions::default() });
-    // The other sizes see all cases.
+    // The other head sizes run all cases.
     run_all(&mut bed, cases::attend::attend().into_iter().step_by(4).collect());
     run_all(&mut bed, cases::sample::sample().into_iter().step_by(4).collect());
-    // Gradients of the largest heads do not fit on tensor cores there.
+    // There, gradients of the largest heads do not fit the tensor-core kernels.
     let is_large = |case: &Case| case.name.contains("BF16") && case.name.contains("of 128");
     run_all(&mut bed, cases::train::attention_grad().into_iter().filter(is_large).collect());
-    // The longest row of floats has no room there, and is refused; plans run it another way and say so.
+    // The longest float row does not fit and is refused; plans then use another kernel and report it.
     let (long, fitting): (Vec<Case>, Vec<Case>) = cases::product::product()
         .into_iter()
         .partition(|case| case.name.contains("16]") && case.name.contains(&format!("k={}", 65 * 256)));
@@ -243,27 +243,27 @@ fn kernels_agree_with_the_reference_where_a_block_has_99_kib_of_shared_memory() 
 }
 
 #[test]
-fn sampling_from_large_vocabularies_chooses_what_the_reference_chooses_on_the_simulated_device() {
-    // Twins are the reference: one vocabulary is enough to see that the launcher takes it.
+fn sampling_from_large_vocabularies_agrees_with_the_reference_on_the_simulated_device() {
+    // Twins are the reference: one vocabulary suffices to test the launcher.
     run_all(&mut Bed::sim(), cases::sample::large().into_iter().take(2).collect());
 }
 
 #[test]
 #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
-fn sampling_from_large_vocabularies_chooses_what_the_reference_chooses_on_a_gpu() {
+fn sampling_from_large_vocabularies_agrees_with_the_reference_on_a_gpu() {
     let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     run_all(&mut Bed::gpu(), cases::sample::large());
 }
 
-// Kernels on the host copy all memory there and back, so launches that do not wait for each other cannot run there.
+// Kernels on the host copy all memory in and out, so concurrent launches cannot run there.
 #[test]
-fn the_optimiser_takes_more_tensors_than_a_table_has_on_the_simulated_device() {
+fn the_optimiser_accepts_more_tensors_than_a_table_holds_on_the_simulated_device() {
     run_all(&mut Bed::sim(), cases::training::many_tensors());
 }
 
 #[test]
 #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
-fn the_optimiser_takes_more_tensors_than_a_table_has_on_a_gpu() {
+fn the_optimiser_accepts_more_tensors_than_a_table_holds_on_a_gpu() {
     let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     run_all(&mut Bed::gpu(), cases::training::many_tensors());
 }
@@ -300,7 +300,7 @@ fn same_bits_for_every_m(bed: &mut Bed) {
     }
 }
 
-/// Enough columns for two to a warp, in three products, against each of them alone.
+/// Three products with enough columns for two per warp must equal each of them computed alone.
 fn same_bits_beside_others(bed: &mut Bed) {
     for dtype in [DType::F32, DType::BF16, DType::Q3_K, DType::IQ4_XS] {
         let (k, ns) = (512, [2051, 7, 1030]);
@@ -348,7 +348,7 @@ fn same_bits_beside_others(bed: &mut Bed) {
     }
 }
 
-/// Three rows: one ends by a token, one by its limit, one is padding. Replayed past the end of all.
+/// Three rows: one ends by a token, one by its limit, one is padding. Replays continue after all have ended.
 fn commit_until_done(bed: &mut Bed) {
     const N: usize = 3;
     let mut layout = MemoryLayout::new("commit");
@@ -365,7 +365,7 @@ fn commit_until_done(bed: &mut Bed) {
     let [state, eog, count, bias_ids] = [state, eog, count, bias_ids].map(|r| memory.buf(r));
     let mut host = Ring::new(&memory, ring, 4, N * size_of::<CommitEntry>()).unwrap();
     let mut lease = memory.lease().unwrap();
-    // The biases of the first row lapse behind its second choice, those of the second stay.
+    // The biases of the first row lapse after its second token, those of the second row stay.
     let states =
         [(100, 1000, 32), (100, 13, 0), (100, 1000, 1)].map(|(n_left, limit, bias_until)| CommitState {
             done: 0,
@@ -382,10 +382,10 @@ fn commit_until_done(bed: &mut Bed) {
     set(tokens, &i32s(&[-7; N]));
     set(positions, &i32s(&[10, 11, -1]));
     set(rng, &i32s(&rng_before));
-    // The last place of each row is outside of the window.
+    // The last slot of each row is outside the window.
     set(history, &i32s(&[-1; 3 * N]));
     set(state, bytemuck::bytes_of(&states));
-    // Each row has its own: what ends the first does not end the second.
+    // Every row has its own end tokens: a token that ends the first does not end the second.
     set(eog, &i32s(&[-1, -1, -1, 42, 7, 42]));
     set(bias_ids, &i32s(&[3, 4, 5, 3, 4, 5, 3, 4, 5]));
     set(count, &[0; 8]);
@@ -416,7 +416,7 @@ fn commit_until_done(bed: &mut Bed) {
     let past = entry(-1, StepFlags::PAST_END.0, -1);
     let expected = [
         [entry(7, 0, 11), entry(8, 0, 12), past],
-        // A logprob that is not finite ends a row, whatever else does.
+        // A logprob that is not finite ends a row, in addition to any other reason.
         [entry(-1, 0, 12), entry(8, StepFlags::LENGTH.0 | StepFlags::NON_FINITE.0, 13), past],
         [entry(42, StepFlags::ENDED.0, 13), past, past],
         [past, past, past],
@@ -446,7 +446,7 @@ fn commit_until_done(bed: &mut Bed) {
         assert_eq!(ids[..12], i32s(lapsed[step]), "step {step}");
         assert_eq!(ids[12..], i32s(&[3, 4, 5, 3, 4, 5]), "step {step}");
     }
-    // From the start again: with the device's count at 0, numbers begin at 1.
+    // After a restart the device's count is 0, and entry numbers begin at 1.
     assert!(!host.has_next() && host.reserve() && host.n_pending() == 1);
     host.restart();
     assert_eq!(host.n_pending(), 0);
@@ -469,7 +469,7 @@ fn commit_until_done(bed: &mut Bed) {
     assert_eq!(get(state), [ended, [1, 98, 13, 2, 1, 0, 1, 0], [0, 100, 1000, 2, 1, 1, 1, 0]].concat());
 }
 
-/// Pieces of a word and of more than a block has threads; two messages one after the other, and nothing outside.
+/// Edits of one word and of more than a block has threads, in two messages; nothing else may change.
 fn edit_pieces(bed: &mut Bed) {
     const N: usize = 1200;
     let mut layout = MemoryLayout::new("edit");
@@ -486,7 +486,7 @@ fn edit_pieces(bed: &mut Bed) {
     first.push(300, &long);
     (0..20).for_each(|i| first.push(1100 + 2 * i, &[i]));
     second.push(301, &[9]);
-    // Its end lies behind the last word.
+    // Ends past the last word.
     second.push(N as u32 - 1, &[8, 8, 8]);
     assert_eq!(first.n_words_with(5), first.message().len() + 4 + 5);
     for all in [&first, &second] {
@@ -548,14 +548,14 @@ fn launchers_of_a_training_step_refuse_what_their_kernels_cannot_do() {
         .map(|message| message.split_once("]: ").map_or(message.clone(), |(_, why)| why.to_owned())),
         [
             "1 operands and 1 results, must be 2 and 1",
-            "no kernel takes integers there",
+            "no kernel supports integers here",
             "[3] does not broadcast to [4, 40]",
             "y has 64 bytes, needs 320",
-            "an operand is Q8_0, no kernel reads that",
+            "an operand is Q8_0, which no kernel reads",
             "strides of [5, 40, 1] along dimension 2; copy it first",
             "scratch has 64 bytes, needs 800",
             "loss has 64 bytes, needs 128",
-            "logits is I32, must be floats of one type",
+            "logits is I32, must be F32, F16 or BF16 like the other operands",
         ]
     );
 }
@@ -585,11 +585,11 @@ fn a_launcher_refuses_what_its_kernel_cannot_do_and_names_op_dtype_and_shape() {
     assert_eq!(
         messages,
         [
-            "linear x I32 x [m=1, n=2, k=32]: no kernel multiplies with this dtype",
-            "linear x Q3_K x [m=1, n=2, k=32]: k must be whole blocks of 256",
+            "linear x I32 x [m=1, n=2, k=32]: no kernel supports this weight dtype",
+            "linear x Q3_K x [m=1, n=2, k=32]: k must be a multiple of the quantisation block, 256",
             "linear x IQ4_NL x [m=1, n=4, k=64]: w has 64 bytes, needs 144",
-            "linear x F16 x [m=1, n=2, k=32]: w starts at byte 2, which is no multiple of 16",
-            "linear x F16 x [m=0, n=2, k=32]: m is 0, there is nothing to launch",
+            "linear x F16 x [m=1, n=2, k=32]: w starts at byte 2, must be 16-byte aligned",
+            "linear x F16 x [m=0, n=2, k=32]: m is 0, must be at least 1",
             "linear x F16 x [m=1, n=100, k=32]: y has 64 bytes, needs 400",
         ]
     );
@@ -601,7 +601,7 @@ fn a_launcher_refuses_what_its_kernel_cannot_do_and_names_op_dtype_and_shape() {
     assert_eq!(
         [gemm(DType::F32, 64), gemm(DType::BF16, 60)],
         [
-            "gemm x F32 x [m=16, n=2, k=64]: tensor cores multiply F16 and BF16",
+            "gemm x F32 x [m=16, n=2, k=64]: the tensor-core kernels take F16 and BF16",
             "gemm x BF16 x [m=16, n=2, k=60]: k must be a multiple of 8",
         ]
     );
@@ -614,7 +614,7 @@ fn a_launcher_refuses_what_its_kernel_cannot_do_and_names_op_dtype_and_shape() {
 }
 
 #[test]
-fn a_case_that_is_wrong_is_noticed() {
+fn a_wrong_case_fails() {
     let mut bed = Bed::sim();
     let mut wrong = cases::dense::norms().remove(1);
     wrong.roles[0] = Role::Out(vec![0.5; 7 * 33], Tol::Whole(1e-6));

@@ -1,5 +1,5 @@
-//! How long the products of a decode step take on a card with nothing between them, and with a small kernel in each
-//! layer. These tests print; what they assert is only that the launches run.
+//! Times the matmuls of a decode step on a GPU, back to back and with a small kernel in each layer. These
+//! tests print; they only assert that the launches run.
 #![allow(unreachable_pub, dead_code, reason = "the bed is shared with tests that use more of it")]
 
 mod bed;
@@ -14,24 +14,24 @@ use refrain_tensor::DType;
 
 const N_REPLAYS: u32 = 10;
 
-/// Llama 3.2 1B: layers, and the rows and columns of the products of one.
+/// Llama 3.2 1B: number of layers, and rows and columns of a layer's matmuls.
 const N_LAYERS: usize = 16;
 const HIDDEN: usize = 2048;
 const FFN: usize = 8192;
 const KV: usize = 512;
 const VOCAB: usize = 128_256;
 
-/// What stands between the products of queries, keys and values and that of the output, as attention does.
+/// Kernel between the QKV projection and the output projection, in the place of attention.
 #[derive(Clone, Copy, Debug)]
 enum Between {
     Nothing,
-    /// A kernel of so many small blocks.
+    /// A kernel of this many small blocks.
     Blocks(usize),
 }
 
 #[test]
 #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
-fn products_of_a_step_alone_and_with_a_small_kernel_in_each_layer() {
+fn decode_products_are_timed_alone_and_with_a_small_kernel_in_each_layer() {
     let mut bed = Bed::gpu();
     for (dtype, head) in [(DType::BF16, DType::BF16), (DType::Q8_0, DType::Q8_0), (DType::Q4_K, DType::Q6_K)]
     {
@@ -47,11 +47,11 @@ fn weight_bytes(dtype: DType, n: usize, k: usize) -> u64 {
     (bytes.unwrap() as u64).next_multiple_of(256)
 }
 
-/// Rows and columns of the products of a layer: q, k and v, output, gate and up, down.
+/// Rows and columns of a layer's matmuls: QKV, output, gate and up, down.
 const LAYER: [(&[usize], usize); 4] =
     [(&[HIDDEN, KV, KV], HIDDEN), (&[HIDDEN], HIDDEN), (&[FFN, FFN], HIDDEN), (&[HIDDEN], FFN)];
 
-/// Hands out pieces of one region, one after the other.
+/// Allocates consecutive parts of one region.
 struct Weights {
     all: Buf,
     next: u64,
@@ -70,7 +70,7 @@ fn step_ms(bed: &mut Bed, dtype: DType, head: DType, between: Between) -> (f64, 
     let bytes = N_LAYERS as u64 * of_layer + weight_bytes(head, VOCAB, HIDDEN);
     let mut layout = MemoryLayout::new("speed");
     let weights = layout.device("weights", bytes);
-    // Two of each, taken in turn: nothing is read where the same launch writes.
+    // Two of each, used alternately, so that no launch reads what it writes.
     let rows: Vec<_> = (0..8).map(|i| layout.device(format!("row {i}").as_str(), 4 * VOCAB as u64)).collect();
     let memory = bed.plan(&layout);
     let mut lease = memory.lease().unwrap();

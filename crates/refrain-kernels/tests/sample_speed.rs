@@ -1,4 +1,4 @@
-//! What choosing a token costs inside a recorded chain. Prints, and bounds, the time on a card.
+//! Measures the cost of sampling inside a recorded chain. Prints the time, and bounds it on known GPUs.
 #![allow(unreachable_pub, dead_code, reason = "the test bed is shared with the other tests")]
 
 mod bed;
@@ -9,14 +9,14 @@ use refrain_graph::SAMPLE_PARAMS;
 use refrain_kernels::{SampleArgs, sample_scratch_bytes, sample_state_bytes};
 use refrain_testkit::Rng;
 
-/// Choices in a recording, and replays that are timed together.
+/// Samplings per recording, and replays per measurement.
 const CHAIN: usize = 32;
 const REPLAYS: usize = 10;
 const N_HISTORY: usize = 64;
 const N_BIAS: usize = 8;
 
-/// Temperature, top-k, top-p, min-p, repeat, frequency, presence; and the most microseconds that a vocabulary of
-/// 128,256 may take on an H200 without being a step back, for logits that are [`Shape::is_bounded`].
+/// Temperature, top-k, top-p, min-p, repeat, frequency and presence penalty; then the maximum microseconds
+/// for a vocabulary of 128,256 on an H200, for logits with [`Shape::is_bounded`]. More is a regression.
 const MODES: [(&str, [f32; 7], f64); 6] = [
     ("greedy", [0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0], 6.5),
     ("top-k 40, top-p 0.95", [0.8, 40.0, 0.95, 0.0, 1.0, 0.0, 0.0], 10.5),
@@ -26,18 +26,19 @@ const MODES: [(&str, [f32; 7], f64); 6] = [
     ("temperature", [0.8, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0], 21.0),
 ];
 
-/// What logits are like.
+/// Distribution of logits.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Shape {
-    /// As a model's: a few likely tokens, and many that are not.
+    /// As from a model: a few likely tokens and many unlikely ones.
     Peaked,
-    /// A bell with this standard deviation: thousands of likely tokens, and nearly all of them when it is narrow.
+    /// A normal distribution with this standard deviation: thousands of likely tokens, or nearly all of them
+    /// if it is narrow.
     Bell(f32),
     Equal,
 }
 
 impl Shape {
-    /// What no model gives is only printed.
+    /// Unrealistic logits are only printed.
     fn is_bounded(self) -> bool {
         match self {
             Shape::Peaked => true,
@@ -61,7 +62,7 @@ impl Shape {
     }
 }
 
-/// Microseconds for one choice in the middle of a chain, for each mode.
+/// Microseconds per sampling in the middle of a chain, for each mode.
 fn measure(bed: &mut Bed, vocab: usize, shape: Shape) -> Vec<f64> {
     let mut layout = MemoryLayout::new("speed");
     let scratch = sample_scratch_bytes(1, vocab);
@@ -137,7 +138,7 @@ fn measure(bed: &mut Bed, vocab: usize, shape: Shape) -> Vec<f64> {
 
 #[test]
 #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
-fn choosing_a_token_costs_microseconds_in_a_recorded_chain() {
+fn sampling_costs_microseconds_in_a_recorded_chain() {
     let mut bed = Bed::gpu();
     let mut slow = Vec::new();
     for vocab in [128_256, 262_144] {
@@ -158,13 +159,13 @@ fn choosing_a_token_costs_microseconds_in_a_recorded_chain() {
             }
         }
     }
-    // The bounds are for one kind of card; another may take its time.
+    // The bounds hold for one GPU model; others may be slower.
     let name = bed.device.info().name.clone();
     assert!(slow.is_empty() || !name.contains("H200"), "{}", slow.join("; "));
 }
 
 #[test]
-fn the_chain_that_is_timed_runs() {
+fn the_timed_chain_runs() {
     let times = measure(&mut Bed::sim(), 1500, Shape::Peaked);
     assert_eq!(times.len(), MODES.len());
 }

@@ -1,4 +1,4 @@
-//! How long launches take on a card. These tests print; what they assert is only that the launches run.
+//! Times launches on a GPU. These tests print; they only assert that the launches run.
 #![allow(unreachable_pub, dead_code, reason = "the bed is shared with tests that use more of it")]
 
 mod bed;
@@ -11,7 +11,7 @@ use refrain_graph::{Attention, Rope, RopeStyle};
 use refrain_kernels::{AttendArgs, attend_counter_bytes, attend_scratch_bytes, attend_splits};
 use refrain_tensor::DType;
 
-/// Launches of a recording, each behind the one before it, over as many caches as keep the card's own cache cold.
+/// Dependent launches per recording, over enough caches to keep the L2 cache cold.
 const N_LAUNCHES: usize = 64;
 const N_LAYERS: usize = 16;
 const N_REPLAYS: u32 = 5;
@@ -34,7 +34,7 @@ fn attend_from_short_to_long_contexts() {
     }
 }
 
-/// 32 heads over 8, a cache of 32,768 positions, one row.
+/// One row, 32 query heads over 8 KV heads, and a cache of 32,768 positions.
 fn attend_us(bed: &mut Bed, dtype: DType, head_dim: usize, context: usize) -> f64 {
     let (n_heads, n_kv_heads, kv_block, max_blocks) = (32, 8, 32, 1024);
     let n_splits = attend_splits(1, n_kv_heads, kv_block * max_blocks, bed.ctx.device().info().n_sms);
@@ -51,7 +51,7 @@ fn attend_us(bed: &mut Bed, dtype: DType, head_dim: usize, context: usize) -> f6
     let memory = bed.plan(&layout);
     let b: Vec<_> = regions.iter().map(|&r| memory.buf(r)).collect();
     let mut lease = memory.lease().unwrap();
-    // Any bytes do for the rest.
+    // The contents of the other buffers do not matter.
     bed.stream.upload(&mut lease, b[4], &i32s(&[context as i32 - 1])).unwrap();
     bed.stream.upload(&mut lease, b[5], &i32s(&[0])).unwrap();
     let table: Vec<i32> = (0..max_blocks as i32).map(|i| i * 37 % max_blocks as i32).collect();

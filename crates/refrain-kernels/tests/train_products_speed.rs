@@ -1,5 +1,5 @@
-//! How long the products and the attention of a training step take on a card. These tests print; what they assert is that
-//! results are there and the same every time.
+//! Times the matmuls and the attention of a training step on a GPU. These tests print; they only assert that
+//! results exist and are reproducible.
 #![allow(unreachable_pub, dead_code, reason = "the bed is shared with tests that use more of it")]
 
 mod bed;
@@ -15,10 +15,10 @@ use refrain_kernels::{
 use refrain_tensor::{DType, Layout};
 use refrain_testkit::encode;
 
-/// Launches of a recording.
+/// Launches per recording.
 const TURNS: usize = 20;
 
-/// Buffers of a device, filled with normal numbers.
+/// Device buffers filled with normal numbers.
 struct Room {
     memory: Arc<Memory>,
     bufs: Vec<Buf>,
@@ -40,7 +40,8 @@ fn fill(bed: &mut Bed, room: &Room, buf: Buf, dtype: DType, seed: u64) {
     bed.stream.upload(&mut lease, buf, &bytes).unwrap();
 }
 
-/// Milliseconds for one of what a closure enqueues, as a graph of many: the least of some replays.
+/// Milliseconds per operation that a closure enqueues, recorded many times in one graph: the minimum of
+/// several replays.
 fn time(bed: &mut Bed, room: &Room, f: impl Fn(&mut dyn Queue) -> Result<(), DriverError>) -> f64 {
     let mut lease = room.memory.lease().unwrap();
     bed.stream.run(&mut lease, false, |q| f(q)).unwrap();
@@ -61,7 +62,7 @@ fn time(bed: &mut Bed, room: &Room, f: impl Fn(&mut dyn Queue) -> Result<(), Dri
     least
 }
 
-/// The bytes that launches leave in a buffer.
+/// The contents of a buffer after some launches.
 fn result(
     bed: &mut Bed,
     room: &Room,
@@ -74,14 +75,14 @@ fn result(
     out.values(&mut bed.stream, buf).unwrap()
 }
 
-/// Columns in and out of the products of a llama layer, and of the head.
+/// Input and output columns of a Llama layer's matmuls and of the head.
 fn products(width: usize, ffn: usize, vocab: usize) -> [(&'static str, usize, usize); 4] {
     [("q k v o", width, width), ("gate up", width, ffn), ("down", ffn, width), ("head", width, vocab)]
 }
 
 #[test]
 #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
-fn products_of_a_training_step_are_timed() {
+fn training_products_are_timed() {
     let mut bed = Bed::gpu();
     let blas = BlasLt::open(&bed.ctx, None).unwrap();
     println!("{blas:?}");
@@ -96,7 +97,7 @@ fn products_of_a_training_step_are_timed() {
     }
 }
 
-/// A factor that is stored as it is, or transposed.
+/// Layout of a factor, stored directly or transposed.
 fn factor(turned: bool, rows: usize, cols: usize) -> Layout {
     let stored = if turned { [cols, rows] } else { [rows, cols] };
     let layout = Layout::contiguous(shape(&stored));
@@ -149,7 +150,7 @@ fn product_times(bed: &mut Bed, blas: &Arc<BlasLt>, name: &str, layout: &str, [m
 
 #[test]
 #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
-fn attention_of_a_training_step_is_timed() {
+fn training_attention_is_timed() {
     let mut bed = Bed::gpu();
     let base = Shape { dtype: DType::BF16, documents: 16, len: 1024, heads: [12, 12], head_dim: 64 };
     let shapes = [
@@ -163,7 +164,7 @@ fn attention_of_a_training_step_is_timed() {
     shapes.into_iter().for_each(|shape| attention_times(&mut bed, shape));
 }
 
-/// What the test above does, where nothing can be timed.
+/// The computation of the test above, where timing is impossible.
 #[test]
 fn attention_has_the_same_bits_every_time_on_the_simulated_device() {
     let shape = Shape { dtype: DType::BF16, documents: 2, len: 7, heads: [4, 2], head_dim: 16 };
@@ -241,7 +242,7 @@ fn attention_times(bed: &mut Bed, s: Shape) {
         step: "backward",
     };
     bed.kernels.span_attention_grad(&args, &mut backward).unwrap();
-    // Two products of the half of the square that is seen, and five for the gradient: seven are done.
+    // The causal half of the square takes two matmuls, and five for the gradient, which executes seven.
     let flops = 4.0 * (s.documents * n_heads * d) as f64 * (s.len as f64).powi(2) / 2.0;
     let tflops = |times: f64, ms: f64| times * flops / ms / 1e9;
     let ms = time(bed, &room, |q| q.launch(&forward));

@@ -1,5 +1,5 @@
-//! How long the launches of a training step take on a card, at the sizes of a model of 110 million parameters and 16,384
-//! tokens. These tests print; what they assert is only that the launches run.
+//! Times the launches of a training step on a GPU, at the sizes of a 110-million-parameter model with 16,384
+//! tokens. These tests print; they only assert that the launches run.
 #![allow(unreachable_pub, dead_code, reason = "the bed is shared with tests that use more of it")]
 
 mod bed;
@@ -23,13 +23,13 @@ const HIDDEN: usize = 2048;
 const VOCAB: usize = 32_768;
 const N_REPLAYS: u32 = 5;
 
-/// Something to measure: its buffers in bytes, what they hold where that matters, and the bytes that it has to move.
+/// A measured launch: buffer sizes in bytes, contents where they matter, and the bytes it must move.
 struct Measured<'a> {
     name: &'a str,
     sizes: &'a [usize],
     ints: Option<(usize, &'a [i32])>,
     bytes: usize,
-    /// As many copies of the buffers as keep the card's own cache cold.
+    /// Copies of the buffers, enough to keep the L2 cache cold.
     n_sets: usize,
 }
 
@@ -206,7 +206,7 @@ fn elements_rows_and_moves() {
         })?);
         Ok(())
     });
-    // Few ids have many rows, as in a text.
+    // Few ids have many rows, as in natural text.
     let ids: Vec<i32> = (1..=N).map(|i| (VOCAB as f64 / (1.0 + (i * 7919 % N) as f64)) as i32).collect();
     let table = 2 * VOCAB * D;
     let gather = Measured {

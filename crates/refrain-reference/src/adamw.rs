@@ -1,11 +1,11 @@
-//! The optimiser.
+//! AdamW.
 
 use crate::dense::{In, Out, ReferenceError};
 use refrain_graph::{AdamParam, AdamW};
 use refrain_tensor::Layout;
 
-/// One step of AdamW. `inputs` are those that the step does not change: the parameters, the sum of squares, and the
-/// gradients unless they are accumulators. `outputs` are the states, which hold what they were before.
+/// Runs one AdamW step. `inputs` are those that the step does not change: the parameters, the sum of squares,
+/// and the gradients unless they are accumulators. `outputs` are the states and hold their previous contents.
 pub(crate) fn adamw(adam: &AdamW, inputs: &[In<'_>], outputs: &mut [Out<'_>]) -> Result<(), ReferenceError> {
     let params = inputs[0].to_f32()?;
     let sum_squares = inputs[1].to_f32()?[0];
@@ -41,7 +41,7 @@ pub(crate) fn adamw(adam: &AdamW, inputs: &[In<'_>], outputs: &mut [Out<'_>]) ->
         if !is_applied {
             continue;
         }
-        // Without a master the weight is its own.
+        // Without a master weight, the weight itself is updated.
         let master = usize::from(adam.masters);
         let (mut w, mut m, mut v) =
             (held(&states[master])?, held(&states[master + 1])?, held(&states[master + 2])?);

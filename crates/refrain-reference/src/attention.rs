@@ -1,4 +1,4 @@
-//! Positions, the paged KV cache, and attention over it.
+//! RoPE, the paged KV cache, and attention over it.
 
 use crate::dense::{In, Out, ReferenceError, store_one};
 use refrain_graph::{Attention, Rope, RopeStyle};
@@ -29,7 +29,7 @@ pub(crate) fn rope(rope: &Rope, inputs: &[In<'_>], out: &mut Out<'_>) -> Result<
     out.store(&y)
 }
 
-/// Where a position of a sequence lies in a cache `[n_blocks, n_kv_heads, kv_block, head_dim]`.
+/// Block tables that map positions to rows of a cache `[n_blocks, n_kv_heads, kv_block, head_dim]`.
 struct CachePages {
     tables: Vec<i32>,
     max_blocks: usize,
@@ -43,7 +43,7 @@ impl CachePages {
         Ok(CachePages { tables: tables.to_i32()?, max_blocks, n_blocks: cache[0], kv_block: cache[2] })
     }
 
-    /// The block and the row in it.
+    /// Returns the KV block of a position, and the row within it.
     fn find(&self, seq: i32, position: usize) -> Result<(usize, usize), ReferenceError> {
         let n_seqs = self.tables.len() / self.max_blocks.max(1);
         let seq_idx = usize::try_from(seq).unwrap_or(usize::MAX);

@@ -1,32 +1,32 @@
-//! Operands, and the ops that only move or multiply.
+//! Operands, and ops that move data or multiply matrices.
 
 use half::{bf16, f16};
 use refrain_graph::{HostCallError, TensorType};
 use refrain_tensor::{Bytes, DType, HostTensor, Layout, TensorError, quant};
 
-/// Why the reference refused.
+/// Reason why the reference refused an op.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ReferenceError {
-    /// There is no reference for this.
+    /// The op has no reference implementation.
     #[error("{op} has no reference: {because}")]
     Unsupported {
         /// Name of the op.
         op: &'static str,
-        /// Why.
+        /// Reason.
         because: String,
     },
-    /// An index points outside what it indexes.
+    /// An index is out of range.
     #[error("{what} is {got}, must be below {limit}")]
     OutOfRange {
-        /// Which number.
+        /// Name of the index.
         what: &'static str,
         /// Its value.
         got: i64,
-        /// Its bound.
+        /// Its exclusive upper bound.
         limit: usize,
     },
-    /// Bytes that do not fit their type.
+    /// The bytes do not match their type.
     #[error(transparent)]
     Tensor(#[from] TensorError),
     /// A host function failed.
@@ -34,33 +34,33 @@ pub enum ReferenceError {
     Host(HostCallError),
 }
 
-/// An input: bytes seen through a layout.
+/// An input: bytes with a layout.
 #[derive(Clone, Copy, Debug)]
 pub struct In<'a> {
     /// Element type.
     pub dtype: DType,
-    /// Where each element lies.
+    /// Layout of the elements.
     pub layout: Layout,
-    /// The bytes of the whole buffer.
+    /// Bytes of the whole buffer.
     pub bytes: &'a [u8],
 }
 
-/// A dense output.
+/// A contiguous output.
 #[derive(Debug)]
 pub struct Out<'a> {
-    /// Type.
+    /// Type of the output.
     pub ty: TensorType,
-    /// Its bytes.
+    /// Bytes of the output.
     pub bytes: &'a mut [u8],
 }
 
 impl In<'_> {
-    /// The input's type.
+    /// Type of the input.
     pub fn ty(&self) -> TensorType {
         TensorType { dtype: self.dtype, shape: self.layout.shape() }
     }
 
-    /// The size of a dimension.
+    /// Size of a dimension.
     pub fn dim(&self, axis: usize) -> usize {
         self.layout.shape().dims()[axis]
     }
@@ -95,7 +95,8 @@ impl In<'_> {
         self.layout.indices().map(word).collect()
     }
 
-    /// The elements as they are, dense. Quantised types are copied block by block, so the view must show whole blocks.
+    /// The raw elements, contiguous. Quantised types are copied block by block, so the view must consist of
+    /// whole blocks.
     pub fn to_dense(&self) -> Result<Vec<u8>, TensorError> {
         let (len, size) = (self.dtype.block_len(), self.dtype.block_bytes());
         let shape = self.layout.shape();
@@ -124,7 +125,7 @@ impl Out<'_> {
     }
 }
 
-/// Rounds one value into its bytes.
+/// Rounds one value to its bytes.
 #[expect(clippy::wildcard_enum_match_arm, reason = "only the three float types are stored one by one")]
 pub(crate) fn store_one(dtype: DType, bytes: &mut [u8], v: f32) -> Result<(), TensorError> {
     match dtype {
@@ -160,7 +161,7 @@ pub(crate) fn gather_rows(table: &In<'_>, ids: &In<'_>, out: &mut Out<'_>) -> Re
 }
 
 impl In<'_> {
-    /// Like [`In::to_f32`], decoding only the blocks that a single dense row touches.
+    /// Like [`In::to_f32`], but decodes only the blocks that a single contiguous row touches.
     fn row_f32(&self) -> Result<Vec<f32>, TensorError> {
         let (len, size) = (self.dtype.block_len(), self.dtype.block_bytes());
         let (start, end) = (self.layout.offset(), self.layout.end());
@@ -186,7 +187,7 @@ pub(crate) fn matmul(a: &In<'_>, b: &In<'_>, out: &mut Out<'_>) -> Result<(), Re
         let layout = x.layout.broadcast_to(refrain_tensor::Shape::new(&shape)?)?;
         Ok(In { layout, ..*x }.to_f32()?)
     };
-    // `b` is laid out [k, n] in the product and read column by column.
+    // `b` is a [k, n] matrix here and read column by column.
     let (a, b) = (batched(a, m, k)?, batched(b, k, n)?);
     let n_batches: usize = dims[..rank - 2].iter().product();
     let mut y = vec![0.0; n_batches * m * n];

@@ -1,4 +1,4 @@
-//! Ops on elements and rows.
+//! Elementwise and row-wise ops.
 
 use crate::dense::{In, Out, ReferenceError};
 use refrain_graph::{Binary, Gate, Reduce, Unary};
@@ -19,7 +19,7 @@ pub(crate) fn apply(f: Unary, x: f64) -> f64 {
         Unary::Silu => x / (1.0 + (-x).exp()),
         Unary::GeluTanh => {
             let inner = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x * x * x);
-            // 0.5 * x * (1 + tanh(inner)), written so that nothing cancels far to the left.
+            // 0.5 * x * (1 + tanh(inner)), in a form that does not cancel for very negative x.
             x / (1.0 + (-2.0 * inner).exp())
         }
         Unary::Affine { mul, add } => f64::from(mul) * x + f64::from(add),
@@ -50,7 +50,7 @@ pub(crate) fn binary(f: Binary, a: &In<'_>, b: &In<'_>, out: &mut Out<'_>) -> Re
 pub(crate) fn reduce(kind: Reduce, x: &In<'_>, out: &mut Out<'_>) -> Result<(), ReferenceError> {
     let d = x.layout.shape().dim_back(0);
     let x = x.to_f32()?;
-    // Rows are counted by the output: a row without elements still has a sum.
+    // The output determines the number of rows: a row without elements still has a sum.
     let y: Vec<f32> = (0..out.ty.shape.n_elements())
         .map(|i| {
             let row = &x[i * d..][..d];
@@ -100,7 +100,7 @@ pub(crate) fn gate(kind: Gate, gate: &In<'_>, up: &In<'_>, out: &mut Out<'_>) ->
     out.store(&y)
 }
 
-/// Adds `x` to the state, which is what the output holds.
+/// Adds `x` to the state, which the output already contains.
 pub(crate) fn accumulate(x: &In<'_>, state: &mut Out<'_>) -> Result<(), ReferenceError> {
     let layout = refrain_tensor::Layout::contiguous(state.ty.shape);
     let before = In { dtype: state.ty.dtype, layout, bytes: state.bytes }.to_f32()?;

@@ -1,7 +1,7 @@
 //! Ops in double precision.
 //!
-//! The meaning of an op without the rounding of its inputs and outputs: gradients are checked against differences here,
-//! and ops that only training has are computed here and rounded once.
+//! These define ops without rounding of inputs and outputs. Gradients are checked here against finite
+//! differences. Ops that only training uses are computed here and rounded once.
 
 use crate::dense::{In, Out, ReferenceError};
 use crate::elementwise::apply;
@@ -11,7 +11,7 @@ use refrain_graph::{
 };
 use refrain_tensor::{DType, Layout, Shape};
 
-/// Dense numbers of some shape. Integers are numbers too: a double holds 32 bits of them.
+/// A contiguous array of numbers. It holds integers too: an f64 represents 32-bit integers exactly.
 #[derive(Clone, Debug, PartialEq)]
 pub struct F64Array {
     /// Dimensions.
@@ -21,10 +21,10 @@ pub struct F64Array {
 }
 
 impl F64Array {
-    /// An array.
+    /// Creates an array.
     ///
     /// # Panics
-    /// When there are not as many values as elements.
+    /// If the number of values differs from the number of elements.
     pub fn new(shape: Shape, values: Vec<f64>) -> F64Array {
         assert_eq!(shape.n_elements(), values.len(), "values of an array {shape}");
         F64Array { shape, values }
@@ -54,7 +54,7 @@ impl F64Array {
         F64Array { shape: self.shape, values }
     }
 
-    /// The elements that a layout over this array's shows.
+    /// The elements that a layout over this array selects.
     fn seen(&self, layout: &Layout) -> F64Array {
         F64Array { shape: layout.shape(), values: layout.indices().map(|i| self.values[i]).collect() }
     }
@@ -82,14 +82,14 @@ pub(crate) fn run(op: &Op, inputs: &[In<'_>], outputs: &mut [Out<'_>]) -> Result
     Ok(())
 }
 
-/// The outputs of an op in double precision. Ops with a paged cache, a choice of tokens or experts, the host or the
-/// optimiser have none.
+/// Evaluates an op in double precision. Ops with a paged cache, sampling, expert routing, host calls and the
+/// optimiser have no such definition.
 pub fn evaluate(op: &Op, inputs: &[F64Array]) -> Result<Vec<F64Array>, ReferenceError> {
     let one = |array| Ok(vec![array]);
     match op {
         Op::View(view) => one(self::view(view, &inputs[0])?),
         Op::Copy => one(inputs[0].clone()),
-        // Rounding to an integer is the one cast that changes a number here.
+        // Truncation to an integer is the only cast that changes a number here.
         Op::Cast(DType::I32) => one(inputs[0].map(f64::trunc)),
         Op::Cast(_) => one(inputs[0].clone()),
         Op::Unary(f) => one(inputs[0].map(|x| apply(*f, x))),
@@ -219,12 +219,12 @@ pub fn evaluate(op: &Op, inputs: &[F64Array]) -> Result<Vec<F64Array>, Reference
         | Op::Train(TrainOp::AdamW(_))
         | Op::HostCall(_) => Err(ReferenceError::Unsupported {
             op: op.name(),
-            because: "it has none in double precision".into(),
+            because: "it has no definition in double precision".into(),
         }),
     }
 }
 
-/// The entry that an id names; none for a negative one.
+/// Returns the entry that an id names; `None` for a negative one.
 fn column(id: f64, limit: usize) -> Result<Option<usize>, ReferenceError> {
     match id {
         id if id < 0.0 => Ok(None),
@@ -329,7 +329,7 @@ fn activation(kind: Gate) -> Unary {
     }
 }
 
-/// `f'(x)`
+/// `f'(x)`.
 fn derivative(f: Unary, x: f64) -> f64 {
     let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
     match f {
@@ -352,7 +352,7 @@ fn derivative(f: Unary, x: f64) -> f64 {
     }
 }
 
-/// Heads turned by their positions, in one direction or the other.
+/// Rotates heads by their positions, forwards or backwards.
 fn turn(rope: &Rope, inputs: &[F64Array], direction: f64) -> F64Array {
     let [x, positions, inv_freq] = [&inputs[0], &inputs[1], &inputs[2]];
     let (n_heads, head_dim) = (x.dims()[1], x.dims()[2]);
@@ -377,7 +377,7 @@ fn turn(rope: &Rope, inputs: &[F64Array], direction: f64) -> F64Array {
     y
 }
 
-/// What attention reads, by row and head.
+/// Operands of attention, indexed by row and head.
 struct SpanHeads<'a> {
     attention: &'a SpanAttention,
     q: &'a F64Array,
@@ -399,7 +399,7 @@ impl<'a> SpanHeads<'a> {
         self.q.dims()[2]
     }
 
-    /// The rows that a row sees.
+    /// Returns the rows visible to a row.
     fn seen(&self, row: usize) -> Result<std::ops::Range<usize>, ReferenceError> {
         let n = self.q.dims()[0];
         let [first, end] = [self.spans.values[2 * row], self.spans.values[2 * row + 1]];
@@ -421,7 +421,7 @@ impl<'a> SpanHeads<'a> {
         (row * n_kv_heads + head / (self.n_heads() / n_kv_heads)) * self.head_dim()
     }
 
-    /// The score of a key for a query, and its derivative with respect to their product.
+    /// Returns the score of a key for a query, and its derivative with respect to the dot product.
     fn score(&self, row: usize, head: usize, key: usize) -> (f64, f64) {
         let d = self.head_dim();
         let q = &self.q.values[self.query_at(row, head)..][..d];
@@ -515,7 +515,7 @@ fn cross_entropy(inputs: &[F64Array]) -> Result<Vec<F64Array>, ReferenceError> {
     Ok(vec![loss, F64Array { shape: logits.shape, values: gradient }])
 }
 
-/// Whether an element stays.
+/// Whether dropout keeps an element.
 pub(crate) fn keeps(dropout: &Dropout, rng: &[f64], element: usize) -> bool {
     let word = |i: usize| rng[i] as u32;
     let counter = [(element / 4) as u32, dropout.site, word(2), word(3)];

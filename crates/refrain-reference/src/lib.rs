@@ -1,9 +1,10 @@
-//! The obvious version of every op.
+//! Reference implementation of every op.
 //!
-//! Everything is decoded to f32, computed one element at a time with sums in f64, and rounded once into the output's
-//! dtype. It is slow and easy to check by eye; everything fast is tested against it, and the simulated device runs it.
+//! Everything is decoded to f32, computed one element at a time with sums in f64, and rounded once to the
+//! output's dtype. It is slow and easy to check by eye. Every fast implementation is tested against it, and
+//! the simulated device runs it.
 //!
-//! Invariant: nothing here is clever.
+//! Invariant: clarity before speed; nothing here is optimised.
 #![forbid(unsafe_code)]
 #![deny(clippy::wildcard_enum_match_arm)]
 
@@ -27,8 +28,8 @@ use refrain_tensor::DType;
 
 /// Runs an op.
 ///
-/// `inputs` are the node's inputs, but for those that an output continues: the cache that `KvAppend` changes is
-/// `outputs[0]`, and what it held before the call is what the op starts from.
+/// `inputs` are the node's inputs, except those that an output updates in place: the cache that `KvAppend`
+/// changes is `outputs[0]`, which must hold its previous contents before the call.
 pub fn run(op: &Op, inputs: &[In<'_>], outputs: &mut [Out<'_>]) -> Result<(), ReferenceError> {
     match op {
         Op::View(_) => {
@@ -65,7 +66,7 @@ pub fn run(op: &Op, inputs: &[In<'_>], outputs: &mut [Out<'_>]) -> Result<(), Re
             let (a, b) = (inputs[0].to_f32()?, inputs[1].to_f32()?);
             let sum: Vec<f32> = a.iter().zip(&b).map(|(a, b)| a + b).collect();
             outputs[0].store(&sum)?;
-            // The norm is of the sum as it was rounded, as if the two were separate nodes.
+            // The norm is of the rounded sum, as if the two ops were separate nodes.
             let layout = refrain_tensor::Layout::contiguous(outputs[0].ty.shape);
             let rounded = In { dtype: outputs[0].ty.dtype, layout, bytes: outputs[0].bytes }.to_f32()?;
             outputs[1].store(&elementwise::rms_norm(&rounded, &inputs[2].to_f32()?, *eps))

@@ -1,4 +1,4 @@
-//! Mixtures of experts: the router, and products with the experts that it chose.
+//! Mixture of experts: the router, and products with the chosen experts.
 
 use crate::dense::{In, Out, ReferenceError};
 use refrain_graph::{ExpertGate, MoeOp, Route, RouteGroups, RouteScore};
@@ -27,7 +27,7 @@ fn run_route(route: &Route, inputs: &[In<'_>], outputs: &mut [Out<'_>]) -> Resul
     outputs[1].store(&weights)
 }
 
-/// The choices of a row with their weights, the best first.
+/// Returns the choices of a row with their weights, best first.
 #[must_use]
 pub fn route_row(
     route: &Route,
@@ -41,10 +41,11 @@ pub fn route_row(
     let score = |id: usize| match route.score {
         RouteScore::Softmax => (logits[id] - most).exp() / sum,
         RouteScore::Sigmoid => 1.0 / (1.0 + (-logits[id]).exp()),
-        // Only compared: its weights come later.
+        // Only for comparison: the weights are computed below.
         RouteScore::SoftmaxOfChosen => logits[id],
     };
-    // Scores order as logits do; these are compared where nothing is added, so that no rounding makes a tie.
+    // Scores have the same order as logits. If nothing is added to them, logits are compared, so that
+    // rounding creates no ties.
     let sums = route.groups.is_some_and(|groups| groups.n_best > 1);
     let compared: Vec<f64> = match bias {
         Some(bias) => (0..logits.len()).map(|id| score(id) + f64::from(bias[id])).collect(),
@@ -80,10 +81,10 @@ pub fn route_row(
     order.iter().zip(weights).map(|(&id, weight)| (id, (weight * scale(id)) as f32)).collect()
 }
 
-/// Added to a sum that weights are divided by, as model code does.
+/// Added to the sum that weights are divided by, as in the models' own code.
 const SMALLEST_SUM: f64 = 1e-20;
 
-/// Sorts ids by value, the largest first and the lower id first among equals.
+/// Sorts ids by value, largest first; ties put the lower id first.
 fn best_first(ids: &mut [usize], value: impl Fn(usize) -> f64) {
     // Zeros of both signs are equal.
     ids.sort_by(|&a, &b| {
@@ -104,7 +105,7 @@ fn kept_groups(groups: RouteGroups, compared: &[f64]) -> Vec<usize> {
     order
 }
 
-/// The expert that an id names; none for a negative one.
+/// Returns the expert that an id names; `None` for a negative one.
 fn expert(id: i32, n_experts: usize) -> Result<Option<usize>, ReferenceError> {
     match usize::try_from(id) {
         Err(_) => Ok(None),
@@ -113,10 +114,10 @@ fn expert(id: i32, n_experts: usize) -> Result<Option<usize>, ReferenceError> {
     }
 }
 
-/// The matrix of an expert, decoded: `[rows, k]`.
+/// Decodes the matrix of an expert: `[rows, k]`.
 fn matrix(w: &In<'_>, expert: usize) -> Result<Vec<f32>, ReferenceError> {
     let one = In { layout: w.layout.slice(0, expert, 1)?, ..*w };
-    // Only the expert's own bytes are decoded, where they lie together.
+    // If the expert's bytes are contiguous, only those are decoded.
     if one.layout.is_contiguous() {
         let (start, n) = (one.layout.offset(), one.layout.shape().n_elements());
         if let (Some(from), Some(len)) = (w.dtype.bytes_for(start), w.dtype.bytes_for(n)) {

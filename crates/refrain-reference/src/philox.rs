@@ -1,11 +1,11 @@
-//! Philox 4x32-10: random numbers that are a function of a key and a counter, so that a step can run twice.
+//! Philox 4x32-10: random numbers as a function of key and counter, so that a step can be repeated.
 //!
 //! J. Salmon and others, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 
 const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
 const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
 
-/// Four random words for a counter and a key.
+/// Returns four random words for a counter and a key.
 pub fn philox4x32(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
     let [mut c, mut k] = [counter, [key[0], key[1], 0, 0]];
     for _ in 0..10 {
@@ -18,10 +18,11 @@ pub fn philox4x32(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
     c
 }
 
-/// The uniform number in [0, 1) for a seed and a position: the one that chooses the token at that position.
+/// Returns the uniform number in [0, 1) for a seed and a position. It decides the token sampled at that
+/// position.
 pub fn uniform(seed: u64, position: u32) -> f32 {
     let word = philox4x32([position, 0, 0, 0], [seed as u32, (seed >> 32) as u32])[0];
-    // 24 bits are what an f32 holds exactly, so the result is never rounded up to 1.
+    // An f32 holds 24 bits exactly, so the result never rounds up to 1.
     (word >> 8) as f32 * (1.0 / 16_777_216.0)
 }
 
@@ -29,9 +30,9 @@ pub fn uniform(seed: u64, position: u32) -> f32 {
 mod tests {
     use super::*;
 
-    // The known answers that the authors' Random123 library publishes for ten rounds.
+    // Known answers for ten rounds, published with the authors' Random123 library.
     #[test]
-    fn philox_gives_the_published_known_answers() {
+    fn philox_reproduces_the_published_known_answers() {
         assert_eq!(philox4x32([0; 4], [0; 2]), [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]);
         assert_eq!(
             philox4x32([u32::MAX; 4], [u32::MAX; 2]),

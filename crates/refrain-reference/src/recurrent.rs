@@ -1,16 +1,16 @@
-//! Recurrent layers over their slots.
+//! Recurrent layers over state slots.
 
 use crate::dense::{In, Out, ReferenceError};
 use refrain_graph::{GatedDelta, Recurrent, ShortConv};
 use refrain_tensor::DType;
 
-/// Rows of one sequence that stand together in a step.
+/// Consecutive rows of one sequence in a step.
 struct SequenceRows {
     first: usize,
     n_rows: usize,
-    /// Where its state is read; `None` for zeros.
+    /// Slot that the state is read from; `None` for zeros.
     read: Option<usize>,
-    /// Where its state is written, if anywhere.
+    /// Slot that the state is written to, if any.
     write: Option<usize>,
 }
 
@@ -45,7 +45,7 @@ fn pieces(
     Ok(pieces)
 }
 
-/// Runs an op of a recurrent layer. `inputs` are without the state, which is `outputs[1]`.
+/// Runs an op of a recurrent layer. `inputs` excludes the state, which is `outputs[1]`.
 pub(crate) fn recurrent(
     op: &Recurrent,
     inputs: &[In<'_>],

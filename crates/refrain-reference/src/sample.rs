@@ -1,23 +1,23 @@
-//! Choosing a token: bias, penalties, top-k, top-p, min-p, temperature, and one uniform number.
+//! Sampling: bias, penalties, top-k, top-p, min-p, temperature, and one uniform number.
 
 use crate::dense::{In, Out, ReferenceError};
 use crate::philox::uniform;
 use refrain_graph::{SAMPLE_PARAMS, Sample, SampleParam};
 
-/// The parameters of one row, read from where [`SampleParam`] says they lie.
+/// Sampling parameters of one row.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sampling<'a> {
-    /// A row of `params`.
+    /// One row of `params`, indexed by [`SampleParam`].
     pub params: &'a [f32],
-    /// Tokens that penalties look at; negative places are empty.
+    /// Tokens that penalties apply to; negative slots are empty.
     pub history: &'a [i32],
-    /// Tokens whose logits are shifted; negative places are empty.
+    /// Tokens with a logit bias; negative slots are empty.
     pub bias_ids: &'a [i32],
-    /// By how much.
+    /// Bias per token in `bias_ids`.
     pub bias: &'a [f32],
     /// Random seed.
     pub seed: u64,
-    /// The position whose token is chosen.
+    /// Position of the sampled token.
     pub position: u32,
 }
 
@@ -63,17 +63,18 @@ pub(crate) fn sample(op: Sample, inputs: &[In<'_>], outputs: &mut [Out<'_>]) -> 
     Ok(())
 }
 
-/// Forbids the tokens whose bit is 0, before biases and penalties.
+/// Forbids tokens whose bit is 0, before biases and penalties.
 pub fn apply_mask(logits: &mut [f32], mask: &[u32]) {
     for (id, l) in logits.iter_mut().enumerate() {
-        // NaN stays, so that it is seen whatever the mask.
+        // NaN is kept, so that it is reported whatever the mask.
         if mask[id / 32] >> (id % 32) & 1 == 0 && !l.is_nan() {
             *l = f32::NEG_INFINITY;
         }
     }
 }
 
-/// The `n` most probable tokens with the logarithms of their probabilities, best first; NaN where there are none.
+/// Returns the `n` most probable tokens with their log-probabilities, best first; NaN if the row has no
+/// probabilities.
 pub fn most_probable(logits: &[f32], n: usize) -> Vec<(usize, f32)> {
     let mut ids: Vec<usize> = (0..logits.len()).collect();
     ids.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]).then(a.cmp(&b)));
@@ -83,10 +84,11 @@ pub fn most_probable(logits: &[f32], n: usize) -> Vec<(usize, f32)> {
     ids.into_iter().take(n).map(|id| (id, if total.is_finite() { logprob(id) } else { f32::NAN })).collect()
 }
 
-/// The chosen token and the logarithm of its probability under the model (after bias and penalties, at temperature 1).
+/// Samples a token, and returns it with its log-probability under the model (after bias and penalties, at
+/// temperature 1).
 ///
-/// `logits` is changed by bias and penalties. Ties are broken towards the smaller id everywhere. NaN counts as +inf: a row
-/// that holds either has no probabilities, and the logarithm is NaN.
+/// Bias and penalties modify `logits`. All ties resolve to the smaller id. NaN counts as +inf: a row with
+/// either has no probabilities, and its log-probability is NaN.
 pub fn sample_row(logits: &mut [f32], sampling: &Sampling<'_>) -> (usize, f32) {
     apply_bias_and_penalties(logits, sampling);
     for l in logits.iter_mut().filter(|l| l.is_nan()) {
@@ -102,7 +104,7 @@ pub fn sample_row(logits: &mut [f32], sampling: &Sampling<'_>) -> (usize, f32) {
         return (best, if total.is_finite() && total > 0.0 { logprob(best) } else { f32::NAN });
     }
 
-    // Candidates from the most to the least probable.
+    // Candidates by decreasing probability.
     let mut ids: Vec<usize> = (0..logits.len()).collect();
     ids.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]).then(a.cmp(&b)));
     let top_k = sampling.param(SampleParam::TopK) as usize;
@@ -130,20 +132,20 @@ pub fn sample_row(logits: &mut [f32], sampling: &Sampling<'_>) -> (usize, f32) {
             return (id, logprob(id));
         }
     }
-    // Rounding can leave the target a hair above the last sum.
+    // Rounding can leave the target slightly above the last partial sum.
     let last = ids[ids.len() - 1];
     (last, logprob(last))
 }
 
-/// Probability relative to the most probable token.
+/// Probability relative to that of the most probable token.
 fn weight(logit: f32, max: f32) -> f64 {
     (f64::from(logit) - f64::from(max)).exp()
 }
 
-/// The shortest run of candidates whose weights reach `top_p` of the candidates' `total`.
+/// Keeps the shortest prefix of candidates whose weights reach `top_p` of the candidates' `total`.
 ///
-/// The total is part of the definition down to its rounding: over the whole vocabulary it is summed by id, over what
-/// top-k left from the most to the least probable. Every backend sums in that order and so keeps the same candidates.
+/// The rounding of the total is part of the definition: over the whole vocabulary it is summed by id, after
+/// top-k by decreasing probability. Every backend sums in this order and therefore keeps the same candidates.
 fn keep_top_p(ids: &mut Vec<usize>, logits: &[f32], max: f32, total: f64, top_p: f32) {
     if top_p >= 1.0 {
         return;
@@ -156,7 +158,7 @@ fn keep_top_p(ids: &mut Vec<usize>, logits: &[f32], max: f32, total: f64, top_p:
     ids.truncate(reached.map_or(ids.len(), |i| i + 1).max(1));
 }
 
-/// Shifts logits by the biases, then lowers those of recent tokens.
+/// Adds the biases to the logits, then penalises recent tokens.
 pub fn apply_bias_and_penalties(logits: &mut [f32], sampling: &Sampling<'_>) {
     let vocab = logits.len();
     let index = |id: i32| usize::try_from(id).ok().filter(|&i| i < vocab);

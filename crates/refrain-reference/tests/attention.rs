@@ -1,4 +1,4 @@
-//! Rotary embedding against complex numbers, and paged attention against dense attention.
+//! Checks RoPE against complex numbers, and paged attention against dense attention.
 
 use refrain_graph::{Attention, Op, Rope, RopeStyle, TensorType};
 use refrain_reference::{In, Out, ReferenceError, run};
@@ -17,7 +17,7 @@ fn floats(bytes: &[u8]) -> Vec<f32> {
     bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect()
 }
 
-/// The one F32 output of an op, of the shape of its first input.
+/// The single F32 output of an op, with the shape of its first input.
 fn eval(op: &Op, inputs: &[&HostTensor]) -> Result<Vec<f32>, ReferenceError> {
     let ins: Vec<In<'_>> = inputs.iter().map(|t| In::from(*t)).collect();
     let ty = ins[0].ty();
@@ -27,7 +27,7 @@ fn eval(op: &Op, inputs: &[&HostTensor]) -> Result<Vec<f32>, ReferenceError> {
 }
 
 #[test]
-fn rope_multiplies_pairs_by_a_turning_complex_number() {
+fn rope_multiplies_pairs_by_a_unit_complex_number() {
     let (n, n_heads, head_dim, n_dims) = (4, 3, 10, 8);
     let x = random(&[n, n_heads, head_dim], 1);
     let positions = [0, 5, -1, 1023];
@@ -61,7 +61,7 @@ fn rope_multiplies_pairs_by_a_turning_complex_number() {
 }
 
 #[test]
-fn rope_keeps_lengths_and_depends_on_the_distance_alone() {
+fn rope_preserves_lengths_and_depends_only_on_distance() {
     let freq = HostTensor::from_f32(Shape::from([2]), &[1.0, 0.1]).unwrap();
     let op = Op::Rope(Rope { style: RopeStyle::Neox, n_dims: 4, magnitude: 1.0 });
     let (q, k) = (random(&[1, 1, 4], 2), random(&[1, 1, 4], 3));
@@ -74,7 +74,7 @@ fn rope_keeps_lengths_and_depends_on_the_distance_alone() {
     assert!((dot(&turned, &turned) - dot(&q.to_f32().unwrap(), &q.to_f32().unwrap())).abs() < 1e-4);
 }
 
-/// Sequences of keys and values, dense: `[seq][position][n_kv_heads * head_dim]`.
+/// Keys and values of several sequences, contiguous: `[seq][position][n_kv_heads * head_dim]`.
 struct World {
     n_kv_heads: usize,
     head_dim: usize,
@@ -105,7 +105,7 @@ impl World {
         ints(&[self.k.len(), self.max_blocks], &self.tables)
     }
 
-    /// A cache that was filled row by row in a shuffled order, with padding rows between.
+    /// A cache filled row by row in shuffled order, with padding rows in between.
     fn cache(&self, of: &[Vec<Vec<f32>>], dtype: DType) -> HostTensor {
         let ty = TensorType::new(dtype, [self.n_blocks, self.n_kv_heads, self.kv_block, self.head_dim]);
         let mut rows: Vec<(i32, i32)> = of
@@ -132,7 +132,7 @@ impl World {
         HostTensor::new(dtype, ty.shape, refrain_tensor::Bytes::new(bytes)).unwrap()
     }
 
-    /// Dense softmax attention over the positions that a row sees.
+    /// Dense softmax attention over the positions visible to a row.
     fn dense(&self, a: &Attention, q: &[f32], seq: usize, position: usize, n_heads: usize) -> Vec<f32> {
         let d = self.head_dim;
         let first = a.window.map_or(0, |w| (position + 1).saturating_sub(w));
@@ -181,7 +181,7 @@ impl World {
 const PLAIN: Attention = Attention { scale: 0.4, window: None, softcap: None };
 
 #[test]
-fn paged_attention_is_dense_attention() {
+fn paged_attention_equals_dense_attention() {
     let world = World::new(&[5, 1, 13], 2, 6, 4, 1);
     let rows = [(2, 12), (0, 0), (0, 4), (1, 0), (2, 7), (2, 8)];
     world.check(PLAIN, 6, &rows, DType::F32, Tol::Each(1e-5));
@@ -201,14 +201,14 @@ fn a_window_hides_the_past_and_a_cap_bounds_the_scores() {
 }
 
 #[test]
-fn padding_rows_write_nothing_and_come_out_as_zeros() {
+fn padding_rows_write_nothing_and_return_zeros() {
     let world = World::new(&[3], 1, 4, 2, 3);
-    // The sequence of a padding row is never looked at.
+    // The sequence of a padding row is ignored.
     world.check(PLAIN, 1, &[(0, -1), (99, -1), (0, 2), (-7, i32::MIN)], DType::F32, Tol::Each(1e-5));
 }
 
 #[test]
-fn indices_that_point_outside_are_refused_by_name() {
+fn out_of_range_indices_are_refused_by_name() {
     let world = World::new(&[3], 1, 4, 2, 3);
     let (k, v) = (world.cache(&world.k, DType::F32), world.cache(&world.v, DType::F32));
     let refuse = |seq: i32, position: i32, tables: &HostTensor| {

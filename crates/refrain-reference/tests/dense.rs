@@ -1,4 +1,4 @@
-//! Moves and products against loops that a reader can check.
+//! Checks moves and matrix products against simple loops.
 
 use proptest::prelude::*;
 use refrain_graph::{Binary, Gate, GraphBuilder, Op, Reduce, TensorType, Unary, View};
@@ -47,7 +47,7 @@ fn one(op: Op, inputs: &[&HostTensor]) -> Vec<f32> {
 }
 
 #[test]
-fn products_of_small_matrices_are_known() {
+fn products_of_small_matrices_have_known_values() {
     let a = f32s(&[2, 3], &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
     let b = f32s(&[3, 2], &[7.0, 8.0, 9.0, 10.0, 11.0, 12.0]);
     assert_eq!(one(Op::MatMul, &[&a, &b]), [58.0, 64.0, 139.0, 154.0]);
@@ -56,7 +56,7 @@ fn products_of_small_matrices_are_known() {
     assert_eq!(one(Op::MatMul, &[&bt, &at]), [58.0, 139.0, 64.0, 154.0]);
 }
 
-/// `a[x, m, k] * b[y, k, n]` with batches broadcast, by the definition.
+/// `a[x, m, k] * b[y, k, n]` with broadcast batches, by definition.
 fn naive(a: &HostTensor, b: &HostTensor, batch: &[usize]) -> Vec<f32> {
     let wide = |t: &HostTensor| {
         let shape = t.shape();
@@ -90,7 +90,7 @@ fn stored(t: &HostTensor) -> usize {
 }
 
 #[test]
-fn products_of_views_and_batches_are_those_of_the_definition() {
+fn products_of_views_and_batches_match_the_definition() {
     let swap = || View::Permute(vec![1, 0]);
     let a = random(DType::F32, &[5, 7], 1);
     let plain = random(DType::F32, &[7, 4], 2);
@@ -107,7 +107,7 @@ fn products_of_views_and_batches_are_those_of_the_definition() {
 }
 
 #[test]
-fn quantised_weights_multiply_as_their_decoded_numbers() {
+fn quantised_weights_multiply_like_their_decoded_numbers() {
     for dtype in DType::ALL.into_iter().filter(|d| d.is_quantized() || d.is_float()) {
         let k = 2 * dtype.block_len().max(16);
         let x = random(DType::F32, &[3, k], 8);
@@ -119,7 +119,7 @@ fn quantised_weights_multiply_as_their_decoded_numbers() {
 }
 
 #[test]
-fn gathering_takes_rows_and_gives_zeros_for_negative_ids() {
+fn gather_copies_rows_and_returns_zeros_for_negative_ids() {
     let table = f32s(&[3, 2], &[0.0, 1.0, 10.0, 11.0, 20.0, 21.0]);
     let op = Op::GatherRows(DType::F32);
     assert_eq!(
@@ -135,7 +135,7 @@ fn gathering_takes_rows_and_gives_zeros_for_negative_ids() {
 }
 
 #[test]
-fn gathering_from_quantised_tables_decodes_the_row() {
+fn gather_from_a_quantised_table_decodes_the_row() {
     for dtype in DType::ALL.into_iter().filter(|d| d.is_quantized()) {
         let d = dtype.block_len();
         let table = random(dtype, &[4, 2 * d], 3);
@@ -203,7 +203,7 @@ fn binaries_broadcast_from_the_right() {
 }
 
 #[test]
-fn rows_are_reduced_normed_and_softmaxed() {
+fn reductions_norms_and_softmax_have_known_values() {
     let x = f32s(&[2, 4], &[1.0, 2.0, 3.0, 4.0, -1.0, -1.0, -1.0, -1.0]);
     assert_eq!(one(Op::Reduce { kind: Reduce::Sum, axis: 1 }, &[&x]), [10.0, -4.0]);
     assert_eq!(one(Op::Reduce { kind: Reduce::Mean, axis: 1 }, &[&x]), [2.5, -1.0]);
@@ -224,7 +224,7 @@ fn rows_are_reduced_normed_and_softmaxed() {
 }
 
 #[test]
-fn rows_without_elements_have_a_sum() {
+fn empty_rows_have_a_sum() {
     let x = f32s(&[3, 0], &[]);
     assert_eq!(one(Op::Reduce { kind: Reduce::Sum, axis: 1 }, &[&x]), [0.0; 3]);
     assert_eq!(one(Op::Reduce { kind: Reduce::Max, axis: 1 }, &[&x]), [f32::NEG_INFINITY; 3]);
@@ -232,7 +232,7 @@ fn rows_without_elements_have_a_sum() {
 }
 
 #[test]
-fn short_floats_are_computed_in_full_and_rounded_once() {
+fn sixteen_bit_floats_are_computed_in_f32_and_rounded_once() {
     let [a, b] = [1, 2].map(|seed| random(DType::BF16, &[4, 8], seed));
     let wide = |t: &HostTensor| f32s(&[4, 8], &t.to_f32().unwrap());
     let full = one(Op::Binary(Binary::Mul), &[&wide(&a), &wide(&b)]);
@@ -241,7 +241,7 @@ fn short_floats_are_computed_in_full_and_rounded_once() {
 }
 
 #[test]
-fn a_view_is_not_run() {
+fn views_have_no_reference() {
     let mut b = GraphBuilder::new(vec![], vec![]);
     let x = b.input("x", TensorType::new(DType::F32, [2])).unwrap();
     b.reshape(x, &[2, 1]).unwrap();
@@ -258,7 +258,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(3000))]
 
     #[test]
-    fn what_a_rule_accepts_the_reference_runs(
+    fn the_reference_runs_everything_that_a_shape_rule_accepts(
         which in 0usize..9,
         dims in prop::collection::vec(small_dims(), 3),
         same in any::<bool>(),

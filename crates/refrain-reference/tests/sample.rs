@@ -1,4 +1,4 @@
-//! Sampling: which tokens may come, how often, and what never happens.
+//! Checks which tokens sampling can return, and how often.
 
 use refrain_graph::{SAMPLE_PARAMS, SampleParam};
 use refrain_reference::{Sampling, sample_row, uniform};
@@ -20,7 +20,7 @@ fn pick(logits: &[f32], sampling: Sampling<'_>) -> (usize, f32) {
     sample_row(&mut logits.to_vec(), &sampling)
 }
 
-/// How often each token comes over many positions.
+/// Counts how often each token is sampled over many positions.
 fn counts(logits: &[f32], sampling: Sampling<'_>, n: u32) -> Vec<usize> {
     let mut counts = vec![0; logits.len()];
     (0..n).for_each(|position| counts[pick(logits, Sampling { position, ..sampling }).0] += 1);
@@ -33,14 +33,14 @@ fn softmax(logits: &[f32], temperature: f64) -> Vec<f64> {
     exps.iter().map(|e| e / total).collect()
 }
 
-/// Pearson's chi-square against `want`, held to five standard deviations above its mean.
+/// Pearson's chi-square against `want`, limited to five standard deviations above its mean.
 fn assert_distributed(counts: &[usize], want: &[f64]) {
     let n: usize = counts.iter().sum();
     let mut chi = 0.0;
     let mut freedom = -1.0;
     for (&got, &p) in counts.iter().zip(want) {
         if p == 0.0 {
-            assert_eq!(got, 0, "an impossible token came");
+            assert_eq!(got, 0, "an impossible token was sampled");
             continue;
         }
         let expected = p * n as f64;
@@ -54,7 +54,7 @@ fn assert_distributed(counts: &[usize], want: &[f64]) {
 const LOGITS: [f32; 6] = [0.5, 2.0, -1.0, 1.5, 0.0, 1.0];
 
 #[test]
-fn tokens_come_as_often_as_the_model_says() {
+fn token_frequencies_match_the_model() {
     for temperature in [0.5f32, 1.0, 2.5] {
         let params = params(&[(SampleParam::Temperature, temperature)]);
         let counts = counts(&LOGITS, Sampling { params: &params, ..PLAIN }, 20_000);
@@ -63,7 +63,7 @@ fn tokens_come_as_often_as_the_model_says() {
 }
 
 #[test]
-fn tokens_come_as_often_over_seeds_as_over_positions() {
+fn token_frequencies_over_seeds_match_those_over_positions() {
     let mut counts = vec![0; LOGITS.len()];
     for seed in 0..20_000u64 {
         let seed = seed * 0x1_0000_0001;
@@ -73,23 +73,23 @@ fn tokens_come_as_often_over_seeds_as_over_positions() {
 }
 
 #[test]
-fn the_temperature_acts_on_what_the_filters_kept() {
+fn temperature_applies_after_the_filters() {
     let set = [(SampleParam::TopK, 3.0), (SampleParam::Temperature, 2.0)];
     let counts = counts(&LOGITS, Sampling { params: &params(&set), ..PLAIN }, 20_000);
     let kept = softmax(&[2.0, 1.5, 1.0], 2.0);
     assert_distributed(&counts, &[0.0, kept[0], 0.0, kept[1], 0.0, kept[2]]);
 }
 
-/// The tokens that can come.
+/// Tokens that can be sampled.
 fn kept(logits: &[f32], set: &[(SampleParam, f32)]) -> BTreeSet<usize> {
-    // A high temperature makes everything that is kept about equally likely.
+    // At a high temperature all remaining tokens are about equally likely.
     let params = params(&[&[(SampleParam::Temperature, 100.0)], set].concat());
     let counts = counts(logits, Sampling { params: &params, ..PLAIN }, 2_000);
     (0..logits.len()).filter(|&i| counts[i] > 0).collect()
 }
 
 #[test]
-fn top_k_keeps_the_k_most_probable_and_breaks_ties_by_id() {
+fn top_k_keeps_the_k_most_probable_tokens_and_breaks_ties_by_id() {
     assert_eq!(kept(&LOGITS, &[(SampleParam::TopK, 1.0)]), [1].into());
     assert_eq!(kept(&LOGITS, &[(SampleParam::TopK, 4.0)]), [0, 1, 3, 5].into());
     assert_eq!(kept(&LOGITS, &[(SampleParam::TopK, 60.0)]).len(), 6);
@@ -98,8 +98,8 @@ fn top_k_keeps_the_k_most_probable_and_breaks_ties_by_id() {
 }
 
 #[test]
-fn top_p_keeps_the_shortest_run_that_reaches_it() {
-    // Probabilities 0.4, 0.3, 0.2, 0.1 in a shuffled order.
+fn top_p_keeps_the_shortest_prefix_that_reaches_it() {
+    // Probabilities 0.4, 0.3, 0.2 and 0.1, shuffled.
     let logits = [0.2f32, 0.4, 0.1, 0.3].map(f32::ln);
     let top_p = |p| kept(&logits, &[(SampleParam::TopP, p)]);
     assert_eq!(top_p(0.0), [1].into());
@@ -112,16 +112,16 @@ fn top_p_keeps_the_shortest_run_that_reaches_it() {
 }
 
 #[test]
-fn top_p_after_top_k_counts_among_the_kept() {
+fn top_p_after_top_k_is_relative_to_the_remaining_tokens() {
     let logits = [0.4f32, 0.3, 0.2, 0.1].map(f32::ln);
-    // Of the two that are left the first has 4/7.
+    // Of the two remaining tokens, the first has 4/7.
     let both = |p| kept(&logits, &[(SampleParam::TopK, 2.0), (SampleParam::TopP, p)]);
     assert_eq!(both(0.56), [0].into());
     assert_eq!(both(0.58), [0, 1].into());
 }
 
 #[test]
-fn min_p_keeps_what_is_close_to_the_best() {
+fn min_p_keeps_tokens_close_to_the_best() {
     let logits = [0.4f32, 0.3, 0.2, 0.1].map(f32::ln);
     let min_p = |p| kept(&logits, &[(SampleParam::MinP, p)]);
     assert_eq!(min_p(0.0).len(), 4);
@@ -139,7 +139,7 @@ fn shifted(logits: &[f32], sampling: Sampling<'_>) -> Vec<f32> {
 }
 
 #[test]
-fn penalties_and_bias_shift_the_logits_they_name() {
+fn penalties_and_bias_shift_only_their_tokens() {
     let logits = [1.0, -1.0, 2.0, 0.5];
     let history = [2, -1, 1, 2, 77, 2];
     let with = |set: &[(SampleParam, f32)]| {
@@ -175,7 +175,7 @@ fn bias_can_force_and_forbid_a_token() {
 }
 
 #[test]
-fn greedy_takes_the_best_and_of_equals_the_first() {
+fn greedy_takes_the_best_token_and_breaks_ties_by_id() {
     for temperature in [0.0, -1.0, f32::NAN] {
         let params = params(&[(SampleParam::Temperature, temperature)]);
         let greedy = Sampling { params: &params, ..PLAIN };
@@ -186,7 +186,7 @@ fn greedy_takes_the_best_and_of_equals_the_first() {
 }
 
 #[test]
-fn the_probability_is_the_model_s_whatever_the_filters() {
+fn the_probability_is_the_model_s_regardless_of_filters() {
     let set = [(SampleParam::TopK, 2.0), (SampleParam::Temperature, 0.3)];
     let p = softmax(&LOGITS, 1.0);
     for position in 0..50 {
@@ -198,7 +198,7 @@ fn the_probability_is_the_model_s_whatever_the_filters() {
 }
 
 #[test]
-fn a_row_with_a_single_logit_that_is_not_a_number_has_no_probabilities() {
+fn a_row_with_one_nan_logit_has_no_probabilities() {
     let logits = [0.0, 1.0, f32::NAN, 0.5];
     for set in [(SampleParam::Temperature, 0.0), (SampleParam::TopK, 2.0), (SampleParam::TopP, 0.5)] {
         let params = params(&[set]);
@@ -208,7 +208,7 @@ fn a_row_with_a_single_logit_that_is_not_a_number_has_no_probabilities() {
 }
 
 #[test]
-fn without_any_number_the_first_token_comes_with_an_unknown_probability() {
+fn an_all_nan_row_returns_the_first_token_with_a_nan_probability() {
     for nothing in [f32::NAN, f32::NEG_INFINITY] {
         for temperature in [0.0, 1.0] {
             let params = params(&[(SampleParam::Temperature, temperature), (SampleParam::TopK, 3.0)]);
@@ -220,7 +220,7 @@ fn without_any_number_the_first_token_comes_with_an_unknown_probability() {
 }
 
 #[test]
-fn masked_tokens_never_come() {
+fn masked_tokens_are_never_sampled() {
     let mut logits = [f32::NEG_INFINITY; 40];
     logits[17] = -3.0;
     logits[30] = -4.0;
@@ -240,12 +240,12 @@ fn the_same_seed_and_position_give_the_same_token() {
     };
     assert_eq!(run(5), run(5));
     assert_ne!(run(5), run(6));
-    // Both halves of the seed count.
+    // Both halves of the seed matter.
     assert_ne!(uniform(1, 0), uniform(1 << 32 | 1, 0));
 }
 
 #[test]
-fn a_run_that_reaches_top_p_exactly_is_long_enough() {
+fn a_prefix_that_reaches_top_p_exactly_is_long_enough() {
     let logits = vec![0.0f32; 8];
     for (top_p, n) in [(0.125, 1), (0.25, 2), (0.5, 4), (0.875, 7)] {
         assert_eq!(kept(&logits, &[(SampleParam::TopP, top_p)]), (0..n).collect());

@@ -1,9 +1,9 @@
-//! Counting allocations, for code that must not make any, and bytes, for code that must not make many.
+//! Counts allocations, for code that must not allocate, and live bytes, for code with a memory limit.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
-/// The system's allocator with a counter in front.
+/// The system allocator with counters.
 ///
 /// ```
 /// use refrain_testkit::CountingAllocator;
@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 /// assert!(n >= 1);
 /// ```
 ///
-/// All threads are counted, so a test that uses it has its file to itself.
+/// It counts all threads, so a test that uses it must be alone in its file.
 #[derive(Debug, Default)]
 pub struct CountingAllocator {
     made: AtomicU64,
@@ -23,17 +23,17 @@ pub struct CountingAllocator {
 }
 
 impl CountingAllocator {
-    /// An allocator that has counted nothing yet.
+    /// Creates an allocator with zeroed counters.
     pub const fn new() -> CountingAllocator {
         CountingAllocator { made: AtomicU64::new(0), live_bytes: AtomicUsize::new(0) }
     }
 
-    /// Allocations and reallocations since the program began.
+    /// Number of allocations and reallocations since the program started.
     pub fn allocations(&self) -> u64 {
         self.made.load(Ordering::Relaxed)
     }
 
-    /// Bytes that are allocated now, as they were asked for: zeros that nobody has touched count too.
+    /// Currently allocated bytes, as requested; untouched zeroed memory counts too.
     pub fn live_bytes(&self) -> usize {
         self.live_bytes.load(Ordering::Relaxed)
     }
@@ -43,7 +43,7 @@ impl CountingAllocator {
         self.live_bytes.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// Runs a function and counts the allocations of all threads meanwhile.
+    /// Runs a function and counts the allocations of all threads during the call.
     pub fn count<R>(&self, f: impl FnOnce() -> R) -> (R, u64) {
         let before = self.allocations();
         let result = f();
@@ -51,31 +51,33 @@ impl CountingAllocator {
     }
 }
 
-// SAFETY: every method hands its arguments to `System` unchanged, so the caller's promises to `GlobalAlloc` are kept
-// by `System`; the counters are atomics and allocate nothing themselves.
+// SAFETY: every method passes its arguments to `System` unchanged, so `System` upholds the contract of
+// `GlobalAlloc`; the counters are atomics and do not allocate.
 unsafe impl GlobalAlloc for CountingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         self.add(layout.size());
-        // SAFETY: the caller of this method promises what `System.alloc` asks for.
+        // SAFETY: the caller of this method upholds the contract of `System.alloc`.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         self.add(layout.size());
-        // SAFETY: the caller of this method promises what `System.alloc_zeroed` asks for.
+        // SAFETY: the caller of this method upholds the contract of `System.alloc_zeroed`.
         unsafe { System.alloc_zeroed(layout) }
     }
 
     unsafe fn realloc(&self, ptr: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
         self.add(new_size);
         self.live_bytes.fetch_sub(layout.size(), Ordering::Relaxed);
-        // SAFETY: `ptr` came from `System` through this allocator; the rest the caller promises.
+        // SAFETY: `ptr` came from `System` through this allocator; the caller upholds the rest of the
+        // contract.
         unsafe { System.realloc(ptr, layout, new_size) }
     }
 
     unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
         self.live_bytes.fetch_sub(layout.size(), Ordering::Relaxed);
-        // SAFETY: `ptr` came from `System` through this allocator; the rest the caller promises.
+        // SAFETY: `ptr` came from `System` through this allocator; the caller upholds the rest of the
+        // contract.
         unsafe { System.dealloc(ptr, layout) }
     }
 }

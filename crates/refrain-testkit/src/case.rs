@@ -1,4 +1,4 @@
-//! One op case: a small graph, what it runs on, and how exact the result must be.
+//! An op case: a small graph, its inputs, and the tolerance of its results.
 
 use crate::compare::{Tol, compare_tensors};
 use crate::eval::{Feed, evaluate};
@@ -9,22 +9,23 @@ use refrain_graph::{
 use refrain_tensor::{DType, HostTensor, Shape};
 use std::fmt;
 
-/// A named case. Most graphs have one node that is not a view; attention has the appends that fill its caches.
+/// A named case. Most graphs contain a single node that is not a view; attention also has the appends that
+/// fill its caches.
 #[derive(Clone, Debug)]
 pub struct Case {
-    /// What is special about it, after the name of the op.
+    /// Op name, followed by what distinguishes the case.
     pub name: String,
-    /// The op it is about.
+    /// Tested op.
     pub op: Op,
-    /// The graph; its outputs are what is compared.
+    /// Graph whose outputs are compared.
     pub graph: Graph,
     /// Weights, inputs and states.
     pub feed: Feed,
-    /// How exact floats must be.
+    /// Tolerance for float results.
     pub tol: Tol,
 }
 
-/// One operand of a case's node.
+/// An operand of a case's node.
 #[derive(Clone, Debug)]
 pub struct Arg {
     pub(crate) ty: TensorType,
@@ -42,7 +43,8 @@ pub(crate) enum ArgKind {
 }
 
 impl Arg {
-    /// A float operand: a step input in F32, else a weight, since a control block holds no other floats.
+    /// A float operand: a step input if F32, else a weight, because a control block holds no other float
+    /// dtype.
     pub fn float(dtype: DType, dims: impl Into<Shape>) -> Arg {
         let kind = if dtype == DType::F32 { ArgKind::Input } else { ArgKind::Weight };
         Arg { ty: TensorType::new(dtype, dims), fill: Fill::Normal, kind, views: vec![] }
@@ -64,24 +66,24 @@ impl Arg {
         Arg { ty: TensorType::new(dtype, dims), fill: Fill::Zero, kind: ArgKind::State, views: vec![] }
     }
 
-    /// A state in slots, zero before the step.
+    /// A slotted state, zero before the step.
     pub fn slots(dims: impl Into<Shape>) -> Arg {
         Arg { kind: ArgKind::Slots, ..Arg::state(DType::F32, dims) }
     }
 
-    /// The same operand with other values.
+    /// Returns the operand with other values.
     pub fn fill(mut self, fill: Fill) -> Arg {
         self.fill = fill;
         self
     }
 
-    /// The same operand in another dtype of the same size.
+    /// Returns the operand in another dtype of the same size.
     pub fn dtype(mut self, dtype: DType) -> Arg {
         self.ty.dtype = dtype;
         self
     }
 
-    /// The same operand seen through one more view.
+    /// Returns the operand seen through an additional view.
     pub fn view(mut self, view: View) -> Arg {
         self.views.push(view);
         self
@@ -89,20 +91,20 @@ impl Arg {
 }
 
 impl Case {
-    /// The case of one node, whose outputs are the graph's.
+    /// Builds a case of one node, whose outputs are those of the graph.
     ///
     /// # Panics
-    /// When the op refuses the operands: the table is wrong.
+    /// If the op refuses the operands: then the table is wrong.
     pub fn one_node(name: impl Into<String>, op: Op, tol: Tol, args: Vec<Arg>) -> Case {
         let label = op.name();
         let node = op.clone();
         Case::build(name, op, tol, args, move |b, values| b.node(node, values, label))
     }
 
-    /// A case whose graph is built by a function from the operands to the outputs.
+    /// Builds a case whose graph is created by a function from operands to outputs.
     ///
     /// # Panics
-    /// When the graph cannot be built.
+    /// If the graph cannot be built.
     pub fn build<F>(name: impl Into<String>, op: Op, tol: Tol, args: Vec<Arg>, nodes: F) -> Case
     where
         F: FnOnce(
@@ -118,7 +120,7 @@ impl Case {
     }
 }
 
-// Cases keep their values when others are added or moved: the seed depends on the name alone.
+// Seeds depend only on the name, so cases keep their values when others are added or moved.
 fn seed_of(name: &str) -> u64 {
     name.bytes().fold(0xcbf2_9ce4_8422_2325, |h, b| (h ^ u64::from(b)).wrapping_mul(0x0100_0000_01b3))
 }
@@ -167,12 +169,12 @@ where
     Ok((builder.finish(), feed))
 }
 
-/// A case that did not come out as the reference says.
+/// A case whose result differs from the reference.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CaseFailure {
     /// Name of the case.
     pub case: String,
-    /// What went wrong.
+    /// Reason.
     pub because: String,
 }
 
@@ -188,7 +190,7 @@ pub fn run_case<E: fmt::Display>(
     backend: impl FnOnce(&Graph, &Feed) -> Result<Vec<HostTensor>, E>,
 ) -> Result<(), CaseFailure> {
     let fail = |because: String| CaseFailure { case: case.name.clone(), because };
-    let want = evaluate(&case.graph, &case.feed).map_err(|e| fail(format!("the reference refuses: {e}")))?;
+    let want = evaluate(&case.graph, &case.feed).map_err(|e| fail(format!("the reference failed: {e}")))?;
     let got = backend(&case.graph, &case.feed).map_err(|e| fail(e.to_string()))?;
     if got.len() != want.len() {
         return Err(fail(format!("got {} outputs, expected {}", got.len(), want.len())));
@@ -199,7 +201,7 @@ pub fn run_case<E: fmt::Display>(
     Ok(())
 }
 
-/// Runs every case, then panics with all failures, one a line.
+/// Runs every case, then panics with all failures, one per line.
 #[track_caller]
 pub fn check_all<E: fmt::Display>(
     cases: &[Case],

@@ -1,22 +1,23 @@
-//! When two tensors count as equal.
+//! Comparison of tensors with a tolerance.
 
 use refrain_tensor::{DType, HostTensor};
 use std::fmt;
 
-/// How far a result may lie from the reference. Integers and quantised blocks are always compared bit by bit.
+/// Allowed difference from the reference. Integers and quantised blocks are always compared bit by bit.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Tol {
-    /// The same bits.
+    /// Equal bits.
     Bits,
-    /// Relative to each element: for ops that round each element by itself.
+    /// Relative to each element: for ops that round each element separately.
     Each(f32),
-    /// Relative to each element or the tensor's root mean square, whichever is larger: for sums with cancellation.
+    /// Relative to each element or to the tensor's root mean square, whichever is larger: for sums with
+    /// cancellation.
     Whole(f32),
 }
 
 impl Tol {
-    /// This tolerance for results that are rounded to `dtype`: one unit in the last place comes on top.
-    #[expect(clippy::wildcard_enum_match_arm, reason = "only the two short float types round visibly")]
+    /// Returns this tolerance for results that are rounded to `dtype`, which adds one unit in the last place.
+    #[expect(clippy::wildcard_enum_match_arm, reason = "only the two 16-bit float types round visibly")]
     pub fn rounded_to(self, dtype: DType) -> Tol {
         let ulp = match dtype {
             DType::F16 => 1.0 / 1024.0,
@@ -31,20 +32,20 @@ impl Tol {
     }
 }
 
-/// The first element that is too far off.
+/// The first element that is out of tolerance.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Mismatch {
-    /// Its place, in row-major order.
+    /// Its index, in row-major order.
     pub element: usize,
     /// Its value.
     pub got: f64,
     /// The reference's value.
     pub want: f64,
-    /// How far apart they may be.
+    /// Allowed difference.
     pub allowed: f64,
-    /// Elements that are too far off.
+    /// Number of elements out of tolerance.
     pub n_bad: usize,
-    /// Elements there are.
+    /// Total number of elements.
     pub n: usize,
 }
 
@@ -68,7 +69,7 @@ pub fn compare(got: &[f32], want: &[f32], tol: Tol) -> Result<(), Mismatch> {
     let rms = (squares / n_finite.max(1) as f64).sqrt();
     let allowed = |want: f32| match tol {
         Tol::Bits => 0.0,
-        // Below the normal numbers a relative error means nothing.
+        // A relative error is meaningless below the normal range.
         Tol::Each(rel) => f64::from(rel) * f64::from(want).abs() + f64::from(f32::MIN_POSITIVE),
         Tol::Whole(rel) => f64::from(rel) * f64::from(want).abs().max(rms) + f64::from(f32::MIN_POSITIVE),
     };
@@ -85,7 +86,7 @@ pub fn compare(got: &[f32], want: &[f32], tol: Tol) -> Result<(), Mismatch> {
     Err(Mismatch { element, got: got_one, want: want_one, allowed, n_bad: 1 + bad.count(), n: got.len() })
 }
 
-/// Panics with the first element that is too far off.
+/// Panics with the first element that is out of tolerance.
 #[track_caller]
 pub fn assert_close(got: &[f32], want: &[f32], tol: Tol) {
     if let Err(mismatch) = compare(got, want, tol) {
@@ -93,7 +94,7 @@ pub fn assert_close(got: &[f32], want: &[f32], tol: Tol) {
     }
 }
 
-/// Compares tensors of one type.
+/// Compares tensors of equal type.
 pub(crate) fn compare_tensors(got: &HostTensor, want: &HostTensor, tol: Tol) -> Result<(), String> {
     if (got.dtype(), got.shape()) != (want.dtype(), want.shape()) {
         let [got, want] = [got, want].map(|t| format!("{}{}", t.dtype(), t.shape()));

@@ -1,11 +1,11 @@
-//! Files beside the repository, and golden files.
+//! Shared test data and golden files.
 
 use refrain_tensor::{Bytes, DType, HostTensor, Shape};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-/// The folder with test data that is shared between checkouts: `REFRAIN_SHARED_DATA`, else `../shared/data` beside the
-/// repository. `None` when it is not there.
+/// Folder of test data shared between checkouts: `REFRAIN_SHARED_DATA`, else `../shared/data` next to the
+/// repository. `None` if it does not exist.
 #[expect(clippy::disallowed_methods, reason = "the one place where tests read the environment")]
 pub fn shared_data() -> Option<PathBuf> {
     let named = std::env::var_os("REFRAIN_SHARED_DATA").map(PathBuf::from);
@@ -13,14 +13,14 @@ pub fn shared_data() -> Option<PathBuf> {
     named.unwrap_or_else(beside).canonicalize().ok().filter(|p| p.is_dir())
 }
 
-/// A file or folder of the shared test data.
+/// Path of a file or folder in the shared test data.
 ///
 /// # Panics
-/// When it is not there: a test that was asked for must not pass without its data.
+/// If it does not exist: a requested test must not pass without its data.
 pub fn require_shared_data(path: &str) -> PathBuf {
     let root = shared_data().unwrap_or_else(|| {
         panic!(
-            "the shared test data is not beside the repository\nhint: set REFRAIN_SHARED_DATA to its folder"
+            "the shared test data is not next to the repository\nhint: set REFRAIN_SHARED_DATA to its folder"
         )
     });
     let full = root.join(path);
@@ -28,10 +28,10 @@ pub fn require_shared_data(path: &str) -> PathBuf {
     full
 }
 
-/// The tensors of a golden safetensors file, by name.
+/// Loads the tensors of a golden safetensors file, by name.
 ///
 /// # Panics
-/// When the file is missing or broken, or has a dtype that Refrain has not.
+/// If the file is missing or malformed, or has a dtype that Refrain does not support.
 pub fn load_golden(path: impl AsRef<Path>) -> BTreeMap<String, HostTensor> {
     let path = path.as_ref();
     let bytes = std::fs::read(path).unwrap_or_else(|e| panic!("golden {}: {e}", path.display()));

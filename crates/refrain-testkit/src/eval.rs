@@ -1,25 +1,26 @@
-//! What a graph means: every value evaluated by the reference, each in memory of its own.
+//! Reference evaluation of graphs: every value gets its own memory.
 
 use refrain_graph::{ControlBlock, ControlLayout, Graph, InputId, Op, TensorType, ValueOrigin, View};
 use refrain_reference::{In, Out, ReferenceError};
 use refrain_tensor::{Bytes, DType, HostTensor, TensorError};
 
-/// What a graph runs on, each list in the order of the graph's.
+/// Inputs of a graph, each list in the graph's order.
 #[derive(Clone, Debug, Default)]
 pub struct Feed {
     /// Weights.
     pub weights: Vec<HostTensor>,
-    /// Step inputs; dense.
+    /// Step inputs, contiguous.
     pub inputs: Vec<HostTensor>,
-    /// States before the step; dense. Zeros in every case of the table, as a backend makes them.
+    /// States before the step, contiguous. Every case of the table starts from zeros, like the states that a
+    /// backend creates.
     pub states: Vec<HostTensor>,
 }
 
 impl Feed {
-    /// The step inputs as a control block.
+    /// Packs the step inputs in a control block.
     ///
     /// # Panics
-    /// When they are not those of the layout.
+    /// If they do not match the layout.
     pub fn control(&self, layout: &ControlLayout) -> ControlBlock {
         let mut block = ControlBlock::new(layout);
         for (i, tensor) in self.inputs.iter().enumerate() {
@@ -44,7 +45,7 @@ impl Feed {
                 | DType::Q5_K
                 | DType::Q6_K
                 | DType::IQ4_NL
-                | DType::IQ4_XS => panic!("a control block holds no {}", tensor.dtype()),
+                | DType::IQ4_XS => panic!("a control block cannot hold {}", tensor.dtype()),
             };
             set.unwrap_or_else(|e| panic!("{e}"));
         }
@@ -52,13 +53,13 @@ impl Feed {
     }
 }
 
-/// The graph's outputs, dense, in its order.
+/// Evaluates the graph's outputs, contiguous and in its order.
 pub fn evaluate(graph: &Graph, feed: &Feed) -> Result<Vec<HostTensor>, ReferenceError> {
     let values = evaluate_values(graph, feed)?;
     graph.outputs().iter().map(|o| dense(&values[o.value.idx()])).collect()
 }
 
-/// Every value of the graph, in its order; views have a layout of their own.
+/// Evaluates every value of the graph, in its order; views keep their own layout.
 pub fn evaluate_values(graph: &Graph, feed: &Feed) -> Result<Vec<HostTensor>, ReferenceError> {
     let mut values: Vec<Option<HostTensor>> = vec![None; graph.values().len()];
     for (slot, value) in values.iter_mut().zip(graph.values()) {
@@ -74,7 +75,7 @@ pub fn evaluate_values(graph: &Graph, feed: &Feed) -> Result<Vec<HostTensor>, Re
         assert_eq!(
             inputs.len(),
             node.inputs.len(),
-            "{} reads a value that no earlier node makes",
+            "{} reads a value that no earlier node produces",
             node.label
         );
         let outputs = if let Op::View(view) = &node.op {
@@ -92,7 +93,7 @@ pub fn evaluate_values(graph: &Graph, feed: &Feed) -> Result<Vec<HostTensor>, Re
 fn apply(view: &View, x: &HostTensor) -> Result<HostTensor, ReferenceError> {
     match view.apply(x.layout()) {
         Ok(layout) => Ok(x.with_layout(layout)?),
-        // The meaning of a view does not depend on whether it can be had without a copy.
+        // The meaning of a view does not depend on whether it needs a copy.
         Err(TensorError::NotAView { .. }) => {
             let x = dense(x)?;
             Ok(x.with_layout(view.apply(x.layout())?)?)
@@ -107,10 +108,10 @@ fn run(op: &Op, inputs: &[HostTensor], types: &[TensorType]) -> Result<Vec<HostT
         let partial = TensorError::PartialBlocks { dtype: ty.dtype, shape: ty.shape };
         ty.dtype.bytes_for(ty.shape.n_elements()).ok_or(partial)
     };
-    // NaN in every float: an element that the op forgets is seen.
+    // NaN in every float, so that an element the op forgets to write is noticed.
     let mut bytes: Vec<Vec<u8>> =
         types.iter().map(|ty| Ok(vec![0xFF; size(ty)?])).collect::<Result<_, TensorError>>()?;
-    // A state that an op changes is its output; it starts from what the input held.
+    // The output of a state update starts as a copy of the input state.
     for (output, input) in op.state_updates() {
         bytes[output] = ins[input].to_dense()?;
     }

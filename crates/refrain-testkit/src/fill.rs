@@ -1,10 +1,10 @@
-//! Values for tensors: seeded, and some of them nasty.
+//! Seeded tensor values, including difficult ones.
 
 use refrain_graph::TensorType;
 use refrain_reference::philox4x32;
 use refrain_tensor::{Bytes, DType, HostTensor, quant};
 
-/// A seeded stream of numbers, the same on every machine.
+/// A seeded stream of random numbers, equal on every machine.
 #[derive(Clone, Debug)]
 pub struct Rng {
     seed: u64,
@@ -12,7 +12,7 @@ pub struct Rng {
 }
 
 impl Rng {
-    /// The stream of a seed.
+    /// Starts the stream of a seed.
     pub fn new(seed: u64) -> Rng {
         Rng { seed, n_drawn: 0 }
     }
@@ -24,23 +24,23 @@ impl Rng {
         philox4x32(counter, [self.seed as u32, (self.seed >> 32) as u32])[0]
     }
 
-    /// A number below `n`; 0 when `n` is 0.
+    /// A random number below `n`; 0 when `n` is 0.
     pub fn below(&mut self, n: usize) -> usize {
         self.word() as usize % n.max(1)
     }
 
-    /// A number in [0, 1).
+    /// A random number in [0, 1).
     pub fn unit(&mut self) -> f32 {
         (self.word() >> 8) as f32 / 16_777_216.0
     }
 
-    /// A number from the normal distribution.
+    /// A normally distributed number.
     pub fn normal(&mut self) -> f32 {
         let (u, v) = (1.0 - f64::from(self.unit()), f64::from(self.unit()));
         ((-2.0 * u.ln()).sqrt() * (std::f64::consts::TAU * v).cos()) as f32
     }
 
-    /// A permutation of `0..n`.
+    /// A random permutation of `0..n`.
     pub fn shuffled(&mut self, n: usize) -> Vec<usize> {
         let mut order: Vec<usize> = (0..n).collect();
         (1..n).for_each(|i| order.swap(i, self.below(i + 1)));
@@ -48,24 +48,24 @@ impl Rng {
     }
 }
 
-/// How to fill a tensor.
+/// Contents of a tensor.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Fill {
     /// Zeros.
     Zero,
-    /// The normal distribution.
+    /// Normally distributed.
     Normal,
-    /// Evenly between two numbers.
+    /// Uniform between two numbers.
     Uniform(f32, f32),
-    /// All magnitudes from 2^-24 to 2^7, both zeros, runs of equal numbers.
+    /// All magnitudes from 2^-24 to 2^7, both zeros, and runs of equal numbers.
     Wild,
-    /// Small numbers with a large one here and there, as activations have them.
+    /// Small numbers with occasional large ones, like activations.
     Outliers,
-    /// Row numbers below a limit; every fifth is -1 when there are gaps.
+    /// Row numbers below a limit; with gaps, every fifth is -1.
     Ids {
-        /// One more than the largest.
+        /// Exclusive upper bound.
         below: usize,
-        /// Whether some are -1.
+        /// Whether some ids are -1.
         gaps: bool,
     },
     /// These numbers, rounded to the tensor's dtype.
@@ -106,10 +106,10 @@ impl Fill {
     }
 }
 
-/// A dense tensor of a type, filled from a seed. Quantised types are encoded from the numbers.
+/// Creates a contiguous tensor of a type from a seed. Quantised types are encoded from floats.
 ///
 /// # Panics
-/// When the type cannot hold the numbers.
+/// If the type cannot hold the numbers.
 pub fn tensor(ty: TensorType, fill: &Fill, seed: u64) -> HostTensor {
     let n = ty.shape.n_elements();
     let mut rng = Rng::new(seed);
@@ -136,16 +136,17 @@ pub fn tensor(ty: TensorType, fill: &Fill, seed: u64) -> HostTensor {
     HostTensor::new(ty.dtype, ty.shape, Bytes::new(bytes)).unwrap_or_else(|e| panic!("{e}"))
 }
 
-/// Numbers as the bytes of a dtype. F32 may hold anything, NaN too.
+/// Encodes numbers as the bytes of a dtype. F32 accepts any value, including NaN.
 ///
 /// # Panics
-/// When the dtype cannot hold them.
+/// If the dtype cannot hold them.
 pub fn encode(dtype: DType, values: &[f32]) -> Vec<u8> {
     if dtype == DType::F32 {
         return values.iter().flat_map(|v| v.to_le_bytes()).collect();
     }
-    let n_bytes =
-        dtype.bytes_for(values.len()).unwrap_or_else(|| panic!("{} elements of {dtype}", values.len()));
+    let n_bytes = dtype
+        .bytes_for(values.len())
+        .unwrap_or_else(|| panic!("{} elements are not whole blocks of {dtype}", values.len()));
     let mut bytes = vec![0; n_bytes];
     quant::quantize(dtype, values, &mut bytes).unwrap_or_else(|e| panic!("{e}"));
     bytes

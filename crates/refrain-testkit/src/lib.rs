@@ -1,7 +1,7 @@
-//! Op cases, tolerances, golden files and gates for tests.
+//! Op cases, tolerances, golden files and guard zones for tests.
 //!
-//! [`cases`] is the one table of op cases. A backend runs all of it against the reference and reports every failure
-//! by name:
+//! [`cases`] returns the table of all op cases. A backend runs it against the reference and reports every failure by
+//! name:
 //!
 //! ```no_run
 //! # use refrain_graph::Graph;
@@ -11,23 +11,23 @@
 //! check_all(&cases(), |graph, feed| run_on_my_backend(graph, feed));
 //! ```
 //!
-//! Invariant: never shipped; a dev-dependency only.
+//! Invariant: this crate is only a dev-dependency and never shipped.
 //! Invariant: the same seed gives the same bytes on every machine.
-//! Invariant: `unsafe` only in the allocator that counts.
+//! Invariant: only the counting allocator uses `unsafe`.
 #![deny(unsafe_code)]
 #![deny(clippy::wildcard_enum_match_arm)]
 
 #[allow(unsafe_code)]
-mod alloc; // how often a piece of code allocates
-mod case; // one case, and how it is run
-mod cases; // all of them
-mod compare; // when two tensors count as equal
-mod data; // files beside the repository, goldens
-mod eval; // what a graph means
-mod fill; // values for tensors
-mod guard; // bytes around buffers
-mod random; // graphs that nobody would write
-mod reorder; // the same graph, built in another order
+mod alloc; // allocation counters
+mod case; // one op case
+mod cases; // the case table
+mod compare; // tolerances
+mod data; // shared test data, goldens
+mod eval; // reference evaluation of graphs
+mod fill; // tensor values
+mod guard; // guard zones around buffers
+mod random; // random graphs
+mod reorder; // the same graph with its nodes in another order
 
 pub use alloc::CountingAllocator;
 pub use case::{Arg, Case, CaseFailure, check_all, run_case};

@@ -1,4 +1,4 @@
-//! Graphs that nobody would write: nodes drawn from numbers, for property tests of passes, plans and backends.
+//! Random graphs for property tests of passes, plans and backends.
 
 use crate::cases::half_plus_one;
 use crate::eval::Feed;
@@ -10,10 +10,10 @@ use refrain_graph::{
 use refrain_tensor::{DType, Layout, Shape};
 use std::collections::HashMap;
 
-/// What decides one node: its kind and three numbers that pick operands and sizes.
+/// Seed of one node: its kind, and three numbers that select operands and sizes.
 pub type NodeSeed = [u16; 4];
 
-/// A graph and what it runs on.
+/// A graph with its inputs.
 #[derive(Clone, Debug)]
 pub struct RandomGraph {
     /// The graph.
@@ -22,13 +22,13 @@ pub struct RandomGraph {
     pub feed: Feed,
 }
 
-/// The graph that a list of choices stands for. Every list stands for one; a choice without operands that fit is left
-/// out. Host calls are drawn only when `with_host`.
+/// Builds the graph of a list of node seeds. Every list is valid: a seed without matching operands is
+/// skipped. Host calls are only drawn if `with_host`.
 ///
 /// Values stay within about a thousand, and views that would need a copy get one.
 ///
 /// # Panics
-/// When a rule of the IR refuses a node that the drawing holds for right.
+/// If a rule of the IR refuses a node that this function considers valid.
 pub fn random_graph(choices: &[NodeSeed], with_host: bool) -> RandomGraph {
     let mut draft = Draft::new();
     for choice in choices {
@@ -49,10 +49,10 @@ const MAX_BOUND: f32 = 1000.0;
 struct Draft {
     builder: GraphBuilder,
     feed: Feed,
-    // Float values that nodes draw their operands from.
+    // Float values that nodes choose their operands from.
     pool: Vec<ValueId>,
     layouts: HashMap<ValueId, Layout>,
-    // The largest magnitude a value can have.
+    // Upper bound on the magnitude of each value.
     bounds: HashMap<ValueId, f32>,
     control: [ValueId; 3], // positions, seqs, tables
     ids: ValueId,
@@ -108,7 +108,7 @@ impl Draft {
         draft.ids = draft.input("ids", ints(&[N_TOKENS], &[1, -1, 0]));
         let x = draft.input("x", (float(&[N_TOKENS, WIDTH]), Fill::Uniform(-1.0, 1.0)));
         let y = draft.input("y", (float(&[WIDTH]), Fill::Uniform(-1.0, 1.0)));
-        // Heads from the start, so that appends and attention are as frequent as the rest.
+        // Heads exist from the start, so that appends and attention are as frequent as other ops.
         let shape = [N_TOKENS, N_KV_HEADS, HEAD_DIM];
         let heads = draft.builder.reshape(x, &shape).unwrap_or_else(|e| panic!("{e}"));
         for value in [x, y, heads] {
@@ -139,7 +139,7 @@ impl Draft {
         self.ty(value).shape.dims().to_vec()
     }
 
-    /// Some value of the pool that fits, the later ones more often.
+    /// Picks a matching value of the pool, preferring later ones.
     fn pick(&self, n: u16, fits: impl Fn(&Draft, ValueId) -> bool) -> Option<ValueId> {
         let fitting: Vec<ValueId> = self.pool.iter().copied().filter(|&v| fits(self, v)).collect();
         let n = n as usize;
@@ -276,7 +276,7 @@ impl Draft {
         let Some(x) = self.pick(a, has_weight) else { return Ok(()) };
         let is_row = |d: &Draft, v: ValueId| d.dims(v) == [WIDTH];
         let Some(w) = self.pick(c, is_row) else { return Ok(()) };
-        // A large summand keeps the norm from blowing up the noise of a cancelled sum.
+        // A large eps keeps the norm from amplifying the noise of a cancelled sum.
         let eps = 0.1;
         let norm_bound = self.bound(w) * (WIDTH as f32).sqrt();
         if b.is_multiple_of(3) {
@@ -309,7 +309,7 @@ impl Draft {
         if b.is_multiple_of(3) {
             return self.node(Op::Gate(gate), &[x, y], bound);
         }
-        // In two nodes, for the pass that joins them.
+        // Two separate nodes, for the pass that fuses them.
         let act = self.builder.unary(unary, x)?;
         if b.is_multiple_of(5) {
             let bound = self.bound(x);
@@ -341,7 +341,8 @@ impl Draft {
         self.node(Op::MatMul, &[x, y], bound)
     }
 
-    /// Products of the same rows as models have them: behind a norm, with biases, joined by a gate, or not.
+    /// Products that share rows, as in models: after a norm or not, with biases or not, joined by a gate or
+    /// not.
     fn products(&mut self, a: u16, b: u16) -> Result<(), GraphError> {
         let fits = |d: &Draft, v: ValueId| {
             d.ty(v).dtype == DType::F32
@@ -416,7 +417,7 @@ impl Draft {
         Ok(())
     }
 
-    /// Queries and keys rotated, keys and values appended, and attention over them, as models have it.
+    /// RoPE of queries and keys, KV append and attention, as in models.
     fn chain(&mut self, a: u16, b: u16, c: u16) -> Result<(), GraphError> {
         let fits = |d: &Draft, v: ValueId| {
             let is_heads = d.dims(v) == [N_TOKENS, N_KV_HEADS, HEAD_DIM];

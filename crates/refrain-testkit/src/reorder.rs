@@ -1,11 +1,11 @@
-//! The same graph, its independent nodes built in another order.
+//! The same graph with its independent nodes in another order.
 
 use crate::fill::Rng;
 use refrain_graph::{Graph, GraphBuilder, GraphError, Op, ValueId, ValueOrigin};
 use std::collections::HashMap;
 
-/// A graph that computes the same, its nodes built in a random order that their data allow. Host calls keep the order
-/// they have, since that is part of what a graph means.
+/// Returns an equivalent graph whose nodes are in a random order that respects data dependencies. Host calls
+/// keep their order, which is part of a graph's meaning.
 pub fn reordered(graph: &Graph, rng: &mut Rng) -> Result<Graph, GraphError> {
     let mut builder = GraphBuilder::new(graph.weights().to_vec(), graph.states().to_vec());
     let mut map: HashMap<ValueId, ValueId> = HashMap::new();
@@ -42,7 +42,7 @@ pub fn reordered(graph: &Graph, rng: &mut Rng) -> Result<Graph, GraphError> {
     Ok(builder.finish())
 }
 
-/// For each node those that must be built before it.
+/// For each node, the nodes that must precede it.
 fn before(graph: &Graph) -> Vec<Vec<usize>> {
     let mut readers: Vec<Vec<usize>> = vec![Vec::new(); graph.states().len()];
     let mut last_host = None;

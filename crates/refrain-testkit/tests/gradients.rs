@@ -1,4 +1,4 @@
-//! Gradients against differences, in double precision, over the table of op cases.
+//! Checks gradients against finite differences in double precision, over the table of op cases.
 
 use refrain_graph::{
     Binary, GradError, Graph, GraphBuilder, GraphError, MoeOp, Op, Reduce, Route, RouteScore, State,
@@ -32,7 +32,7 @@ fn array(tensor: &HostTensor) -> F64Array {
     F64Array::new(tensor.shape(), values)
 }
 
-/// What a graph starts from: inputs, weights and states, by value.
+/// Initial values of a graph: inputs, weights and states.
 fn leaves(graph: &Graph, feed: &Feed) -> BTreeMap<ValueId, F64Array> {
     let leaf = |(idx, value): (usize, &refrain_graph::Value)| {
         let tensor = match value.origin {
@@ -46,7 +46,7 @@ fn leaves(graph: &Graph, feed: &Feed) -> BTreeMap<ValueId, F64Array> {
     graph.values().iter().enumerate().filter_map(leaf).collect()
 }
 
-/// Every value of a graph in double precision.
+/// Evaluates every value of a graph in double precision.
 fn evaluate(graph: &Graph, leaves: &BTreeMap<ValueId, F64Array>) -> Vec<Option<F64Array>> {
     let mut values: Vec<Option<F64Array>> = vec![None; graph.values().len()];
     leaves.iter().for_each(|(id, array)| values[id.idx()] = Some(array.clone()));
@@ -58,7 +58,8 @@ fn evaluate(graph: &Graph, leaves: &BTreeMap<ValueId, F64Array>) -> Vec<Option<F
     values
 }
 
-/// Compares the gradients of half the sum of squares of a value with differences along random directions.
+/// Compares the gradients of half the sum of squares of a value with finite differences along random
+/// directions.
 fn check(
     name: &str,
     graph: Graph,
@@ -80,7 +81,7 @@ fn check(
     let total = |leaves: &BTreeMap<ValueId, F64Array>| -> f64 {
         evaluate(&graph, leaves)[loss.idx()].as_ref().unwrap().values.iter().sum()
     };
-    // Differences of values that overflow, or of which one is far larger than the others, show nothing.
+    // Finite differences are useless if values overflow, or if one is far larger than the others.
     if !total(&start).is_finite() || total(&start) > 1e12 {
         return Ok(0);
     }
@@ -96,7 +97,7 @@ fn check(
             total(&leaves)
         };
         let step = 1e-5;
-        // Two steps of different length: what is left has the fifth power of the step.
+        // Two step sizes combined: the remaining error has the fifth power of the step.
         let slope = |h: f64| (moved(h) - moved(-h)) / (2.0 * h);
         let want = (4.0 * slope(step) - slope(2.0 * step)) / 3.0;
         let got = match gradient {
@@ -109,14 +110,14 @@ fn check(
         let scale = want.abs().max(total(&start).abs() * 1e-2).max(1e-3);
         assert!(
             (got - want).abs() <= 2e-6 * scale,
-            "{name}: {got:e} along input {value:?}, differences say {want:e}"
+            "{name}: {got:e} along input {value:?}, finite differences give {want:e}"
         );
         n_checked += 1;
     }
     Ok(n_checked)
 }
 
-/// Leaves that have gradients: floats.
+/// Leaves with gradients: the floats.
 fn float_leaves(graph: &Graph) -> Vec<ValueId> {
     let is_float = |(_, value): &(usize, &refrain_graph::Value)| {
         value.ty.dtype.is_float() && !matches!(value.origin, ValueOrigin::Node { .. })
@@ -144,11 +145,11 @@ fn runs_in_doubles(case: &Case) -> bool {
 }
 
 #[test]
-fn every_op_of_the_table_has_the_gradient_that_differences_show() {
+fn every_op_of_the_table_has_the_gradient_of_finite_differences() {
     let mut checked: BTreeMap<&str, usize> = BTreeMap::new();
     let mut without: BTreeMap<&str, String> = BTreeMap::new();
     for case in cases().iter().filter(|case| runs_in_doubles(case)) {
-        // A maximum of equal numbers and a reciprocal root at zero have no differences to compare with.
+        // Finite differences fail at a maximum of equal numbers and at a reciprocal root of zero.
         if ["Wild", "wild", "masked", "extreme"].iter().any(|odd| case.name.contains(odd)) {
             continue;
         }
@@ -160,7 +161,7 @@ fn every_op_of_the_table_has_the_gradient_that_differences_show() {
             match check(&case.name, case.graph.clone(), &case.feed, output, &[leaf]) {
                 Ok(0) => {}
                 Ok(n) => *checked.entry(case.op.name()).or_default() += n,
-                // Frequencies of a rotation, the scale of a loss.
+                // RoPE frequencies, the scale of a loss.
                 Err(GradError::NotDifferentiable { because, .. }) if because.ends_with("a constant") => {}
                 Err(GradError::NotDifferentiable { because, .. }) => {
                     without.insert(case.op.name(), because.to_owned());
@@ -169,7 +170,7 @@ fn every_op_of_the_table_has_the_gradient_that_differences_show() {
             }
         }
     }
-    println!("checked: {checked:?}\nwithout: {without:?}");
+    println!("checked: {checked:?}\nno gradient: {without:?}");
     for op in [
         "copy",
         "cast",
@@ -211,7 +212,7 @@ fn every_op_of_the_table_has_the_gradient_that_differences_show() {
     ] {
         assert!(checked.contains_key(op), "{op} was not checked; {checked:?}");
     }
-    // Nothing that a forward pass has may be without a gradient unseen.
+    // Only ops of a backward pass may lack a gradient.
     let backward = |op: &&str| op.ends_with("_grad") || ["adamw", "add_product", "sum_squares"].contains(op);
     assert!(without.keys().all(backward), "{without:?}");
 }
@@ -264,7 +265,7 @@ fn recomputed_values_give_the_same_gradients() -> Result<(), GraphError> {
 }
 
 #[test]
-fn what_has_no_gradient_says_why() -> Result<(), GraphError> {
+fn ops_without_gradient_report_the_reason() -> Result<(), GraphError> {
     let f = |dims: &[usize]| TensorType::new(DType::F32, refrain_tensor::Shape::new(dims).unwrap());
     let table = Weight { name: "table".into(), ty: TensorType::new(DType::Q8_0, [4, 32]) };
     let mut b = GraphBuilder::new(vec![table], Vec::new());
@@ -273,7 +274,7 @@ fn what_has_no_gradient_says_why() -> Result<(), GraphError> {
     let rows = b.gather_rows(table, ids, DType::F32)?;
     let error = b.gradients(rows, &[table], &[]).unwrap_err();
     assert_eq!(error.to_string(), "gather_rows: gather_rows has no gradient: its table is quantised");
-    // A router, and whatever is behind it.
+    // A router, and everything that depends on it.
     let logits = b.input("logits", f(&[2, 5]))?;
     let route = Route {
         n_choices: 2,
@@ -288,7 +289,7 @@ fn what_has_no_gradient_says_why() -> Result<(), GraphError> {
     let error = b.gradients(made[1], &[logits], &[]).unwrap_err();
     let text = "router: route has no gradient: training of mixtures of experts is not supported";
     assert_eq!(error.to_string(), text);
-    // What the loss does not depend on has none either, and that is no error.
+    // Values that the loss does not depend on have no gradient, which is not an error.
     let other = b.input("other", f(&[2]))?;
     assert_eq!(b.gradients(rows, &[other], &[]).unwrap(), [None]);
     Ok(())

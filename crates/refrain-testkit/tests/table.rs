@@ -1,4 +1,4 @@
-//! The table itself: complete, unique, and runnable.
+//! Checks that the table is complete, unique and runnable.
 
 use refrain_graph::{Op, Recurrent, View};
 use refrain_tensor::{Bytes, DType, HostTensor};
@@ -6,7 +6,7 @@ use refrain_testkit::{Case, Rng, cases, check_all, evaluate, random_graph, run_c
 use std::collections::{BTreeMap, BTreeSet};
 use std::panic::AssertUnwindSafe;
 
-/// The families that the table must cover. A new op does not compile here until it is listed.
+/// Families that the table must cover. A new op does not compile here until it is listed.
 fn family(op: &Op) -> &'static str {
     match op {
         Op::View(View::Reshape(_)) => "reshape",
@@ -45,15 +45,15 @@ fn family(op: &Op) -> &'static str {
 }
 
 const N_FAMILIES: usize = 44;
-/// Of these, what no forward pass of a model that generates has.
+/// Families that only training uses.
 const N_TRAINING: usize = 18;
-/// Routers and experts, which random graphs have not either: a routing that is nearly a tie may go either way.
+/// Routers and experts, which random graphs omit: a near tie in routing may resolve either way.
 const N_EXPERTS: usize = 3;
-/// What needs slots, which random graphs have none of.
+/// Families that need slots, which random graphs omit.
 const N_RECURRENT: usize = 2;
 
 #[test]
-fn every_op_has_cases_and_every_case_a_name_of_its_own() {
+fn every_op_has_cases_and_every_case_has_a_unique_name() {
     let cases = cases();
     let families: BTreeSet<&str> = cases.iter().map(|c| family(&c.op)).collect();
     assert_eq!(families.len(), N_FAMILIES, "{families:?}");
@@ -106,7 +106,7 @@ fn failures_are_reported_together_and_by_name() {
 }
 
 #[test]
-fn random_graphs_draw_every_op_that_can_run_twice() {
+fn random_graphs_contain_every_op_that_can_run_twice() {
     let mut rng = Rng::new(1);
     let mut seen = BTreeSet::new();
     for _ in 0..40 {
@@ -117,7 +117,7 @@ fn random_graphs_draw_every_op_that_can_run_twice() {
         let finite = |t: &HostTensor| t.to_f32().unwrap().iter().all(|v| v.is_finite());
         assert!(outputs.iter().all(finite));
     }
-    // All but sampling and sums, which go on where the last run left them, routers and experts, recurrent layers, and what
-    // only training has.
+    // All but sampling and accumulators, which continue from the previous run, routers and experts, recurrent
+    // layers, and training-only ops.
     assert_eq!(seen.len(), N_FAMILIES - 2 - N_TRAINING - N_EXPERTS - N_RECURRENT, "{seen:?}");
 }

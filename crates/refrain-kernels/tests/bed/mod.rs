@@ -1,5 +1,5 @@
-//! Runs a case on a device: poisoned outputs, guard zones, the reference beside it, and recordings that must agree with
-//! the eager run to the bit.
+//! Test bed: runs a case on a device with poisoned outputs and guard zones, compares it with the reference,
+//! and requires that recordings equal the eager run bit for bit.
 
 use std::sync::{Arc, Mutex};
 
@@ -15,18 +15,19 @@ use refrain_testkit::{Rng, Tol, compare, encode};
 
 const GUARD: u8 = 0x5a;
 const POISON: u8 = 0xcd;
-/// Buffers start at multiples of this, with at least as much between them.
+/// Alignment of buffers, and minimum gap between them.
 const ZONE: usize = 256;
 
-/// A device with the kernels on it.
+/// A device with loaded kernels.
 pub struct Bed {
     pub ctx: Context,
     pub stream: Stream,
     pub kernels: Kernels,
     pub device: Device,
-    /// Start and size of every region of device memory that was planned last.
+    /// Address and size of every region of the most recently planned device memory.
     pub regions: Regions,
-    /// Kernels run over copies of all memory, so that launches beside each other seem to race.
+    /// Kernels run on copies of all memory, so the simulated device reports false races between concurrent
+    /// launches.
     pub copies_all: bool,
 }
 
@@ -41,7 +42,7 @@ impl Bed {
         Bed::new(Device::open(DeviceKind::Cuda(0)).unwrap())
     }
 
-    #[expect(clippy::disallowed_methods, reason = "a test says where its compiler is")]
+    #[expect(clippy::disallowed_methods, reason = "the environment names the compiler library")]
     pub fn new(device: Device) -> Bed {
         let ctx = device.context().unwrap();
         let nvrtc = std::env::var_os("REFRAIN_NVRTC").map(Into::into);
@@ -67,22 +68,22 @@ impl Bed {
     }
 }
 
-/// The name of a region of pinned memory.
+/// Name of the pinned region.
 pub const PINNED: &str = "ring";
 
-/// What a buffer holds before and after.
+/// Contents of a buffer before and after the launches.
 pub enum Role {
-    /// Read only: the same bytes afterwards.
+    /// Input: unchanged afterwards.
     In(Vec<u8>),
-    /// Written whole: these numbers.
+    /// Output, fully written: these numbers.
     Out(Vec<f32>, Tol),
-    /// Written whole: these bytes.
+    /// Output, fully written: these bytes.
     Exact(Vec<u8>),
-    /// Read, then written: the first bytes become the others, compared as numbers of the dtype.
+    /// Updated in place: `before` becomes `after`, compared as numbers of the dtype.
     InOut { before: Vec<u8>, after: Vec<u8>, dtype: DType, tol: Tol },
-    /// Of that size, of no interest.
+    /// Scratch of this size; its contents are ignored.
     Scratch(usize),
-    /// The same, with something that blocks list in whatever order they come: runs may differ in it.
+    /// Scratch that blocks fill in arbitrary order, so its contents may differ between runs.
     Unordered(usize),
 }
 
@@ -100,7 +101,7 @@ impl Role {
     fn check(&self, got: &[u8]) -> Result<(), String> {
         match self {
             Role::In(bytes) if got == bytes => Ok(()),
-            Role::In(_) => Err("an input was changed".to_owned()),
+            Role::In(_) => Err("an input was modified".to_owned()),
             Role::Out(values, tol) => close(DType::F32, got, &encode(DType::F32, values), *tol),
             Role::Exact(bytes) if got == bytes => Ok(()),
             Role::Exact(bytes) => {
@@ -125,7 +126,7 @@ pub fn decode(dtype: DType, bytes: &[u8]) -> Vec<f32> {
 
 type Build = Box<dyn Fn(&Kernels, &[Buf], &mut Vec<Launch>) -> Result<(), KernelError>>;
 
-/// One launch or a few over a few buffers.
+/// One or more launches over a set of buffers.
 pub struct Case {
     pub name: String,
     pub roles: Vec<Role>,
@@ -141,7 +142,7 @@ impl Case {
         Case { name: name.into(), roles, build: Box::new(build) }
     }
 
-    /// Eager, then recorded by both methods.
+    /// Runs the case eagerly, then recorded by both methods.
     pub fn run(&self, bed: &mut Bed) -> Result<(), String> {
         let mut image = vec![GUARD; ZONE];
         let mut places = Vec::new();
@@ -240,10 +241,10 @@ pub fn i32s(values: &[i32]) -> Vec<u8> {
     values.iter().flat_map(|v| v.to_le_bytes()).collect()
 }
 
-/// An operand of the reference.
+/// Operand of the reference.
 pub struct Operand<'a>(pub DType, pub Layout, pub &'a [u8]);
 
-/// The reference's outputs, as bytes.
+/// Runs the reference; the outputs are bytes.
 pub fn reference(op: &Op, inputs: &[Operand<'_>], outputs: &mut [(TensorType, Vec<u8>)]) {
     let inputs: Vec<In<'_>> = inputs
         .iter()
@@ -253,7 +254,7 @@ pub fn reference(op: &Op, inputs: &[Operand<'_>], outputs: &mut [(TensorType, Ve
     refrain_reference::run(op, &inputs, &mut outs).unwrap();
 }
 
-/// The reference's one F32 output.
+/// Returns the reference's single F32 output.
 pub fn reference_f32(op: &Op, inputs: &[Operand<'_>], dims: &[usize]) -> Vec<f32> {
     let ty = TensorType::new(DType::F32, shape(dims));
     let mut outputs = [(ty, vec![0; 4 * ty.shape.n_elements()])];

@@ -1,4 +1,4 @@
-//! A token's norm, rope, append and attention in one launch.
+//! Cases of fused decode attention: norm, RoPE, append and attention in one launch.
 
 use refrain_driver::{Buf, MemoryLayout};
 use refrain_graph::{Attention, Op, Rope, RopeStyle, TensorType};
@@ -12,7 +12,7 @@ use crate::bed::{
     Bed, Case, Operand, Role, contiguous, f32s, i32s, normals, reference, reference_f32, shape,
 };
 
-/// What a case is about; the rest follows.
+/// Parameters of a case; everything else is derived from them.
 #[derive(Clone, Debug)]
 pub struct Setup {
     pub dtype: DType,
@@ -24,16 +24,16 @@ pub struct Setup {
     pub rope: Rope,
     pub attention: Attention,
     pub eps: Option<f32>,
-    /// Values are normed as well.
+    /// Whether values are normalised as well.
     pub norms_values: bool,
-    /// The caches hold the keys and values of the positions already.
+    /// Whether the caches already hold the keys and values of the rows' positions.
     pub stored: bool,
-    /// Queries are so many times larger.
+    /// Factor on the queries.
     pub gain: f32,
-    /// For each row its position; row `i` is of sequence `n - 1 - i`, or `i` when `in_order`.
+    /// Position of each row; row `i` belongs to sequence `n - 1 - i`, or `i` when `in_order`.
     pub positions: Vec<i32>,
     pub in_order: bool,
-    /// Results in 16 bits, and whether also in 32.
+    /// Dtype of a 16-bit output, and whether F32 is written too.
     pub narrow: Option<(DType, bool)>,
 }
 
@@ -62,7 +62,7 @@ impl Default for Setup {
 pub fn attend() -> Vec<Case> {
     let base = Setup::default;
     let mut all = Vec::new();
-    // Ends of blocks and parts, and padding; more positions than parts of the least length hold.
+    // Boundaries of blocks and splits, padding, and more positions than minimum-length splits hold.
     let rows = [
         vec![0, 1, -1, 31, 32, 33, 255, 256],
         vec![257, 511, 512, 513, 767, 768, 769, 1100],
@@ -91,7 +91,7 @@ pub fn attend() -> Vec<Case> {
             all.push(Setup { dtype, head_dim, rope, eps, positions, n_heads: 16, n_kv_heads: 2, ..base() });
         }
     }
-    // Heads of more than 256 elements, values that are normed, and keys and values that another launch stored.
+    // Heads of more than 256 elements, normalised values, and keys and values stored by another launch.
     for dtype in [DType::F16, DType::BF16, DType::F32] {
         for (head_dim, n_heads, n_kv_heads) in [(512, 6, 2), (264, 2, 2), (64, 8, 1)] {
             let rope = Rope { style: RopeStyle::Neox, n_dims: head_dim, magnitude: 1.0 };
@@ -118,7 +118,7 @@ pub fn attend() -> Vec<Case> {
     for kv_block in [16, 128] {
         all.push(Setup { kv_block, positions: rows[1].clone(), eps: Some(1e-5), ..base() });
     }
-    // Results in 16 bits; of more rows than a card has multiprocessors to a head.
+    // 16-bit outputs, and more rows than the GPU has SMs per head.
     for (i, narrow) in
         [(DType::BF16, false), (DType::F16, false), (DType::BF16, true)].into_iter().enumerate()
     {
@@ -128,13 +128,13 @@ pub fn attend() -> Vec<Case> {
     }
     let attention = Attention { softcap: Some(2.0), ..base().attention };
     all.push(Setup { attention, positions: rows[1].clone(), ..base() });
-    // Queries that 16 bits do not hold, and some that they hold as zero.
+    // Queries that overflow 16 bits, and queries that partly underflow to zero.
     for (gain, dtype) in [(1e7, DType::F16), (1e-9, DType::F16), (1e7, DType::BF16)] {
         let attention = Attention { scale: 0.2 / gain, ..base().attention };
         all.push(Setup { dtype, gain, attention, positions: vec![40, 600, 1000], ..base() });
     }
-    // More tiles for a warp than lanes look up at once, more blocks than the length asks for, rows that want different
-    // numbers of them.
+    // More tiles per warp than lanes look up at once, more blocks than the length needs, and rows that need
+    // different numbers of blocks.
     let long = [(1, vec![9_000]), (2, vec![17_000]), (64, vec![5_000]), (64, vec![9_000, 1_100, 5_000])];
     for (n_splits, positions) in long {
         let (n_heads, n_kv_heads, head_dim) = (2, 1, 8);
@@ -144,14 +144,15 @@ pub fn attend() -> Vec<Case> {
     all.into_iter().map(case).collect()
 }
 
-/// The inputs of a setup and what the reference makes of them, buffer by buffer.
+/// Inputs of a setup and the reference's outputs, per buffer.
 struct Made {
     roles: Vec<Role>,
     n_blocks: usize,
     max_blocks: usize,
 }
 
-/// A key that the reference rounds the other way is one unit of the cache's type off, and so are the results.
+/// A key that the reference rounds the other way is off by one unit of the cache dtype, and so are the
+/// results.
 fn tolerances(dtype: DType) -> (Tol, Tol) {
     match dtype {
         DType::BF16 => (Tol::Whole(8e-3), Tol::Whole(2e-3)),
@@ -190,7 +191,7 @@ fn make(s: &Setup) -> Made {
         ];
         f32s(&reference_f32(&Op::Rope(s.rope), &inputs, &dims))
     };
-    // A fused row: queries, then keys, then values.
+    // Rows of a fused projection: queries, then keys, then values.
     let row_heads = n_heads + 2 * n_kv_heads;
     let mut fused = normals(n * row_heads * head_dim, 6);
     let queries = fused.chunks_exact_mut(row_heads * head_dim).flat_map(|row| &mut row[..n_heads * head_dim]);
@@ -252,7 +253,7 @@ fn make(s: &Setup) -> Made {
             _ => Role::Out(y, tol),
         },
         Role::Scratch(scratch),
-        // Zero before, and zero after.
+        // Zero before and after.
         Role::In(counters),
         Role::InOut { before: k_before, after: k_after, dtype, tol: cache_tol },
         Role::InOut {
@@ -273,8 +274,8 @@ fn make(s: &Setup) -> Made {
     Made { roles, n_blocks, max_blocks }
 }
 
-/// A cache that is NaN wherever no row of the launch looks: behind its position, where the new key and value go, before
-/// its window and in blocks of nobody.
+/// A cache that is NaN wherever no row attends: after its position, at the slot of the new key and value,
+/// before its window, and in unused blocks.
 fn poisoned(
     s: &Setup,
     seqs: &[i32],
@@ -299,7 +300,7 @@ fn poisoned(
     cache
 }
 
-/// Queries, keys and values of fused rows.
+/// Views of queries, keys and values in fused rows.
 fn parts(buf: Buf, n: usize, [n_heads, n_kv_heads, head_dim]: [usize; 3]) -> [BufView; 3] {
     let fused = contiguous(&[n, n_heads + 2 * n_kv_heads, head_dim]);
     [(0, n_heads), (n_heads, n_kv_heads), (n_heads + n_kv_heads, n_kv_heads)].map(|(first, heads)| BufView {
@@ -355,7 +356,7 @@ fn case(s: Setup) -> Case {
     })
 }
 
-/// Both write into caches of their own at positions near and far.
+/// Checks that `attend` and `rope_kv` write the same bits to separate caches, at near and far positions.
 pub fn same_bits_as_rope_kv(bed: &mut Bed) {
     let (n_heads, n_kv_heads, head_dim, kv_block, n_blocks) = (4, 2, 96, 16, 8);
     let dims = [n_heads, n_kv_heads, head_dim];

@@ -1,4 +1,4 @@
-//! Positions, the cache, and attention over it.
+//! Cases of RoPE, KV append and attention over the cache.
 
 use refrain_graph::{Attention, Op, Rope, RopeStyle, TensorType};
 use refrain_kernels::{AttentionArgs, BufView, KvAppendArgs, RopeArgs, RopeKvArgs, attention_scratch_bytes};
@@ -23,7 +23,7 @@ pub fn rope() -> Vec<Case> {
             let rope = Rope { style, n_dims, magnitude };
             cases.push(rope_case(rope, contiguous(&[4, 3, head_dim]), false));
             cases.push(rope_case(rope, contiguous(&[4, 3, head_dim]), true));
-            // The queries of a fused row.
+            // The query part of a fused row.
             cases.push(rope_case(rope, contiguous(&[4, 5, head_dim]).slice(1, 1, 3).unwrap(), false));
         }
     }
@@ -131,7 +131,7 @@ pub fn rope_kv() -> Vec<Case> {
     cases
 }
 
-/// Queries and keys are turned, in place or not; padding, and positions in blocks out of order.
+/// RoPE of queries and keys, in place or not, with padding and out-of-order blocks.
 fn rope_kv_case(rope: Rope, dtype: DType, head_dim: usize, in_place: bool) -> Case {
     let (n, n_heads, n_blocks, n_kv_heads, kv_block, n_seqs, max_blocks) = (5, 6, 6, 2, 4, 2, 3);
     let (positions, seqs) = (i32s(&[0, 7, -1, 11, 4]), i32s(&[0, 1, 0, 0, 0]));
@@ -163,7 +163,7 @@ fn rope_kv_case(rope: Rope, dtype: DType, head_dim: usize, in_place: bool) -> Ca
         let [(_, after)] = outputs;
         Role::InOut { before, after, dtype, tol }
     };
-    // A key that the reference rounds the other way is one unit of the cache's type off.
+    // A key that the reference rounds the other way is off by one unit of the cache dtype.
     let cache_tol = match dtype {
         DType::BF16 => Tol::Whole(8e-3),
         DType::F16 => Tol::Whole(1e-3),
@@ -232,7 +232,7 @@ pub fn attention() -> Vec<Case> {
     let plain = Attention { scale: 0.2, window: None, softcap: None };
     let base = Shape { dtype: DType::F16, n_heads: 4, n_kv_heads: 2, head_dim: 64, n_splits: 3 };
     let mut cases = Vec::new();
-    // Positions around the ends of tiles and splits, and padding.
+    // Positions around the boundaries of tiles and splits, and padding.
     let positions = [0, 31, -1, 32, 33, 63, 64, 95, 96, 97, 200, 299];
     for dtype in [DType::F16, DType::BF16, DType::F32] {
         for n_splits in [1, 3, 64] {

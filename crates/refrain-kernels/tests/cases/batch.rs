@@ -1,4 +1,4 @@
-//! The rows of many sequences times packed weights.
+//! Cases of batched-decode GEMM: many rows times packed weights.
 
 use half::{bf16, f16};
 use refrain_graph::{Gate, Op};
@@ -8,16 +8,16 @@ use refrain_testkit::{Tol, encode};
 
 use crate::bed::{Case, Operand, Role, contiguous, decode, f32s, normals, reference_f32};
 
-/// Weights that lie near the middle between two numbers of 16 bits may be rounded to the other.
+/// Weights near the midpoint of two 16-bit numbers may round either way.
 const DECODED: Tol = Tol::Whole(3e-3);
-/// Results in 16 bits.
+/// For 16-bit results.
 const NARROW: Tol = Tol::Whole(1e-2);
 
 pub fn batch() -> Vec<Case> {
     let mut cases = Vec::new();
     for dtype in PACKED_DTYPES {
-        // Every kernel, whole tiles and tails of every kind; several parts, and more splits than a ring has slots. Kernels
-        // of a dtype differ in its decoding alone: on the host a case takes long.
+        // Every kernel, with whole tiles, tails of every kind, several weights, and more splits than ring
+        // slots. Kernels of different dtypes differ only in decoding, and a case takes long on the host.
         let (k, more) = (128.max(dtype.block_len()), matches!(dtype, DType::Q8_0 | DType::Q4_K));
         cases.push(case(dtype, 7, &[33, 16, 1, 7], 3 * k, 2, None));
         cases.push(case(dtype, 5, &[36, 36], k, 1, Some(Gate::Silu)));
@@ -34,23 +34,23 @@ pub fn batch() -> Vec<Case> {
             cases.push(case(dtype, 33, &[68, 68], k, 1, Some(Gate::Silu)));
         }
     }
-    // Tiles of rows of x.
+    // Several tiles of rows of x.
     cases.push(case(DType::Q4_K, 65, &[140], 512, 1, None));
     cases.push(case(DType::Q4_0, 130, &[20, 9], 384, 3, None));
     cases.push(case(DType::Q6_K, 129, &[128, 128], 256, 1, Some(Gate::Silu)));
     cases
 }
 
-/// What planes hold where there is no row: numbers, so that they can be compared.
+/// Filler of unused plane rows: a number, so that planes can be compared.
 const NOTHING: u8 = 0x3c;
 
-/// Rows of 16 bits as the kernel takes them.
+/// Arranges 16-bit rows in planes, as the kernel reads them.
 fn in_planes(x: &[u8], n_cols: usize, plane_rows: usize) -> Vec<u8> {
     let n_rows = (x.len() / 2 / n_cols).next_multiple_of(plane_rows);
     let mut planes = vec![NOTHING; 2 * n_rows * n_cols];
     for (i, bytes) in x.chunks_exact(2).enumerate() {
         let (row, column) = (i / n_cols, i % n_cols);
-        // Each plane: 16 chunks of all its rows, of eight columns each, two of every 32.
+        // A plane has 16 chunks of all its rows, eight columns each, two from every 32.
         let (tile, plane) = (row / plane_rows, column / 128);
         let chunk = column % 32 / 2;
         let chunk = (tile * (n_cols / 128) + plane) * 16 + chunk;
@@ -60,8 +60,8 @@ fn in_planes(x: &[u8], n_cols: usize, plane_rows: usize) -> Vec<u8> {
     planes
 }
 
-/// What weights of four bits become: their scale is rounded to 16 bits, and so is what their minimum is beside eight times
-/// that, before quants less 8 are multiplied.
+/// Decodes 4-bit weights like the kernel: the scale and the remaining minimum (8 * scale - min) are rounded
+/// to 16 bits before quants minus 8 are multiplied.
 fn four_bits(dtype: DType, bytes: &[u8]) -> Vec<f32> {
     let half = |b: &[u8]| f16::from_le_bytes([b[0], b[1]]).to_f32();
     let mut out = Vec::new();
@@ -131,7 +131,7 @@ fn divided_case(
         weights.push(pack(dtype, &w, n, k).unwrap());
     }
     let n_parts = ns.len();
-    // Beside the rows in 16 bits.
+    // Written in addition to the 16-bit rows.
     let wide = m % 2 == 1;
     let mut roles = Vec::new();
     match gate {
@@ -143,7 +143,7 @@ fn divided_case(
             if ns[0].is_multiple_of(128) {
                 after = in_planes(&after, ns[0], plane_rows);
             }
-            // What lies behind m is left as it is.
+            // Rows past m stay unchanged.
             let (before, dtype) = (vec![NOTHING; after.len()], rows);
             roles.push(Role::InOut { before, after, dtype, tol: NARROW });
             roles.push(if wide { Role::Out(y, NARROW) } else { Role::In(vec![0xcd; 4 * ys[1].len()]) });

@@ -1,4 +1,4 @@
-//! Products, embeddings, norms.
+//! Cases of linear layers, embeddings and norms.
 
 use refrain_graph::Op;
 use refrain_kernels::{
@@ -14,7 +14,7 @@ use crate::bed::{
 
 /// Sums of k products in f32 against f64: a few units of 2^-24 times the square root of k.
 const LINEAR: Tol = Tol::Whole(3e-6);
-/// One sum, one square root and two products.
+/// One sum, one square root and two multiplications.
 const NORM: Tol = Tol::Whole(2e-6);
 
 pub fn linear() -> Vec<Case> {
@@ -31,7 +31,7 @@ pub fn linear() -> Vec<Case> {
     cases
 }
 
-/// With `gap` elements between the rows of x, and as many before the first.
+/// A linear layer with `gap` elements between the rows of x and before the first.
 fn linear_case(dtype: DType, [m, n, k]: [usize; 3], gap: usize) -> Case {
     let x = normals(m * (k + gap), 1);
     let w = encode(dtype, &normals(n * k, 2));
@@ -62,7 +62,8 @@ fn linear_case(dtype: DType, [m, n, k]: [usize; 3], gap: usize) -> Case {
     )
 }
 
-/// Several products with the same x: narrow, wide enough for two columns to a warp, and with several rows.
+/// Several products that share x: narrow ones, ones wide enough for two columns per warp, and ones with
+/// several rows.
 pub fn products() -> Vec<Case> {
     let mut cases = Vec::new();
     for dtype in LINEAR_DTYPES {
@@ -70,7 +71,7 @@ pub fn products() -> Vec<Case> {
         cases.push(products_case(dtype, 9, &[5, 1, 2, 6], 256));
     }
     for dtype in [DType::F32, DType::BF16, DType::Q3_K, DType::IQ4_XS] {
-        // Ends of products fall between the two columns of a warp, and the last warps have none.
+        // Products end between the two columns of a warp, and the last warps have no column.
         cases.push(products_case(dtype, 1, &[1533, 1540], 256));
     }
     cases.push(products_case(DType::F16, 1, &[2000, 1075], 35));
@@ -151,7 +152,7 @@ pub fn norms() -> Vec<Case> {
     let mut cases: Vec<Case> =
         [[1, 1], [7, 33], [3, 576], [2, 5000]].into_iter().map(|d| rms_case(contiguous(&d), false)).collect();
     cases.push(rms_case(contiguous(&[3, 64]), true));
-    // Heads of a slice of a fused row, as the norm of queries sees them.
+    // Heads in a slice of a fused row, as in query norms.
     cases.push(rms_case(contiguous(&[3, 5, 16]).slice(1, 1, 3).unwrap(), false));
     for (dims, in_place) in [([1, 9], false), ([5, 300], false), ([4, 1024], true)] {
         cases.push(add_case(dims, in_place));
@@ -162,7 +163,7 @@ pub fn norms() -> Vec<Case> {
 fn rms_case(layout: Layout, in_place: bool) -> Case {
     let n_cols = layout.shape().dim_back(0);
     let n_rows = layout.shape().n_elements() / n_cols;
-    // The view may lie in a larger tensor.
+    // The view may cover part of a larger tensor.
     let (x, w) = (f32s(&normals(layout.end() + 7, 4)), f32s(&normals(n_cols, 5)));
     let inputs = [Operand(DType::F32, layout, &x), Operand(DType::F32, contiguous(&[n_cols]), &w)];
     let y = reference_f32(&Op::RmsNorm { eps: 1e-5 }, &inputs, layout.shape().dims());

@@ -1,4 +1,4 @@
-//! Functions of elements, gates, copies, casts, reductions.
+//! Cases of elementwise functions, gates, copies, casts and reductions.
 
 use refrain_graph::{Binary, Gate, Op, Reduce, TensorType, Unary};
 use refrain_kernels::{
@@ -9,12 +9,12 @@ use refrain_testkit::{Tol, encode};
 
 use crate::bed::{Case, Operand, Role, contiguous, dense, f32s, normals, reference, reference_f32, shape};
 
-/// A few roundings of an element.
+/// A few roundings per element.
 const EACH: Tol = Tol::Each(2e-6);
-/// Functions that cancel near zero.
+/// For functions that cancel near zero.
 const FUNCTION: Tol = Tol::Whole(2e-6);
 
-/// Dense, permuted, sliced and repeated views of a tensor of 2 x 3 x 40.
+/// Contiguous, permuted, sliced and repeated views of a 2 x 3 x 40 tensor.
 fn views() -> Vec<(&'static str, Layout)> {
     let all = contiguous(&[2, 3, 40]);
     vec![
@@ -47,12 +47,12 @@ pub fn unary() -> Vec<Case> {
     cases
 }
 
-/// Where a sigmoid is all but zero: tiny, with the right digits, and not zero before a float must be.
+/// The far left of a sigmoid: tiny but accurate, and zero only where an f32 must be.
 fn far_left(f: Unary, x: &[f32]) -> Case {
     let n = x.len();
     let x = f32s(x);
     let y = reference_f32(&Op::Unary(f), &[Operand(DType::F32, contiguous(&[n]), &x)], &[n]);
-    // A relative error of the exponent times the exponent.
+    // The exponential amplifies the relative error of its argument by the argument.
     let tol = Tol::Each(3e-5);
     Case::new(
         format!("{} far left", f.name()),
@@ -120,7 +120,7 @@ fn binary_case(f: Binary, name: &str, a: Layout, b: Layout) -> Case {
 pub fn gate() -> Vec<Case> {
     let mut cases = Vec::new();
     for kind in [Gate::Silu, Gate::GeluTanh] {
-        // Two dense tensors, and the two halves of a fused row.
+        // Two contiguous tensors, and the two halves of a fused row.
         for fused in [false, true] {
             let (n_rows, n_cols) = (3, 333);
             let all = contiguous(&[n_rows, 2 * n_cols]);
@@ -185,7 +185,7 @@ const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
 fn cast_case(from: DType, to: DType, name: &str, layout: Layout) -> Case {
     let mut values = normals(240, 6);
-    // Ties, numbers too small and too large for f16, both zeros.
+    // Ties, numbers too small and too large for f16, and both zeros.
     let special = [1.000_488_3, 1.003_906_2, 1e-8, -3e-6, 0.0, -0.0, 65_519.0, 65_505.0];
     values[..8].copy_from_slice(&special);
     values[100..108].copy_from_slice(&special);

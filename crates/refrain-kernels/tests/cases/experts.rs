@@ -1,4 +1,4 @@
-//! Routers, and rows times the experts that were chosen for them.
+//! Cases of routing and expert products.
 
 use refrain_graph::{ExpertActivation, Route, RouteGroups, RouteScore};
 use refrain_kernels::{
@@ -35,7 +35,7 @@ pub fn routes() -> Vec<Case> {
         cases.push(route_case(biased, normals(5 * 24, 4), 24));
         cases.push(route_case(Route { groups: groups(4, 2, 2), ..biased }, normals(5 * 32, 5), 32));
         cases.push(route_case(Route { groups: groups(8, 3, 1), score, ..ROUTE }, normals(4 * 64, 6), 64));
-        // Ties, and both zeros.
+        // Ties and both zeros.
         let ties = |n: usize| (0..n).map(|i| [0.0, 1.0, -0.0, 1.0, 0.5][i * 7 % 5]).collect();
         cases.push(route_case(Route { score, n_choices: 6, ..ROUTE }, ties(3 * 40), 40));
         cases.push(route_case(Route { score, groups: groups(4, 2, 2), ..ROUTE }, vec![0.25; 40], 40));
@@ -88,7 +88,7 @@ pub fn products() -> Vec<Case> {
     for dtype in LINEAR_DTYPES.into_iter().chain(PACKED_DTYPES) {
         let unit = dtype.block_len().max(32);
         let sizes = |n_rows, n_choices, n_experts, n, k| ExpertSizes { n_rows, n_choices, n_experts, n, k };
-        // One row, a few, and as many as are sorted: some experts have none, one has more than eight rows.
+        // One row, several, and enough to be sorted: some experts have no rows, one has more than eight.
         for s in [sizes(1, 3, 5, 24, 2 * unit), sizes(3, 2, 4, 16, unit), sizes(19, 2, 4, 72, unit)] {
             cases.push(gate_case(dtype, s, ExpertActivation::Silu, false, false));
             cases.push(sum_case(dtype, s, false));
@@ -106,7 +106,7 @@ pub fn products() -> Vec<Case> {
             cases.push(sum_case(dtype, s, true));
         }
     }
-    // Rows that end in the middle of a part, and an expert that ends in the middle of a tile.
+    // Rows that end in the middle of a chunk, and an expert that ends in the middle of a tile.
     for dtype in [DType::F32, DType::F16, DType::BF16] {
         for n_rows in [1, 16] {
             let s = ExpertSizes { n_rows, n_choices: 2, n_experts: 3, n: 5, k: 33 };
@@ -117,7 +117,8 @@ pub fn products() -> Vec<Case> {
     cases
 }
 
-/// Choices of which some are empty, one is past the last expert, and most are of one expert. Experts between have none.
+/// Choices with empty slots and an id past the last expert. Most are of one expert, and some experts have
+/// none.
 fn choices(s: &ExpertSizes) -> Vec<i32> {
     let last = s.n_experts as i32 - 1;
     let id = |i: usize| match i {
@@ -140,7 +141,7 @@ fn rounded(dtype: DType, x: &[f32]) -> Vec<f32> {
     out
 }
 
-/// The bytes of experts and their numbers.
+/// Weights of all experts, as bytes and as numbers.
 fn experts(dtype: DType, n_experts: usize, rows: usize, k: usize, seed: u64) -> (Vec<u8>, Vec<f32>) {
     let file = encode(dtype, &normals(n_experts * rows * k, seed));
     let values = decode(dtype, &file);
@@ -155,7 +156,7 @@ fn dot(x: &[f32], w: &[f32]) -> f64 {
 }
 
 fn tol(dtype: DType) -> Tol {
-    // A quant that lies half-way between two may be rounded to the other.
+    // A quant halfway between two values may round either way.
     if dtype.is_quantized() { Tol::Whole(8e-3) } else { Tol::Whole(8e-6) }
 }
 

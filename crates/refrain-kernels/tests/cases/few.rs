@@ -1,4 +1,4 @@
-//! A few rows times packed weights.
+//! Cases of several rows times packed weights.
 
 use refrain_graph::Op;
 use refrain_kernels::{FewArgs, FewPart, FewRowsArgs, PACKED_DTYPES, few_bytes, pack};
@@ -7,7 +7,7 @@ use refrain_testkit::{Tol, encode};
 
 use crate::bed::{Case, Operand, Role, contiguous, decode, f32s, normals, reference_f32};
 
-/// A quant that lies half-way between two may be rounded to the other: one step of the block's 127.
+/// A quant halfway between two values may round either way: one step of the block's 127.
 const ROUNDED: Tol = Tol::Whole(4e-3);
 
 pub fn few() -> Vec<Case> {
@@ -26,7 +26,8 @@ pub fn few() -> Vec<Case> {
             cases.push(case(dtype, m, ns, blocks * unit, 1.0));
         }
     }
-    // More pairs of tiles than the simulated card has places for blocks, so that a block has several; and rows of many units.
+    // More tile pairs than the simulated GPU has resident blocks, so that blocks process several; and rows of
+    // many units.
     cases.push(case(DType::Q4_K, 8, &[4300, 200], 256, 1.0));
     cases.push(case(DType::Q8_0, 3, &[1100, 1200], 160, 1.0));
     for dtype in [DType::Q8_0, DType::Q4_K, DType::Q6_K] {
@@ -48,7 +49,7 @@ fn rounded(x: &[f32]) -> Vec<f32> {
     out
 }
 
-/// Rows of normal numbers, the second of them times `second`.
+/// Rows of normal numbers, the second one scaled by `second`.
 fn case(dtype: DType, m: usize, ns: &[usize], k: usize, second: f32) -> Case {
     let mut x = normals(m * k, 1);
     x.iter_mut().skip(k).take(k).for_each(|v| *v *= second);

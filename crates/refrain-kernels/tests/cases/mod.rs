@@ -1,4 +1,4 @@
-//! The case table, one file per group of families.
+//! The case table, one file per group of kernel families.
 
 pub mod attend;
 pub mod attention;

@@ -1,4 +1,4 @@
-//! One row times weights with what is around it; packing.
+//! Cases of the decode GEMV with its fused operations, and of packing.
 
 use refrain_graph::{Gate, Op, Unary};
 use refrain_kernels::{PACKED_DTYPES, PackArgs, ProductArgs, ProductWeight, pack};
@@ -9,10 +9,10 @@ use crate::bed::{Case, Operand, Role, contiguous, decode, f32s, normals, referen
 
 /// Sums of k products in f32 against f64.
 const PLAIN: Tol = Tol::Whole(4e-6);
-/// The same, where a quant that lies half-way between two may be rounded to the other: one step of the block's 127.
+/// The same, plus quants halfway between two values, which may round either way: one step of the block's 127.
 const ROUNDED: Tol = Tol::Whole(4e-3);
 
-/// What is made of the row before it is multiplied.
+/// Operation on the row before the product.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Before {
     Nothing,
@@ -44,11 +44,11 @@ pub fn product() -> Vec<Case> {
         add(shape(&[17, 1], 18 * unit, Before::AddNormedNorm));
         // Blocks of several tiles, which their warps share.
         add(shape(&[2049], 4 * unit, Before::Nothing));
-        // More chunks to a warp than its ring holds; warps that end one shared tile and leave another.
+        // More chunks per warp than its ring holds, and warps that finish one shared tile and start another.
         add(shape(&[19], 65 * 256, Before::Nothing));
         add(Shape { gate: Some(Gate::Silu), ..shape(&[19, 19], 33 * 256, Before::Norm) });
         add(Shape { bias: true, ..shape(&[12, 4, 4], 2 * unit, Before::Norm) });
-        // Nothing before them, and still not bare.
+        // Nothing precedes the product, but it is not a bare one.
         add(Shape { bias: true, ..shape(&[12], 2 * unit, Before::Nothing) });
         add(shape(&[9, 5], unit, Before::Nothing));
         add(Shape { gate: Some(Gate::Silu), ..shape(&[43, 43], 6 * unit, Before::AddNorm) });
@@ -72,7 +72,7 @@ pub fn product() -> Vec<Case> {
         cases.push(case(&base));
         cases.push(case(&Shape { dtypes: &[DType::Q6_K, other], ns: &[11, 16], ..base }));
     }
-    // Rows long enough that every thread has several pieces of them.
+    // Rows long enough that every thread handles several parts.
     for dtype in [DType::BF16, DType::Q8_0, DType::Q4_K, DType::Q6_K] {
         let (k, before) = (8192 + 256, Before::Nothing);
         cases.push(case(&Shape { dtypes: &[dtype], ns: &[19], k, before, gate: None, bias: false }));
@@ -173,7 +173,7 @@ fn case(s: &Shape<'_>) -> Case {
             parts: &parts,
             gate,
             k,
-            // Only a card knows how long that takes.
+            // Only a GPU knows how long this takes.
             behind: k.is_multiple_of(512).then_some(64 << 10),
             step: "case",
         })?);

@@ -1,4 +1,4 @@
-//! What evaluates prompts: products and attention on tensor cores, and the rows and weights they take.
+//! Cases of prefill: tensor-core GEMM and attention, and the 16-bit rows and weights that they read.
 
 use refrain_graph::{Attention, Gate, Op, TensorType};
 use refrain_kernels::{
@@ -15,12 +15,12 @@ use crate::bed::{
 /// Sums of k products in f32 against f64.
 const GEMM: Tol = Tol::Whole(5e-6);
 
-/// The last places of a dtype: rounded results may fall on either side.
+/// Precision of a dtype: rounded results may fall on either side.
 fn rounding(dtype: DType) -> Tol {
     Tol::Whole(if dtype == DType::F16 { 6e-4 } else { 5e-3 })
 }
 
-/// Of attention: weights are rounded as well, and on the simulated device the queries are not.
+/// For attention: softmax weights are rounded too, and the simulated device does not round queries.
 fn attending(dtype: DType) -> Tol {
     Tol::Whole(if dtype == DType::F16 { 4e-3 } else { 3e-2 })
 }
@@ -102,7 +102,7 @@ pub fn narrow() -> Vec<Case> {
     cases
 }
 
-/// The result in 16 bits and, where it is asked for, in F32.
+/// The 16-bit output and, if requested, the F32 output.
 fn results(y: &[f32], dtype: DType, also_wide: bool) -> [Role; 2] {
     let after = encode(dtype, y);
     let narrow = Role::InOut { before: vec![0xcd; after.len()], after, dtype, tol: rounding(dtype) };
@@ -213,7 +213,7 @@ fn gate_case(dtype: DType, kind: Gate, also_wide: bool) -> Case {
     )
 }
 
-/// Numbers that were worked out by hand-written code of another shape: one word after the other.
+/// Expected digests from independent scalar code that processes one word at a time.
 pub fn digest() -> Vec<Case> {
     let mixed = |word: u64, at: u64| {
         let mut h = word.wrapping_add(0x9e37_79b9_7f4a_7c15_u64.wrapping_mul(at + 1));
@@ -249,7 +249,7 @@ struct Shape {
     n_kv_heads: usize,
     head_dim: usize,
     kv_block: usize,
-    /// What is written: F32, one of 16 bits, or both.
+    /// Outputs: F32, a 16-bit dtype, or both.
     narrow: Option<(DType, bool)>,
 }
 
@@ -258,14 +258,14 @@ pub fn flash() -> Vec<Case> {
     let base =
         Shape { dtype: DType::F16, n_heads: 2, n_kv_heads: 1, head_dim: 64, kv_block: 16, narrow: None };
     let mut cases = Vec::new();
-    // A prompt from its beginning, one that goes on where another ended, and padding behind.
+    // A prompt from its start, a prompt that continues an earlier chunk, and trailing padding.
     let prompt: Vec<i32> = (0..70).collect();
     let later: Vec<i32> = (90..150).chain([-1, -1, -1]).collect();
-    // Out of order, around the ends of tiles, of two sequences in turn.
+    // Out of order, around tile boundaries, alternating between two sequences.
     let mixed = [0, 31, -1, 32, 33, 63, 64, 95, 96, 97, 200, 299, 127, 128, 5, 1, 250];
     for dtype in [DType::F16, DType::BF16] {
         for head_dim in [16, 64, 80, 96, 128, 256, 272, 512] {
-            // Scores grow with the head; sharper ones would test the rounding of queries.
+            // Scores grow with head_dim; a sharper softmax would test the rounding of queries.
             let scale = if head_dim > 256 { 0.1 } else { 0.2 };
             cases.push(flash_case(
                 Attention { scale, ..plain },
@@ -299,7 +299,7 @@ pub fn flash() -> Vec<Case> {
     cases
 }
 
-/// Positions that no row sees hold NaN: reading one of them shows.
+/// Positions that no row attends to hold NaN, so reading one is visible.
 fn poisoned(
     dtype: DType,
     s: &Shape,
@@ -340,7 +340,7 @@ fn flash_case(attention: Attention, s: Shape, positions: &[i32], n_seqs_used: us
     let k = poisoned(dtype, &s, attention, &order, &rows, 4);
     let v = poisoned(dtype, &s, attention, &order, &rows, 5);
     let q = f32s(&normals(n * n_heads * head_dim, 6));
-    // What the kernel sees of the queries.
+    // The queries as the kernel sees them.
     let rounded = f32s(&decode(dtype, &encode(dtype, &decode(DType::F32, &q))));
     let (tables, seqs, positions) = (i32s(&order), i32s(&seqs), i32s(positions));
     let inputs = [

@@ -1,4 +1,4 @@
-//! Recurrent layers over slots that hold something already.
+//! Cases of recurrent layers whose slots already hold a state.
 
 use refrain_graph::{GatedDelta, KeyHeads, Op, Recurrent, ShortConv, TensorType};
 use refrain_kernels::{BufView, GatedDeltaArgs, ShortConvArgs, SlotArgs};
@@ -10,7 +10,7 @@ use crate::bed::{Case, Operand, Role, contiguous, f32s, i32s, normals, reference
 /// Sums of up to 256 products, and a sigmoid.
 const TOL: Tol = Tol::Whole(2e-5);
 
-/// Rows of some sequences, with padding among and behind them.
+/// Rows of several sequences, with padding among and after them.
 struct Rows {
     positions: Vec<i32>,
     seqs: Vec<i32>,
@@ -18,7 +18,8 @@ struct Rows {
     n_slots: usize,
 }
 
-/// Pieces of a sequence each: its first position and how many rows there are; -1 rows of padding behind.
+/// Builds rows from one chunk per sequence, each given by its first position and number of rows, followed by
+/// padding rows at position -1.
 fn rows(pieces: &[(i32, usize)], n_padding: usize, n_unused: usize) -> Rows {
     let n_seqs = pieces.len() + n_unused;
     let n_slots = 2 * n_seqs + 1;
@@ -34,7 +35,7 @@ fn rows(pieces: &[(i32, usize)], n_padding: usize, n_unused: usize) -> Rows {
     }
     positions.extend(vec![-1; n_padding]);
     seqs.extend(vec![0; n_padding]);
-    // Slots from the last; one sequence of many has none.
+    // Slots in reverse order; one sequence of several has none.
     let has_none = |seq: usize| pieces.len() > 2 && seq + 1 == pieces.len();
     let slots = (0..2 * n_seqs).map(|i| if has_none(i / 2) { -1 } else { (n_slots - 1 - i) as i32 });
     Rows { positions, seqs, slots: slots.collect(), n_slots }
@@ -43,9 +44,9 @@ fn rows(pieces: &[(i32, usize)], n_padding: usize, n_unused: usize) -> Rows {
 fn shapes_of_rows() -> Vec<(&'static str, Rows)> {
     vec![
         ("one token", rows(&[(0, 1)], 0, 0)),
-        ("one token behind others", rows(&[(7, 1)], 0, 0)),
+        ("one token after others", rows(&[(7, 1)], 0, 0)),
         ("a prompt of 70", rows(&[(0, 70)], 3, 0)),
-        ("a piece of 33 behind an odd number", rows(&[(5, 33)], 0, 0)),
+        ("a chunk of 33 at an odd position", rows(&[(5, 33)], 0, 0)),
         several(),
         ("only padding", rows(&[], 2, 1)),
     ]
@@ -153,7 +154,7 @@ fn delta_case(
     let delta = GatedDelta { scale: (k_dim as f32).powf(-0.5), eps: 1e-6, key_heads };
     let (keys, values) = (n_key_heads * k_dim, n_heads * v_dim);
     let width = 2 * keys + values;
-    // Queries, keys and values as a convolution leaves them: parts of one row.
+    // Queries, keys and values as a convolution outputs them: parts of one row.
     let x = f32s(&normals(n * width, 1));
     let part = |start: usize, heads: usize, dim: usize| -> Layout {
         let columns = contiguous(&[n, width]).slice(1, start, heads * dim).unwrap();
@@ -210,7 +211,7 @@ fn delta_case(
     })
 }
 
-/// What comes out, and the state afterwards.
+/// Returns the output and the state afterwards.
 fn run_reference(
     op: Recurrent,
     inputs: &[Operand<'_>],

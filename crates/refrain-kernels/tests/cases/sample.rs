@@ -1,4 +1,4 @@
-//! Choosing tokens.
+//! Cases of sampling.
 
 use refrain_graph::{Op, SAMPLE_PARAMS, TensorType};
 use refrain_kernels::{SampleArgs, SampleTop, sample_scratch_bytes, sample_state_bytes};
@@ -35,7 +35,7 @@ pub fn sample() -> Vec<Case> {
         ("min-p 0.05", with(&[(3, 0.05)])),
         ("min-p 1", with(&[(3, 1.0)])),
         ("min-p 2", with(&[(3, 2.0)])),
-        ("all of them", with(&[(0, 0.8), (1, 40.0), (2, 0.95), (3, 0.02), (4, 1.1), (5, 0.1), (6, 0.1)])),
+        ("all filters", with(&[(0, 0.8), (1, 40.0), (2, 0.95), (3, 0.02), (4, 1.1), (5, 0.1), (6, 0.1)])),
         ("top-k then top-p", with(&[(0, 2.0), (1, 5.0), (2, 0.5)])),
     ];
     let mut cases = Vec::new();
@@ -73,7 +73,7 @@ pub fn sample() -> Vec<Case> {
             sample_case(&format!("hard {kind:?}, vocab {vocab}"), vocab, &hard(), kind, 200 + vocab as u64)
         }));
     }
-    // More keys in a bin than fit in shared memory.
+    // More keys per bin than fit in shared memory.
     for kind in [Logits::AllEqual, Logits::Sigma(0.01)] {
         cases.push(sample_case(&format!("long {kind:?}"), 9000, &hard(), kind, 93));
     }
@@ -89,7 +89,7 @@ pub fn sample() -> Vec<Case> {
     cases
 }
 
-/// Under a mask, with and without lists of the most probable.
+/// Sampling with a mask, with and without lists of the most probable tokens.
 fn masked() -> Vec<Case> {
     let rows = [
         with(&[(0, 0.0)]),
@@ -114,11 +114,11 @@ fn masked() -> Vec<Case> {
     cases
 }
 
-/// Which tokens a mask allows.
+/// Tokens that a mask allows.
 #[derive(Clone, Copy, Debug)]
 enum Mask {
     Half,
-    /// The last.
+    /// Only the last token.
     One,
     None,
     All,
@@ -129,7 +129,7 @@ fn mask_words(mask: Mask, n: usize, vocab: usize, seed: u64) -> Vec<u32> {
     let mut rng = Rng::new(seed + 7);
     let last = |i: usize| if i % n_words == n_words - 1 { 1 << ((vocab - 1) % 32) } else { 0 };
     let word = |i: usize| match mask {
-        // Bits behind the vocabulary mean nothing.
+        // Bits past the vocabulary are ignored.
         Mask::Half => rng.word(),
         Mask::One => last(i),
         Mask::None => 0,
@@ -138,7 +138,7 @@ fn mask_words(mask: Mask, n: usize, vocab: usize, seed: u64) -> Vec<u32> {
     (0..n * n_words).map(word).collect()
 }
 
-/// The most probable tokens beside each choice: all of them, fewer than a group of keys has, and more.
+/// Lists of the most probable tokens: the whole vocabulary, fewer than a group of keys, and more.
 fn top() -> Vec<Case> {
     let rows = [with(&[(0, 0.0)]), with(&[(0, 1.2), (1, 40.0), (4, 1.3), (6, 0.4)]), with(&[(2, 0.9)])];
     let sizes = [(1, 1, Logits::Normal), (50, 20, Logits::Ties), (1025, 70, Logits::Normal)];
@@ -164,12 +164,12 @@ const KINDS: [Logits; 11] = [
     Logits::TwoValues,
 ];
 
-/// The vocabularies of real models, and all that makes a choice hard to find in them.
+/// Vocabularies of real models, with every kind of logits that makes sampling hard.
 pub fn large() -> Vec<Case> {
     let mut cases = Vec::new();
     for vocab in [63, 49_152, 128_256, 262_144] {
         for (i, kind) in KINDS.into_iter().enumerate() {
-            // The reference sorts each row, so the kinds share the filters.
+            // The reference sorts each row, so each kind of logits gets a third of the filters.
             let some: Vec<_> = hard().into_iter().skip(i % 3).step_by(3).collect();
             cases.push(sample_case(&format!("large {kind:?}, vocab {vocab}"), vocab, &some, kind, 300));
         }
@@ -182,23 +182,23 @@ pub fn large() -> Vec<Case> {
     cases
 }
 
-/// What lies in the state before a choice.
+/// Contents of the state before sampling.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Left {
     Nothing,
     Rubbish,
-    /// The first launch of a choice whose second was never made.
+    /// Left by a first launch whose second launch never ran.
     Chunks,
 }
 
-/// A choice behind one that was broken off: the same token, and a clean state.
+/// Sampling after an aborted one: the same token, and a clean state.
 fn broken_off(left: Left, vocab: usize) -> Case {
     let rows = [OFF, with(&[(0, 0.8), (2, 0.95)]), with(&[(1, 700.0), (2, 0.9)])];
     let name = format!("after {left:?}, vocab {vocab}");
     sample_case_after((left, 0), &name, vocab, &rows, Logits::Normal, 94)
 }
 
-/// Filters that cut everywhere: inside the best few, far behind them, and nowhere.
+/// Filters that cut everywhere: within the best few tokens, far beyond them, and nowhere.
 fn hard() -> [[f32; 7]; 22] {
     [
         OFF,
@@ -235,20 +235,21 @@ enum Logits {
     PlusInf,
     MostlyMinusInf,
     AllEqual,
-    /// One that leaves nothing to the others.
+    /// One logit that leaves nothing to the others.
     Spike,
-    /// The better the smaller the id, with little between neighbours.
+    /// Decreasing with the id, in small steps.
     Ramp,
-    /// All that is likely in one of the kernel's chunks.
+    /// All probable tokens in one of the kernel's chunks.
     OneChunk,
-    /// So large that the kernel's bins are of no use; and many ties, since little is left behind the point.
+    /// So large that the kernel's bins are useless, with many ties because few fractional bits remain.
     Far,
-    /// A bell with this standard deviation: from most tokens about as likely to more range than the bins have.
+    /// A normal distribution with this standard deviation: from nearly uniform to a wider range than the bins
+    /// cover.
     Sigma(f32),
     TwoValues,
-    /// Few that are so far above all others that the bins do not reach down to these.
+    /// A few tokens so far above all others that the bins do not reach the others.
     Cliff,
-    /// Chunks in which nothing is allowed, and logits around the bin that theirs would be in.
+    /// Chunks in which no token is allowed, and logits around the bin that theirs would use.
     MaskedChunks,
 }
 
@@ -305,7 +306,7 @@ fn sample_case_with(
     kind: Logits,
     seed: u64,
 ) -> Case {
-    // In the larger ones more history than a block has threads.
+    // For large vocabularies, more history than a block has threads.
     let (n, n_history, n_bias) = (rows.len(), if vocab < 1000 { 9 } else { 300 }, 4);
     let mut rng = Rng::new(seed + 1000);
     let logits = f32s(&logits(kind, n, vocab, seed));
@@ -318,7 +319,7 @@ fn sample_case_with(
         .collect();
     let id = |rng: &mut Rng| rng.below(vocab.min(20) + 3) as i32 - 2;
     let history: Vec<i32> = (0..n * n_history).map(|_| id(&mut rng)).collect();
-    // One token twice, so that the order of biases shows.
+    // One token twice, so that the order of biases matters.
     let bias_ids: Vec<i32> = (0..n).flat_map(|_| [id(&mut rng), 0, id(&mut rng), 0]).collect();
     let (history, bias_ids, bias) = (i32s(&history), i32s(&bias_ids), f32s(&normals(n * n_bias, seed + 1)));
     let n_words = vocab.div_ceil(32);

@@ -1,4 +1,4 @@
-//! What a training step multiplies and attends: values in any layout, rows in documents.
+//! Cases of training matmuls and attention: values in any layout, rows in documents.
 
 use refrain_graph::{Op, SpanAttention, TensorType, TrainOp};
 use refrain_kernels::{BufView, MatMulArgs, SpanArgs, SpanGradArgs, span_grad_scratch_bytes};
@@ -12,7 +12,7 @@ fn rounded_once(dtype: DType) -> Tol {
     Tol::Whole(5e-6).rounded_to(dtype)
 }
 
-/// An output whose elements have another size than four bytes.
+/// An output whose elements are not four bytes long.
 fn out(bytes: Vec<u8>, dtype: DType, tol: Tol) -> Role {
     Role::InOut { before: vec![0xcd; bytes.len()], after: bytes, dtype, tol }
 }
@@ -21,7 +21,7 @@ pub fn matmul() -> Vec<Case> {
     let mut cases = Vec::new();
     let turned = |dims: &[usize]| contiguous(dims).transpose().unwrap();
     for dtype in [DType::F32, DType::F16, DType::BF16] {
-        // Aligned and not, whole tiles and tails, one of everything.
+        // Aligned and unaligned, whole tiles and tails, all dimensions of one.
         for (m, k, n) in [(1, 1, 1), (5, 33, 7), (64, 64, 128), (72, 136, 136), (67, 70, 131)] {
             for (a, b) in [
                 (contiguous(&[m, k]), contiguous(&[k, n])),
@@ -32,7 +32,7 @@ pub fn matmul() -> Vec<Case> {
                 cases.push(matmul_case(dtype, a, b));
             }
         }
-        // Parts of wider rows, at even and odd places.
+        // Slices of wider rows, at even and odd offsets.
         for start in [8, 3] {
             let a = contiguous(&[40, 96]).slice(1, start, 72).unwrap();
             let b = contiguous(&[72, 160]).slice(1, start, 130).unwrap();
@@ -40,12 +40,12 @@ pub fn matmul() -> Vec<Case> {
             let b = contiguous(&[130, 96]).slice(1, start, 72).unwrap().transpose().unwrap();
             cases.push(matmul_case(dtype, a, b));
         }
-        // Every second element; one row again and again.
+        // Every second element, and one repeated row.
         let every_second = contiguous(&[9, 40, 2]).slice(2, 1, 1).unwrap().reshape(shape(&[9, 40])).unwrap();
         cases.push(matmul_case(dtype, every_second, contiguous(&[40, 11])));
         let repeated = contiguous(&[1, 40]).broadcast_to(shape(&[9, 40])).unwrap();
         cases.push(matmul_case(dtype, repeated, turned(&[11, 40])));
-        // Batches: of their own, of one matrix for all on either side, of heads in the middle.
+        // Batches: separate matrices, one shared matrix on either side, heads in the middle.
         cases.push(matmul_case(dtype, contiguous(&[3, 5, 7]), contiguous(&[3, 7, 9])));
         cases.push(matmul_case(dtype, contiguous(&[3, 5, 24]), contiguous(&[24, 9])));
         cases.push(matmul_case(dtype, contiguous(&[5, 8]), contiguous(&[2, 3, 8, 9])));
@@ -74,18 +74,18 @@ fn matmul_case(dtype: DType, a: Layout, b: Layout) -> Case {
     })
 }
 
-/// Rows of attention: who belongs together, and how heads lie.
+/// Rows of an attention case: their documents and the layout of heads.
 #[derive(Clone)]
 struct Rows {
     dtype: DType,
     heads: [usize; 2],
     head_dim: usize,
     spans: Vec<[i32; 2]>,
-    /// Queries, keys and values are parts of one row of a product, with NaN between them.
+    /// Whether queries, keys and values are parts of one row, with NaN between them.
     joined: bool,
 }
 
-/// Documents of these lengths, padding behind them.
+/// Documents of these lengths, followed by padding.
 fn documents(lengths: &[usize], padding: usize) -> Vec<[i32; 2]> {
     let mut spans = Vec::new();
     for &len in lengths {
@@ -96,7 +96,7 @@ fn documents(lengths: &[usize], padding: usize) -> Vec<[i32; 2]> {
     spans
 }
 
-/// Documents of random lengths that fill so many rows, with padding among them.
+/// Documents of random lengths that fill `n` rows, with padding among them.
 fn random_documents(n: usize, seed: u64) -> Vec<[i32; 2]> {
     let mut rng = Rng::new(seed);
     let mut spans: Vec<[i32; 2]> = Vec::new();
@@ -128,7 +128,7 @@ fn attention_rows() -> Vec<(SpanAttention, Rows)> {
         // Four blocks of rows.
         let four = Rows { heads: [1, 1], head_dim: 72, spans: documents(&[40, 160], 0), ..base.clone() };
         rows.push((plain, four));
-        // Not for tensor cores.
+        // Unsuitable for tensor cores.
         rows.push((plain, Rows { head_dim: 5, spans: documents(&[9, 30], 1), ..base.clone() }));
         rows.push((both_ways, Rows { head_dim: 136, spans: documents(&[21], 0), ..base.clone() }));
         let capped = SpanAttention { softcap: Some(1.5), scale: -0.25, ..plain };
@@ -144,7 +144,7 @@ fn attention_rows() -> Vec<(SpanAttention, Rows)> {
     rows
 }
 
-/// Rows of one operand: `[n, heads, head_dim]` as it lies in a buffer of its own.
+/// An operand in its own buffer: `[n, heads, head_dim]`.
 struct Operands {
     layout: Layout,
     bytes: Vec<u8>,
@@ -155,7 +155,7 @@ impl Rows {
         self.spans.len()
     }
 
-    /// Rows behind the last document hold NaN, and so does what lies between the parts of a row.
+    /// Rows past the last document and gaps between the parts of a row hold NaN.
     fn operand(&self, heads: usize, seed: u64) -> Operands {
         let (n, d) = (self.n(), self.head_dim);
         let layout = match self.joined {
@@ -184,7 +184,7 @@ impl Rows {
         format!("{op} {dtype} n={} {heads:?} of {head_dim} joined={joined} {attention:?}", self.n())
     }
 
-    /// What the reference gives: `y` and the log-sum-exp.
+    /// The reference's `y` and log-sum-exp.
     fn forward(&self, attention: SpanAttention, [_, q, k, v]: &[Operands; 4]) -> [Vec<u8>; 2] {
         let spans: Vec<i32> =
             self.spans.iter().flat_map(|&[a, b]| if a < b { [a, b] } else { [0, 0] }).collect();
@@ -206,7 +206,7 @@ impl Rows {
 pub fn attention() -> Vec<Case> {
     let mut cases: Vec<Case> =
         attention_rows().into_iter().map(|(attention, rows)| attention_case(attention, rows)).collect();
-    // Spans that make no sense count as padding.
+    // Invalid spans count as padding.
     let plain = SpanAttention { scale: 0.25, causal: true, window: None, softcap: None };
     for dtype in [DType::F32, DType::BF16] {
         let mut spans = documents(&[30, 40], 0);

@@ -1,4 +1,4 @@
-//! Kernels of a training step.
+//! Cases of the kernels of a training step.
 
 use refrain_graph::{
     ADAM_PARAMS, AdamW, Binary, Compare, Dropout, Gate, Op, Reduce, Rope, RopeStyle, TensorType, TrainOp,
@@ -17,7 +17,7 @@ use crate::bed::{Case, Operand, Role, contiguous, f32s, i32s, normals, reference
 
 const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
-/// What a buffer becomes.
+/// An output buffer with expected bytes.
 fn made(dtype: DType, bytes: Vec<u8>, tol: Tol) -> Role {
     if dtype == DType::I32 {
         return Role::Exact(bytes);
@@ -25,7 +25,7 @@ fn made(dtype: DType, bytes: Vec<u8>, tol: Tol) -> Role {
     Role::InOut { before: vec![0xcd; bytes.len()], after: bytes, dtype, tol }
 }
 
-/// The reference's outputs of some types.
+/// Runs the reference for outputs of the given types.
 fn run(op: &Op, inputs: &[Operand<'_>], outputs: &[(DType, &[usize])]) -> Vec<Vec<u8>> {
     let empty = |&(dtype, dims): &(DType, &[usize])| {
         let ty = TensorType::new(dtype, shape(dims));
@@ -36,14 +36,14 @@ fn run(op: &Op, inputs: &[Operand<'_>], outputs: &[(DType, &[usize])]) -> Vec<Ve
     outputs.into_iter().map(|(_, bytes)| bytes).collect()
 }
 
-/// Operands that a case reads: type, layout and bytes.
+/// Input of a case: dtype, layout and bytes.
 type Input = (DType, Layout, Vec<u8>);
 
 fn floats(dtype: DType, layout: Layout, seed: u64) -> Input {
     (dtype, layout, encode(dtype, &normals(layout.end().max(1), seed)))
 }
 
-/// Functions of elements: a name, what it is called in a graph, and its operands.
+/// A case of an elementwise function: the op of the launcher, the op of the reference, and the inputs.
 fn map_case(name: String, map: MapOp, op: &Op, dtype: DType, tol: Tol, inputs: Vec<Input>) -> Case {
     let dims = inputs.iter().fold(shape(&[1]), |all, (_, layout, _)| all.broadcast(&layout.shape()).unwrap());
     let n_out = if matches!(map, MapOp::GateGrad(_)) { 2 } else { 1 };
@@ -77,14 +77,15 @@ const UNARY: [Unary; 10] = [
     Unary::SoftCap(3.0),
 ];
 
-/// Dense and strided views of a tensor of 2 x 3 x 40: eight elements at a time, and one by one.
+/// Contiguous and strided views of a 2 x 3 x 40 tensor: readable eight elements at a time, and only one by
+/// one.
 fn views() -> Vec<(&'static str, Layout)> {
     let all = contiguous(&[2, 3, 40]);
     vec![
         ("dense", all),
         ("permuted", all.permute(&[2, 0, 1]).unwrap()),
         ("sliced", all.slice(2, 3, 17).unwrap().slice(1, 1, 2).unwrap()),
-        ("sliced by eights", all.slice(2, 8, 16).unwrap()),
+        ("sliced in groups of eight", all.slice(2, 8, 16).unwrap()),
         ("repeated", all.slice(1, 2, 1).unwrap().broadcast_to(shape(&[2, 5, 40])).unwrap()),
         ("a column repeated", all.slice(2, 5, 1).unwrap().broadcast_to(shape(&[2, 3, 16])).unwrap()),
         ("one", all.slice(0, 1, 1).unwrap().slice(1, 1, 1).unwrap().slice(2, 39, 1).unwrap()),
@@ -126,7 +127,7 @@ pub fn map() -> Vec<Case> {
         }
         for f in [Binary::Add, Binary::Sub, Binary::Mul, Binary::Div, Binary::Max] {
             for (a, b) in [([6, 40], [1, 40]), ([6, 40], [6, 1]), ([7, 33], [1, 33]), ([7, 33], [7, 33])] {
-                // A vector of weights is F32 whatever the rows are.
+                // A vector of weights is F32 whatever the dtype of the rows.
                 let inputs = vec![floats(dtype, contiguous(&a), 5), floats(DType::F32, contiguous(&b), 6)];
                 let name = format!("{} {dtype} {a:?} with F32 {b:?}", f.name());
                 cases.push(map_case(name, MapOp::Binary(f), &Op::Binary(f), dtype, tol, inputs));
@@ -146,7 +147,8 @@ pub fn map() -> Vec<Case> {
                 cases.push(map_case(name, MapOp::GateGrad(kind), &op, dtype, tol, vec![dy, gate, up]));
             }
         }
-        // Dense rows of one type, more than a block of threads has, the last eight of them not whole; far from zero too.
+        // Contiguous rows of one dtype, more than the threads of a block handle, with a partial last group of
+        // eight; values far from zero too.
         for kind in [Gate::Silu, Gate::GeluTanh] {
             let dims = [3, 1495];
             let [dy, up] = [13, 14].map(|seed| floats(dtype, contiguous(&dims), seed));
@@ -235,7 +237,7 @@ fn dropout_case(name: String, dropout: Dropout, dtype: DType, inputs: Vec<Input>
     })
 }
 
-/// A sum in F32 that goes on in its place.
+/// An F32 sum that accumulates in place.
 fn accumulate(dtype: DType) -> Case {
     let n = 3000;
     let (sum, x) = (normals(n, 13), floats(dtype, contiguous(&[n]), 14));
@@ -260,7 +262,7 @@ fn accumulate(dtype: DType) -> Case {
 pub fn rows() -> Vec<Case> {
     let mut cases = Vec::new();
     for dtype in FLOATS {
-        // A warp a row and a block a row, aligned or not, more than a thread keeps.
+        // One warp and one block per row, aligned and unaligned, more than a thread holds.
         for dims in
             [[1, 3], [5, 31], [9, 768], [70, 64], [67, 328], [3, 1000], [2, 1032], [3, 1031], [2, 8208]]
         {
@@ -445,13 +447,13 @@ pub fn moves() -> Vec<Case> {
             }
         }
     }
-    // So many rows that a thread turns more heads than it loads at once.
+    // Enough rows that a thread rotates more heads than it loads at once.
     cases.push(rope(DType::BF16, RopeStyle::Neox, [60, 62], true, 1450));
     cases
 }
 
 fn gather(dtype: DType, table_dtype: DType, d: usize) -> Case {
-    // More rows than a block has.
+    // More rows than a block gathers.
     let ids = [3, 0, -1, 4, 3, 1, 2, -7, 0, 4, 4, 1];
     let n_ids = ids.len();
     let table = encode(table_dtype, &normals(5 * d, 1));
@@ -557,7 +559,7 @@ fn rope(dtype: DType, style: RopeStyle, [n_dims, head_dim]: [usize; 2], is_back:
 pub fn scatter() -> Vec<Case> {
     let mut cases = Vec::new();
     for dtype in FLOATS {
-        // One row, ids for every row, none of them, many rows with one id, more than one tile of rows.
+        // One row, ids for every row, no ids, many rows with one id, more than one tile of rows.
         for (n, n_rows, d) in
             [(1, 1, 1), (40, 5, 33), (9, 70, 64), (300, 40, 136), (600, 3, 8), (2500, 90, 8)]
         {
@@ -588,7 +590,7 @@ fn scatter_case(dtype: DType, n: usize, n_rows: usize, d: usize) -> Case {
 pub fn loss() -> Vec<Case> {
     let mut cases = Vec::new();
     for dtype in FLOATS {
-        // Less than a thread has, more than threads keep, aligned and not.
+        // Less than one thread holds, more than all threads hold, aligned and unaligned.
         for (n, vocab, spread) in
             [(1, 1, 1.0), (7, 33, 1.0), (3, 4104, 10.0), (2, 4099, 3.0), (3, 520, 900.0), (2, 33_000, 2.0)]
         {
@@ -635,7 +637,7 @@ pub fn optimiser() -> Vec<Case> {
     for dtype in FLOATS {
         cases.push(squares(dtype, vec![1]));
         cases.push(squares(dtype, vec![903, 3, 85, 20_000]));
-        // As many tensors as a table has.
+        // As many tensors as a table holds.
         cases.push(squares(dtype, (0..128).map(|i| 1 + i % 11).collect()));
         for masters in [false, true] {
             for clears in [false, true] {
@@ -647,14 +649,14 @@ pub fn optimiser() -> Vec<Case> {
     }
     let many: Vec<usize> = (0..64).map(|i| 1 + i % 19).collect();
     cases.push(adamw(DType::BF16, true, false, 0.25, &many));
-    // Tensors of several kinds: some have a multiple of four elements, more than a chunk.
+    // Tensors of several kinds: some have a multiple of four elements, some more than a chunk.
     for (clears, sum_squares) in [(false, 0.25), (true, 1600.0), (true, f32::NAN), (false, f32::INFINITY)] {
         cases.push(adamw(DType::BF16, true, clears, sum_squares, &[8, 5, 9220, 8192, 231]));
     }
     cases
 }
 
-/// More tensors than a table has: launches that do not depend on each other.
+/// More tensors than a table holds: several independent launches.
 pub fn many_tensors() -> Vec<Case> {
     let ns = |n: usize| (0..n).map(|i| 1 + i % 19).collect::<Vec<usize>>();
     vec![squares(DType::BF16, ns(131)), adamw(DType::BF16, true, false, 0.25, &ns(67))]
@@ -684,7 +686,7 @@ fn adam_params() -> Vec<f32> {
     params.map(|v| v as f32).to_vec()
 }
 
-/// The third step of some tensors, one of which does not decay.
+/// The third step of several tensors, one without weight decay.
 fn adamw(dtype: DType, masters: bool, clears: bool, sum_squares: f32, ns: &[usize]) -> Case {
     let ns = ns.to_vec();
     let adam = AdamW { decays: (0..ns.len()).map(|i| i % 3 != 1).collect(), masters, clears };
@@ -713,7 +715,7 @@ fn adamw(dtype: DType, masters: bool, clears: bool, sum_squares: f32, ns: &[usiz
     let ty = |dtype, n: usize| TensorType::new(dtype, shape(&[n]));
     let mut after: Vec<_> = states.iter().map(|(d, n, bytes)| (ty(*d, *n), bytes.clone())).collect();
     reference(&Op::Train(TrainOp::AdamW(adam.clone())), &operands, &mut after);
-    // What is not applied stays as it is, to the bit.
+    // A skipped step leaves every bit unchanged.
     let tol = |dtype| match sum_squares.is_finite() {
         true => Tol::Whole(5e-6).rounded_to(dtype),
         false => Tol::Bits,

@@ -1,4 +1,4 @@
-// cuda.h: the words of CUDA that the kernels use, for a C++ compiler. A thread of a block is a fiber (fibers.cpp).
+// cuda.h: the CUDA features that the kernels use, for a C++ compiler. A thread of a block is a fiber (fibers.cpp).
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -57,7 +57,7 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned select) {
     for (int i = 0; i < 4; i++) y |= (unsigned)(both >> (8 * (select >> (4 * i) & 7)) & 0xff) << (8 * i);
     return y;
 }
-// Four products of bytes, those of x signed.
+// Dot product of four byte pairs; the bytes of x are signed.
 inline int dot_bytes(unsigned q, unsigned x, int sum, bool is_signed) {
     for (int i = 0; i < 4; i++) {
         int left = is_signed ? (int)(int8_t)(q >> (8 * i)) : (int)(q >> (8 * i) & 0xff);
@@ -69,7 +69,7 @@ inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __clz(unsigned x) { return x == 0 ? 32 : __builtin_clz(x); }
 inline int __clzll(unsigned long long x) { return x == 0 ? 64 : __builtin_clzll(x); }
 inline int __ffs(unsigned x) { return __builtin_ffs((int)x); }
-// Threads take turns, so nothing comes between.
+// Fibers only switch at barriers and shuffles, so this is atomic.
 template <typename T> T atomicAdd(T* p, T x) {
     T before = *p;
     *p += x;
@@ -95,7 +95,7 @@ inline bool is_last(unsigned* counter, unsigned n) {
     *counter = before >= n - 1 ? 0 : before + 1;
     return before == n - 1;
 }
-// The first reads of a block, as many as fibers.cpp says, are wrong: guesses have to be checked.
+// Returns wrong values for the first reads of a block, as many as fibers.cpp sets: kernels must verify guesses.
 extern unsigned n_wrong_peeks;
 inline int peek(const int* p) {
     int wrong = n_wrong_peeks > 0;
@@ -104,13 +104,13 @@ inline int peek(const int* p) {
 }
 inline void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
-// Waits for all threads of the block that have not returned; whether any of them passed true.
+// Waits for all threads of the block that have not returned. Returns whether any of them passed true.
 bool block_wait(bool vote);
-// Waits until n threads have come to a barrier.
+// Waits until n threads have arrived at a barrier.
 void group_wait(unsigned barrier, unsigned n);
-// Waits for all threads of the warp that have not returned; the value that lane `from` brought.
+// Waits for all threads of the warp that have not returned. Returns the value that lane `from` passed.
 uint64_t warp_wait(uint64_t mine, unsigned from);
-// As that; the lanes that brought true.
+// Like `warp_wait`, but returns the mask of lanes that passed true.
 unsigned warp_vote(bool vote);
 
 inline void __syncwarp() { warp_vote(false); }
@@ -137,7 +137,7 @@ inline unsigned __reduce_max_sync(unsigned mask, unsigned x) {
     return x;
 }
 
-// Kernels by name: parameters at offsets become a call.
+// Registry of kernels by name; converts parameters at offsets to a call.
 using Bind = std::function<std::function<void()>(const uint8_t*, const size_t*)>;
 std::map<std::string, Bind>& kernels();
 

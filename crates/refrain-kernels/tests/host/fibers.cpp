@@ -1,6 +1,6 @@
-// fibers.cpp: runs a grid, block by block, each thread as a fiber that is switched at barriers and shuffles.
+// fibers.cpp: runs a grid block by block. Each thread is a fiber that yields at barriers and shuffles.
 //
-// Every second launch runs blocks and threads in the opposite order: a kernel that lacks a barrier then gives other bits.
+// Every second launch runs blocks and threads in reverse order, so a missing barrier changes the results.
 #include "cuda.h"
 
 #include <setjmp.h>
@@ -35,7 +35,7 @@ jmp_buf scheduler;
 std::function<void()> kernel;
 unsigned current;
 bool voted;
-// What the lanes of a warp brought to the shuffle that is being answered, and which lanes took part.
+// Values that the lanes of a warp passed to the pending shuffle, and the mask of participating lanes.
 uint64_t brought[32][32];
 uint32_t present[32];
 
@@ -50,8 +50,8 @@ void enter() {
     _longjmp(scheduler, 1);
 }
 
-// Runs the current fiber until it waits or returns. Only the first entry to a stack goes through a context, which costs
-// a system call; after that jumps do.
+// Runs the current fiber until it waits or returns. Only the first entry to a stack uses a context, which costs a
+// system call; later entries use a jump.
 void resume() {
     threadIdx = {current, 0, 0};
     if (_setjmp(scheduler) != 0) return;
@@ -67,7 +67,7 @@ void resume() {
     setcontext(&context);
 }
 
-// Lets the fibers from `first` on go when all that have not returned wait in `state`.
+// Resumes `n` fibers from `first` on once all that have not returned wait in `state`.
 bool release(unsigned first, unsigned n, State state) {
     bool any = false;
     for (unsigned i = first; i < first + n; i++) {
@@ -90,7 +90,7 @@ bool release(unsigned first, unsigned n, State state) {
     return true;
 }
 
-// Lets the fibers at a barrier go when as many have come as it is for.
+// Resumes the fibers at a named barrier once its member count has arrived.
 bool release_groups(unsigned n) {
     unsigned come[16] = {};
     for (unsigned i = 0; i < n; i++) come[fibers[i].barrier] += fibers[i].state == AT_GROUP;
@@ -177,7 +177,7 @@ extern "C" int run_kernel(const char* name, const uint32_t* grid, const uint32_t
     for (unsigned k = 0; k < n_blocks; k++) {
         unsigned b = backwards ? n_blocks - 1 - k : k;
         blockIdx = {b % grid[0], b / grid[0] % grid[1], b / grid[0] / grid[1]};
-        // From none to all that the block's threads read before they check.
+        // From none to all of the unverified reads of the block's threads.
         n_wrong_peeks = backwards ? b * 97 % (4 * block[0]) : 0;
         run_block(block[0], backwards);
     }

@@ -1,7 +1,7 @@
-//! The kernels' own source on the host: compiled by a C++ compiler and run in place of the twins.
+//! Runs the kernels' source on the host: a C++ compiler builds it, and it runs in place of the twins.
 //!
-//! It shows wrong arithmetic, wrong indices and missing barriers where there is no card. What only a card has (its
-//! functions' rounding, its memory model, its speed) stays for the card's tests.
+//! This finds wrong arithmetic, wrong indices and missing barriers without a GPU. Anything specific to a GPU
+//! (rounding of its functions, memory model, speed) is left to the GPU tests.
 
 use std::ffi::{CString, c_char};
 use std::fs;
@@ -18,15 +18,15 @@ use crate::bed::{Bed, Regions};
 
 type RunKernel = unsafe extern "C" fn(*const c_char, *const u32, *const u32, *const u8, *const usize) -> i32;
 
-/// The library keeps its state in globals: one launch at a time.
+/// The library keeps its state in globals, so launches run one at a time.
 static TURN: Mutex<()> = Mutex::new(());
 
-/// A simulated device on which kernels run as compiled for the host.
+/// A simulated device whose kernels are compiled for the host.
 pub fn bed() -> Bed {
     bed_on(SimOptions::default())
 }
 
-/// The same with something else about the device.
+/// The same with other device options.
 pub fn bed_on(options: SimOptions) -> Bed {
     let run = build();
     let sim = SimDriver::new(SimOptions { seed: 3, strict: false, ..options });
@@ -45,11 +45,11 @@ fn build() -> RunKernel {
     let library = library.get_or_insert_with(|| {
         let folder = tempfile::tempdir().unwrap();
         let file = compile(folder.path());
-        // SAFETY: the library is the one just built from this folder's sources; it has no initialisers but the
-        // registration of kernels.
+        // SAFETY: the library was just built from this folder's sources; its only initialisers register
+        // kernels.
         Box::leak(Box::new(unsafe { libloading::Library::new(file) }.unwrap()))
     });
-    // SAFETY: the function has that signature in fibers.cpp, and the library is never closed.
+    // SAFETY: the function has this signature in fibers.cpp, and the library is never closed.
     *unsafe { library.get::<RunKernel>(b"run_kernel\0") }.unwrap()
 }
 
@@ -69,7 +69,7 @@ fn compile(folder: &Path) -> std::path::PathBuf {
     }
     let library = folder.join("kernels.so");
     let output = Command::new("c++")
-        // No contraction into fused operations but those that are written.
+        // No implicit contraction into fused operations.
         .args(["-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared", "-w"])
         .arg("-I")
         .arg(here.join("tests/host"))
@@ -81,12 +81,12 @@ fn compile(folder: &Path) -> std::path::PathBuf {
         .arg("-o")
         .arg(&library)
         .output()
-        .expect("a C++ compiler called c++");
+        .expect("this test needs a C++ compiler called c++");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     library
 }
 
-/// Copies device memory to the host, runs the kernel there, and copies it back.
+/// Copies device memory to the host, runs the kernel there, and copies the memory back.
 fn launch(
     k: &mut SimKernel<'_>,
     run: RunKernel,
@@ -95,7 +95,7 @@ fn launch(
     regions: &Regions,
 ) -> KernelResult {
     let regions = regions.lock().unwrap_or_else(PoisonError::into_inner).clone();
-    // As 16-byte words, so that addresses are as aligned as on a device.
+    // 16-byte words, so that addresses are aligned as on a device.
     let mut copies: Vec<Vec<u128>> = Vec::new();
     for &(at, n) in &regions {
         let mut copy = vec![0_u128; (n as usize).div_ceil(16)];
@@ -126,7 +126,7 @@ fn launch(
             80 => params.extend(bytemuck::bytes_of(&k.arg::<[u32; 20]>(i)?)),
             88 => params.extend(bytemuck::bytes_of(&k.arg::<[u32; 22]>(i)?)),
             112 => params.extend(bytemuck::bytes_of(&k.arg::<[u32; 28]>(i)?)),
-            // Tables of addresses and sizes: 24 and 56 bytes an entry.
+            // Tables of addresses and sizes, 24 and 56 bytes per entry.
             3072 => params.extend(translated(&k.arg::<[[u64; 3]; 128]>(i)?.concat(), &regions, &copies)),
             3584 => params.extend(translated(&k.arg::<[[u64; 7]; 64]>(i)?.concat(), &regions, &copies)),
             n => panic!("{name:?} has a parameter of {n} bytes"),
@@ -134,9 +134,10 @@ fn launch(
     }
     let (grid, block) = (k.config().grid, k.config().block);
     let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
-    // SAFETY: parameters lie where the offsets say, in the sizes that the launchers' list gives and the compiler
-    // checked; pointers among them lead into `copies`, which outlive the call. A kernel that strays from its buffers
-    // strays here as well: the pools have guard zones around each buffer, and this is a test.
+    // SAFETY: parameters are at the given offsets, with the sizes that the launchers list and the compiler
+    // checked. Pointers among them refer to `copies`, which outlive the call. A kernel that accesses memory
+    // outside its buffers does so here too: the pools have guard zones around each buffer, and this is a
+    // test.
     let result =
         unsafe { run(name.as_ptr(), grid.as_ptr(), block.as_ptr(), params.as_ptr(), offsets.as_ptr()) };
     assert_eq!(result, 0, "no kernel {name:?}");
@@ -146,13 +147,14 @@ fn launch(
     Ok(())
 }
 
-/// An address on the simulated device as one in the copies; others (null, pinned memory) as they are.
+/// Translates an address on the simulated device to the copies; other addresses (null, pinned memory) are
+/// unchanged.
 fn translate(address: u64, regions: &[(u64, u64)], copies: &[Vec<u128>]) -> u64 {
     let inside = regions.iter().zip(copies).find(|((at, n), _)| (*at..at + n.max(&1)).contains(&address));
     inside.map_or(address, |((at, _), copy)| copy.as_ptr() as u64 + (address - at))
 }
 
-/// Words of which some are addresses.
+/// Translates words of which some are addresses.
 fn translated(words: &[u64], regions: &[(u64, u64)], copies: &[Vec<u128>]) -> Vec<u8> {
     words.iter().flat_map(|&word| translate(word, regions, copies).to_le_bytes()).collect()
 }

@@ -1,4 +1,4 @@
-//! Positions, the paged cache, and attention over it.
+//! Cases of RoPE, KV append and attention over the paged cache.
 
 use super::FLOATS;
 use crate::case::{Arg, Case};
@@ -22,7 +22,8 @@ pub(super) fn rope() -> Vec<Case> {
                     Arg::weight(DType::F32, [n_dims / 2]).fill(Fill::Floats(inv_freq)),
                 ];
                 let name = format!("{dtype} {style:?} {n_dims} of {head_dim}, times {magnitude}");
-                // The angle is a product with a position beyond 2^17: an f32 angle is off by 2^-7 of a turn there.
+                // The angle is a multiple of a position beyond 2^17, where an f32 angle is off by 2^-7 of a
+                // turn.
                 cases.push(Case::one_node(name, op, Tol::Whole(1.5e-2).rounded_to(dtype), args));
             }
         }
@@ -42,7 +43,7 @@ fn heads(n: usize, n_heads: usize, head_dim: usize) -> View {
     View::Reshape(refrain_tensor::Shape::from([n, n_heads, head_dim]))
 }
 
-/// Sequences in a paged cache.
+/// Block tables of several sequences.
 struct CaseBlockTables {
     kv_block: usize,
     max_blocks: usize,
@@ -51,7 +52,7 @@ struct CaseBlockTables {
 }
 
 impl CaseBlockTables {
-    /// Shuffled blocks for sequences of those lengths; what no sequence needs is -1.
+    /// Shuffled blocks for sequences of these lengths; unused entries are -1.
     fn new(kv_block: usize, lengths: &[usize], seed: u64) -> CaseBlockTables {
         let n_used: usize = lengths.iter().map(|l| l.div_ceil(kv_block)).sum();
         let n_blocks = n_used + 2;
@@ -75,7 +76,7 @@ impl CaseBlockTables {
     }
 }
 
-/// Every position of every sequence, in a shuffled order: positions, then sequences.
+/// Every position of every sequence, shuffled: positions, then sequences.
 fn all_rows(lengths: &[usize], seed: u64) -> (Vec<i32>, Vec<i32>) {
     let rows: Vec<(i32, i32)> =
         lengths.iter().enumerate().flat_map(|(s, &l)| (0..l).map(move |p| (p as i32, s as i32))).collect();
@@ -92,7 +93,7 @@ pub(super) fn kv_append() -> Vec<Case> {
     ] {
         let pages = CaseBlockTables::new(4, &[6, 1, 9], 3);
         let (mut positions, mut seqs) = all_rows(&[6, 1, 9], 4);
-        // Padding rows: their sequence is anything.
+        // Padding rows with arbitrary sequences.
         positions.extend([-1, -1]);
         seqs.extend([-1, 99]);
         let n = positions.len();
@@ -124,7 +125,7 @@ struct AttentionShape {
     rows: &'static [(i32, i32)],
     window: Option<usize>,
     softcap: Option<f32>,
-    /// Factor on the queries: large ones make one key win.
+    /// Factor on the queries; large values make a single key dominate.
     sharpness: f32,
 }
 
@@ -235,7 +236,7 @@ pub(super) fn attention() -> Vec<Case> {
     shapes.iter().flat_map(|shape| types.map(|(q, kv)| attention_case(shape, q, kv))).collect()
 }
 
-/// Two appends fill the caches, then one attention reads them.
+/// Two appends fill the caches, then attention reads them.
 fn attention_case(shape: &AttentionShape, q: DType, kv: DType) -> Case {
     let &AttentionShape { n_heads, n_kv_heads, head_dim, lengths, .. } = shape;
     let pages = CaseBlockTables::new(shape.kv_block, lengths, 5);
@@ -257,7 +258,7 @@ fn attention_case(shape: &AttentionShape, q: DType, kv: DType) -> Case {
         Arg::ints([n_past], seqs),
     ];
     let name = format!("{}, {q} over {kv}", shape.name);
-    // Scores of hundreds cost a few bits of the exponential's argument.
+    // Scores in the hundreds cost a few bits of the exponential's argument.
     let tol = Tol::Whole(if shape.sharpness > 100.0 { 1e-3 } else { 2e-5 }).rounded_to(q);
     Case::build(name, Op::Attention(attention), tol, args, |b, v| {
         let past = [v[8], v[9], v[5]];

@@ -1,4 +1,4 @@
-//! Views, copies, casts, host calls, and functions of one and two elements.
+//! Cases of views, copies, casts, host calls, and unary and binary elementwise functions.
 
 use super::{FLOATS, quantised};
 use crate::case::{Arg, Case};
@@ -46,7 +46,7 @@ pub(super) fn moves() -> Vec<Case> {
         let name = format!("{dtype} transposed, to F32");
         cases.push(Case::one_node(name, Op::Cast(DType::F32), Tol::Bits, vec![transposed]));
     }
-    // Whole weights, as steps that learn decode them; rows that are no whole tiles.
+    // Whole weights, as decoded in training steps, and rows that do not fill a tile.
     for dtype in quantised() {
         for to in FLOATS {
             let whole = Arg::weight(dtype, [19, 2 * dtype.block_len()]);
@@ -61,7 +61,7 @@ pub(super) fn moves() -> Vec<Case> {
     cases
 }
 
-/// Views as outputs: what is read after the step is dense, whatever the layout.
+/// Views as outputs: results read after the step are contiguous, whatever the layout.
 fn views() -> Vec<Case> {
     let x = || Arg::float(DType::F32, [4, 6]);
     let all = [
@@ -97,7 +97,7 @@ pub(super) fn functions() -> Vec<Case> {
                 let tol = Tol::Whole(2e-6).rounded_to(dtype);
                 cases.push(Case::one_node(format!("{dtype} {dims:?}"), Op::Gate(kind), tol, args));
             }
-            // The two halves of one projection, as fused gate and up weights leave them.
+            // The two halves of one projection, as fused gate and up weights produce them.
             let half = |start| Arg::float(dtype, [3, 66]).view(View::Slice { axis: 1, start, len: 33 });
             let tol = Tol::Whole(2e-6).rounded_to(dtype);
             cases.push(Case::one_node(
@@ -134,7 +134,7 @@ fn unary_functions() -> [(Unary, Fill); 10] {
 
 fn binary(f: Binary, dtype: DType) -> Vec<Case> {
     let tol = Tol::Each(2e-7).rounded_to(dtype);
-    // Kept away from zero, for the quotient's sake.
+    // Away from zero, because of the division.
     let arg = |dims: &[usize]| {
         let shape = Shape::new(dims).unwrap_or_else(|e| panic!("{e}"));
         Arg::float(dtype, shape).fill(Fill::Uniform(0.5, 3.0))
@@ -157,14 +157,14 @@ fn binary(f: Binary, dtype: DType) -> Vec<Case> {
     ]
 }
 
-/// A host function for tests: `x / 2 + 1` in F32.
+/// Host function for tests: `x / 2 + 1` in F32.
 pub(crate) fn half_plus_one() -> HostCall {
     struct HalfPlusOne;
     impl HostFn for HalfPlusOne {
         fn infer(&self, inputs: &[TensorType]) -> Result<Vec<TensorType>, HostCallError> {
             match inputs {
                 [x] if x.dtype == DType::F32 => Ok(vec![*x]),
-                _ => Err(HostCallError(format!("takes one F32, got {inputs:?}"))),
+                _ => Err(HostCallError(format!("needs one F32 input, got {inputs:?}"))),
             }
         }
         fn call(&self, inputs: &[HostBuf<'_>], outputs: &mut [&mut [u8]]) -> Result<(), HostCallError> {
@@ -175,5 +175,9 @@ pub(crate) fn half_plus_one() -> HostCall {
             Ok(())
         }
     }
-    HostCall { name: "half_plus_one", because: "the test says so", function: Arc::new(HalfPlusOne) }
+    HostCall {
+        name: "half_plus_one",
+        because: "it runs on the host by definition",
+        function: Arc::new(HalfPlusOne),
+    }
 }

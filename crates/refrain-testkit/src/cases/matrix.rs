@@ -1,4 +1,4 @@
-//! Products.
+//! Cases of matrix products.
 
 use super::{FLOATS, quantised};
 use crate::case::{Arg, Case};
@@ -52,7 +52,7 @@ pub(super) fn cases() -> Vec<Case> {
         let outliers = Arg::float(DType::F32, [2, 2 * d]).fill(Fill::Outliers);
         let args = vec![outliers, transposed(dtype, 7, 2 * d)];
         cases.push(Case::one_node(format!("{dtype} weight, outliers"), Op::MatMul, Tol::Whole(4e-6), args));
-        // One projection cut out of a joined weight.
+        // One projection as a slice of a fused weight.
         let part = Arg::weight(dtype, [12, d]).view(View::Slice { axis: 0, start: 5, len: 4 });
         let args = vec![Arg::float(DType::F32, [2, d]), part.view(View::Permute(vec![1, 0]))];
         cases.push(Case::one_node(format!("{dtype} rows of a weight"), Op::MatMul, Tol::Whole(4e-6), args));

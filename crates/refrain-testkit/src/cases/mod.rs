@@ -1,4 +1,5 @@
-//! The table: every op, with odd sizes, every dtype it takes, views in front, and values that break careless kernels.
+//! The case table: every op with odd sizes, every dtype it supports, views as inputs, and values that break
+//! careless kernels.
 
 mod attention;
 mod elements;
@@ -16,7 +17,7 @@ use refrain_tensor::DType;
 
 const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
-/// Every case. Names are unique and stay, so that a backend can speak of one by name.
+/// Returns all cases. Names are unique and stable, so that a backend can refer to a case by name.
 pub fn cases() -> Vec<Case> {
     let families = [
         elements::moves(),

@@ -1,4 +1,4 @@
-//! Routers and experts.
+//! Cases of routing and expert products.
 
 use super::{FLOATS, quantised};
 use crate::case::{Arg, Case};
@@ -80,7 +80,7 @@ pub(super) fn route() -> Vec<Case> {
     cases
 }
 
-/// Choices of rows among experts: some experts have none, one has many, some choices are empty.
+/// Expert choices per row: some experts have none, one has many, and some choices are empty.
 fn choices(n: usize, k: usize, n_experts: usize) -> Vec<i32> {
     let id = |i: usize| match i {
         i if i % 11 == 7 => -1,
@@ -92,7 +92,7 @@ fn choices(n: usize, k: usize, n_experts: usize) -> Vec<i32> {
 
 const SILU: ExpertGate = ExpertGate { activation: ExpertActivation::Silu, joined: false, biased: false };
 
-/// `[n, d]` by `[n_experts, f, d]`.
+/// n, k, n_experts, f and d of `[n, d]` by `[n_experts, f, d]`.
 type MoeSizes = [usize; 5];
 
 fn gated_case(
@@ -196,7 +196,7 @@ pub(super) fn experts() -> Vec<Case> {
             }
         }
     }
-    // All rows to one expert, and nobody to any.
+    // All rows to one expert, and no rows to any.
     for weight in [DType::BF16, DType::Q4_0] {
         for (name, id) in [("all to one expert", 2), ("nobody to any expert", -1)] {
             let name = format!("{weight}, {name}");

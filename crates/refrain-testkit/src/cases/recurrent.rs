@@ -1,4 +1,5 @@
-//! Recurrent layers: sequences that begin, go on in a second node, and stand beside padding.
+//! Cases of recurrent layers: sequences that start, that continue in a second node, and that have padding
+//! around them.
 
 use crate::case::{Arg, Case};
 use crate::compare::Tol;
@@ -8,12 +9,13 @@ use refrain_graph::{
 };
 use refrain_tensor::DType;
 
-/// Pieces of sequences: each has rows in a first node, and goes on in a second one that reads what the first wrote.
+/// Chunks of several sequences: each has rows in a first node and continues in a second one, which reads the
+/// state that the first wrote.
 struct SequenceChunks {
     name: &'static str,
     /// Rows of each sequence in the two nodes.
     rows: &'static [[usize; 2]],
-    /// Padding behind the rows of each node.
+    /// Padding after the rows of each node.
     n_padding: usize,
 }
 
@@ -39,8 +41,8 @@ impl SequenceChunks {
         2 * self.rows.len() + N_SPARE
     }
 
-    /// Positions, sequences and slots of a node. Slots are shuffled; the second node's table has the versions the other
-    /// way round where the first one's rows are even in number.
+    /// Positions, sequences and slots of a node. Slots are shuffled. The second node reads the slot that the
+    /// first one wrote; an odd first position swaps the columns of the table.
     fn paging(&self, node: usize) -> (usize, [Arg; 3]) {
         let order = Rng::new(11).shuffled(self.n_slots());
         let (mut positions, mut seqs, mut slots) = (Vec::new(), Vec::new(), Vec::new());
@@ -57,7 +59,7 @@ impl SequenceChunks {
         (n, [Arg::ints([n], positions), Arg::ints([n], seqs), Arg::ints([n_seqs, 2], slots)])
     }
 
-    /// Two nodes over one state. `rows` makes the operands of a node that differ from row to row, `shared` are the others.
+    /// Two nodes over one state. `rows` builds the operands that vary by row, `shared` are the others.
     fn case(
         &self,
         name: String,
@@ -96,7 +98,7 @@ impl SequenceChunks {
     }
 }
 
-/// A filter lies in a vector of weights.
+/// Filter weights.
 fn filter(width: usize, d: usize) -> Arg {
     Arg::weight(DType::F32, [width * d]).view(View::Reshape([width, d].into()))
 }
@@ -115,7 +117,7 @@ pub(super) fn short_conv() -> Vec<Case> {
             let name = format!("{dtype}, {d} channels, width {width}, silu {silu}: {}", pieces.name);
             let op = Recurrent::ShortConv(ShortConv { silu });
             let w = filter(width, d);
-            // What is kept between nodes is as it came.
+            // The state between nodes is not rounded.
             let tol = Tol::Whole(2e-6).rounded_to(dtype);
             cases.push(pieces.case(name, op, tol, state, |n| vec![Arg::float(dtype, [n, d])], vec![w]));
         }
@@ -142,7 +144,7 @@ struct DeltaHeads {
     v_dim: usize,
     key_heads: KeyHeads,
     dtype: DType,
-    /// Heads are parts of one row, as a convolution leaves them.
+    /// Whether all heads are parts of one row, as a convolution outputs them.
     joined: bool,
 }
 
@@ -166,7 +168,7 @@ pub(super) fn gated_delta() -> Vec<Case> {
             cases.push(delta_case(shape, pieces, 1.0, "as usual"));
         }
     }
-    // Gates that forget everything and nothing, and keys that are zero.
+    // Gates that forget everything and nothing, and zero keys.
     for (gates, name) in [(40.0, "gates at their ends"), (0.0, "gates in the middle")] {
         cases.push(delta_case(&shapes[1], &PIECES[2], gates, name));
     }

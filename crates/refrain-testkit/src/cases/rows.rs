@@ -1,4 +1,4 @@
-//! Ops on rows: reductions, softmax, norms, gathers.
+//! Cases of row ops: reductions, softmax, norms, gathers.
 
 use super::{FLOATS, quantised};
 use crate::case::{Arg, Case};
@@ -7,7 +7,7 @@ use crate::fill::Fill;
 use refrain_graph::{Op, Reduce, View};
 use refrain_tensor::DType;
 
-/// Sums begin at zero, as all states do.
+/// Accumulators start at zero, like all states.
 pub(super) fn accumulate() -> Vec<Case> {
     let case = |dims: [usize; 2]| {
         let args = vec![Arg::state(DType::F32, dims), Arg::float(DType::F32, dims).fill(Fill::Outliers)];
@@ -40,7 +40,7 @@ pub(super) fn cases() -> Vec<Case> {
             let norm = Op::RmsNorm { eps: 1e-5 };
             cases.push(Case::one_node(format!("{dtype} {dims:?}"), norm, tol, vec![x(), w()]));
             let add_norm = Op::AddRmsNorm { eps: 1e-6 };
-            // A short sum may be normed before or after it is rounded.
+            // The norm may use the sum before or after rounding to 16 bits.
             let tol = Tol::Whole(2e-6).rounded_to(dtype).rounded_to(dtype);
             cases.push(Case::one_node(format!("{dtype} {dims:?}"), add_norm, tol, vec![x(), x(), w()]));
         }

@@ -1,4 +1,4 @@
-//! Choosing a token.
+//! Cases of sampling.
 
 use crate::case::{Arg, Case};
 use crate::compare::Tol;
@@ -67,7 +67,7 @@ pub(super) fn cases() -> Vec<Case> {
     cases
 }
 
-/// Logits as models give them: few large ones.
+/// Logits like a model's: a few large ones.
 fn spread(_: usize, rng: &mut Rng) -> f32 {
     3.0 * rng.normal()
 }
@@ -89,7 +89,7 @@ fn build(
     let n = rows.len();
     let mut rng = Rng::new(vocab as u64);
     let logits = (0..n * vocab).map(|i| logit(i % vocab, &mut rng)).collect();
-    // Ids repeat, and some places are empty or beyond the vocabulary.
+    // Ids repeat, and some slots are empty or past the vocabulary.
     let mut ids = |count: usize| -> Vec<i32> {
         let id = |i: usize, rng: &mut Rng| match i % 5 {
             3 => -1,

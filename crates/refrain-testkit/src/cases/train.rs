@@ -1,5 +1,5 @@
-//! What a backward pass needs: reductions of any dimension, scatters, comparisons, attention among rows, gradients, the
-//! loss and the optimiser.
+//! Cases of backward passes: reductions along any dimension, scatters, comparisons, attention among rows,
+//! gradients, loss and optimiser.
 
 use super::FLOATS;
 use crate::case::{Arg, Case};
@@ -11,7 +11,7 @@ use refrain_graph::{
 };
 use refrain_tensor::DType;
 
-/// Every case whose op a training step needs.
+/// All cases whose op a training step needs.
 pub(super) fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
     for dtype in FLOATS {
@@ -31,7 +31,8 @@ pub(super) fn cases() -> Vec<Case> {
     cases
 }
 
-/// A case of one node. Floats come in as F32 and are rounded to `dtype` first, as the results of other nodes would be.
+/// Builds a case of one node. Float inputs are F32 and first rounded to `dtype`, as results of other nodes
+/// would be.
 fn case(name: impl Into<String>, op: Op, dtype: DType, tol: Tol, args: Vec<Arg>) -> Case {
     let (node, label) = (op.clone(), op.name());
     Case::build(name, op, tol, args, move |b, values| {
@@ -40,7 +41,7 @@ fn case(name: impl Into<String>, op: Op, dtype: DType, tol: Tol, args: Vec<Arg>)
     })
 }
 
-/// The same values, inputs in F32 of more than one element rounded to `dtype`.
+/// Rounds F32 inputs with more than one element to `dtype`.
 fn rounded(b: &mut GraphBuilder, values: &[ValueId], dtype: DType) -> Result<Vec<ValueId>, GraphError> {
     let round = |&value: &ValueId| match b.ty(value).dtype == DType::F32 && dtype != DType::F32 {
         true => b.cast(value, dtype),
@@ -88,7 +89,7 @@ fn moves(dtype: DType) -> Vec<Case> {
         let name = format!("{dtype} {dims:?} along {axis}");
         cases.push(case(name, Op::Pad { axis, before, after }, dtype, Tol::Bits, vec![float(dims)]));
     }
-    // Many rows with one id, few with others, more rows than ids and the reverse.
+    // Many rows with one id, few with others; more rows than ids, and fewer.
     for (n, n_rows, d) in [(1, 1, 1), (40, 5, 33), (9, 300, 64), (257, 64, 129)] {
         let name = format!("{dtype} {n} rows into {n_rows} of {d}");
         let op = Op::ScatterAddRows { n_rows };
@@ -144,7 +145,7 @@ fn element_gradients(dtype: DType) -> Vec<Case> {
 fn row_gradients(dtype: DType) -> Vec<Case> {
     let tol = Tol::Whole(5e-6).rounded_to(dtype);
     let mut cases = Vec::new();
-    // The gradient of a norm of one element is all but zero: a difference that cancels.
+    // The gradient of a one-element norm is almost zero: a difference that cancels.
     for dims in [&[1, 3][..], &[7, 129], &[70, 768], &[5, 3, 64]] {
         let d = dims[dims.len() - 1];
         let args = [float(dims), float(dims), float(&[d]).fill(Fill::Uniform(0.5, 1.5))];
@@ -173,7 +174,7 @@ fn row_gradients(dtype: DType) -> Vec<Case> {
     cases
 }
 
-/// Products of values that no weight is part of, in every layout that a backward pass has.
+/// Matrix products of values, none of them a weight, in every layout of a backward pass.
 fn products(dtype: DType) -> Vec<Case> {
     let tol = Tol::Whole(1e-5).rounded_to(dtype);
     let mut cases = Vec::new();
@@ -261,7 +262,7 @@ fn optimiser(dtype: DType) -> Vec<Case> {
     let shapes = [vec![7, 33], vec![5], vec![1025]];
     for masters in [false, true] {
         for clears in [false, true] {
-            // A short master is a contradiction, and so is a short accumulator.
+            // A 16-bit master weight is a contradiction, and so is a 16-bit accumulator.
             if (masters && dtype == DType::F32) || (clears && !masters && dtype != DType::F32) {
                 continue;
             }
@@ -295,7 +296,8 @@ fn optimiser(dtype: DType) -> Vec<Case> {
                     }
                     b.node(node.clone(), &values, "adamw")
                 };
-                // All states are zero at first, so a second step follows the first, with what that left.
+                // All states are initially zero, so a second step follows that starts from the first one's
+                // results.
                 cases.push(Case::build(name, op, Tol::Each(3e-6).rounded_to(dtype), args, build));
             }
         }
@@ -352,7 +354,7 @@ fn attention(dtype: DType) -> Vec<Case> {
             b.node(Op::Train(TrainOp::SpanAttentionGrad(op)), &inputs, "backward")
         };
         let op = Op::Train(TrainOp::SpanAttentionGrad(op));
-        // Probabilities and their gradients are rounded on the way to tensor cores, besides what goes in and comes out.
+        // The kernels also round probabilities and their gradients for the tensor cores.
         let tol = (0..5).fold(Tol::Whole(2e-5), |tol, _| tol.rounded_to(dtype));
         cases.push(Case::build(name, op, tol, args, backward));
     }
