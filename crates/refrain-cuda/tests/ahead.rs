@@ -1,4 +1,5 @@
-//! Steps sent ahead of the caller: the same text, whatever is under way when something else happens.
+//! Steps launched ahead of the caller: the output is the same whatever is in flight when something else
+//! happens.
 
 mod rig;
 
@@ -45,7 +46,7 @@ fn rows() -> [SamplingRow; 2] {
 
 type Said = Vec<(u32, u32)>;
 
-/// A session in the middle of its text.
+/// A session in the middle of a generation.
 struct Text {
     session: SequenceState,
     row: SamplingRow,
@@ -67,7 +68,7 @@ impl Text {
         Ok(chosen.token)
     }
 
-    /// The same prompt and what was said, and a question behind it: the next turn.
+    /// The next turn: the same prompt, the output so far, and a question after it.
     fn next_turn(mut self, rig: &mut Rig, n_tokens: usize) -> Said {
         let mut prompt = self.session.tokens().to_vec();
         prompt.extend([self.last, 77, 3]);
@@ -81,7 +82,7 @@ impl Text {
     }
 }
 
-/// `n_tokens` behind the prompt.
+/// Generates `n_tokens` after the prompt.
 fn text(rig: &mut Rig, row: &SamplingRow, n_tokens: usize) -> Text {
     let mut text = Text::begin(rig, PROMPTS[0], row);
     for n in (1..=n_tokens).rev() {
@@ -90,7 +91,7 @@ fn text(rig: &mut Rig, row: &SamplingRow, n_tokens: usize) -> Text {
     text
 }
 
-fn the_text_does_not_depend_on_how_many_steps_are_under_way(device: impl Fn() -> Device, n_tokens: usize) {
+fn the_output_does_not_depend_on_the_number_of_steps_in_flight(device: impl Fn() -> Device, n_tokens: usize) {
     for row in rows() {
         let mut alone = rig_on(device(), 1);
         let want = text(&mut alone, &row, n_tokens).said;
@@ -111,7 +112,7 @@ fn the_text_does_not_depend_on_how_many_steps_are_under_way(device: impl Fn() ->
             assert!(rig.monitor.status().graphs.iter().all(|g| g.bit_exact));
             assert_eq!(rig.device.take_reports(), Vec::<String>::new());
         }
-        // Choosing tokens oneself is the same text once more.
+        // Explicitly committing the same tokens gives the same output.
         let mut text = Text::begin(&mut alone, PROMPTS[0], &row);
         for _ in 0..40 {
             text.next(&mut alone, &Lookahead::NONE).unwrap();
@@ -120,11 +121,11 @@ fn the_text_does_not_depend_on_how_many_steps_are_under_way(device: impl Fn() ->
     }
 }
 
-/// The session after a turn that ended with steps under way is the one of a turn without any.
-fn an_end_of_turn_leaves_nothing_behind(device: impl Fn() -> Device) {
+/// A session after a turn that ended with steps in flight equals one without any.
+fn an_end_of_turn_discards_steps_in_flight(device: impl Fn() -> Device) {
     for row in rows() {
         let want = text(&mut rig_on(device(), 1), &row, 60).said;
-        // A token that is said for the first time well behind the start.
+        // A token that first occurs well after the start.
         let said: Vec<u32> = want.iter().map(|(token, _)| *token).collect();
         let fresh = (10..50).find(|&i| !said[..i].contains(&said[i]));
         let Some(at) = fresh else { continue };
@@ -149,13 +150,13 @@ mod on_the_simulated_device {
     use super::*;
 
     #[test]
-    fn the_text_does_not_depend_on_run_ahead() {
-        the_text_does_not_depend_on_how_many_steps_are_under_way(|| sim("").1, 200);
+    fn the_output_does_not_depend_on_run_ahead() {
+        the_output_does_not_depend_on_the_number_of_steps_in_flight(|| sim("").1, 200);
     }
 
     #[test]
-    fn an_end_of_turn_with_steps_under_way_leaves_nothing_behind() {
-        an_end_of_turn_leaves_nothing_behind(|| sim("").1);
+    fn an_end_of_turn_with_steps_in_flight_has_no_effect_on_the_next() {
+        an_end_of_turn_discards_steps_in_flight(|| sim("").1);
     }
 }
 
@@ -164,22 +165,22 @@ mod on_a_gpu {
 
     #[test]
     #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
-    fn the_text_does_not_depend_on_run_ahead() {
+    fn the_output_does_not_depend_on_run_ahead() {
         let _turn = gpu_turn();
-        the_text_does_not_depend_on_how_many_steps_are_under_way(gpu, 300);
+        the_output_does_not_depend_on_the_number_of_steps_in_flight(gpu, 300);
     }
 
     #[test]
     #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
-    fn an_end_of_turn_with_steps_under_way_leaves_nothing_behind() {
+    fn an_end_of_turn_with_steps_in_flight_has_no_effect_on_the_next() {
         let _turn = gpu_turn();
-        an_end_of_turn_leaves_nothing_behind(gpu);
+        an_end_of_turn_discards_steps_in_flight(gpu);
     }
 }
 
-/// A penalty that outweighs every logit: of a hundred tokens, those come next that penalties have seen least often.
+/// A penalty that outweighs every logit: of a hundred tokens, the ones seen least often come next.
 #[test]
-fn penalties_look_at_the_whole_text_where_they_should() {
+fn penalties_cover_the_whole_window() {
     const N_ALLOWED: u32 = 100;
     let row = |penalty_window: usize| {
         let forbidden = (N_ALLOWED..128).map(|token| (token, f32::NEG_INFINITY));
@@ -196,12 +197,12 @@ fn penalties_look_at_the_whole_text_where_they_should() {
     let fed = text(&mut simulated(8).1, &whole, 305);
     assert_eq!((fed.session.tokens().len(), spread(&fed)), (310, 1));
     assert_eq!(fed.said, text(&mut simulated(1).1, &whole, 305).said);
-    // The first tokens are forgotten, and come again too early.
+    // The first tokens leave the window and come again too early.
     assert!(spread(&text(&mut simulated(8).1, &window, 305)) > 1);
 }
 
 #[test]
-fn a_caller_that_stops_or_changes_its_mind_gets_what_it_would_have_got() {
+fn a_caller_that_stops_or_changes_options_gets_the_same_output() {
     let [greedy, random] = rows();
     let turn = |ahead: usize| {
         let (_, mut rig) = simulated(ahead);
@@ -209,7 +210,7 @@ fn a_caller_that_stops_or_changes_its_mind_gets_what_it_would_have_got() {
         for _ in 0..20 {
             text.next(&mut rig, &MANY).unwrap();
         }
-        // Another token than the one that was chosen, then other rules, with steps under way both times.
+        // Another token than the chosen one, then other options, with steps in flight both times.
         text.last = 5;
         text.next(&mut rig, &MANY).unwrap();
         text.row = greedy.clone();
@@ -243,7 +244,7 @@ fn sessions_that_alternate_do_not_see_each_others_steps() {
 }
 
 #[test]
-fn a_full_context_and_a_full_cache_are_reached_as_without_steps_ahead() {
+fn a_full_context_and_a_full_cache_end_a_run_as_without_steps_ahead() {
     let turn = |ahead: usize, context: usize| {
         let options = with_ahead(ahead, GraphMode::Require, Method::Stream);
         let mut rig = Rig::new(sim("").1, "llama", options, context, DType::F16);
@@ -264,7 +265,7 @@ fn a_full_context_and_a_full_cache_are_reached_as_without_steps_ahead() {
         assert_eq!((said, n_tokens, error), turn(1, context));
     }
 
-    // Another session holds blocks: the last ones are used one position at a time, then there are none.
+    // Another session holds blocks: the last ones are used one position at a time until there are none.
     let turn = |ahead: usize| {
         let options = with_ahead(ahead, GraphMode::Require, Method::Stream);
         let mut rig = Rig::new(sim("").1, "llama", options, 64, DType::F16);
@@ -279,7 +280,7 @@ fn a_full_context_and_a_full_cache_are_reached_as_without_steps_ahead() {
 }
 
 #[test]
-fn a_failed_replay_with_steps_under_way_costs_no_token_and_the_graph_comes_back() {
+fn a_failed_replay_with_steps_in_flight_loses_no_token_and_the_graph_returns() {
     for row in rows() {
         let want = text(&mut simulated(1).1, &row, 150).said;
         for script in
@@ -301,7 +302,7 @@ fn a_failed_replay_with_steps_under_way_costs_no_token_and_the_graph_comes_back(
 }
 
 #[test]
-fn a_failed_replay_where_graphs_are_required_comes_behind_the_tokens_before_it() {
+fn a_failed_replay_in_require_mode_is_reported_after_the_tokens_before_it() {
     let row = &rows()[1];
     let want = text(&mut simulated(1).1, row, 60).said;
     let (sim, mut rig) = simulated(8);
@@ -327,7 +328,7 @@ fn a_failed_replay_where_graphs_are_required_comes_behind_the_tokens_before_it()
 }
 
 #[test]
-fn a_lost_context_with_steps_under_way_is_final_and_keeps_the_tokens_before_it() {
+fn a_lost_context_with_steps_in_flight_is_final_and_keeps_earlier_tokens() {
     let row = &rows()[0];
     let want = text(&mut simulated(1).1, row, 60).said;
     let (sim, mut rig) = simulated(8);
@@ -351,7 +352,7 @@ fn a_lost_context_with_steps_under_way_is_final_and_keeps_the_tokens_before_it()
 }
 
 #[test]
-fn a_device_that_hangs_with_steps_under_way_is_reported_by_the_deadline() {
+fn a_device_that_hangs_with_steps_in_flight_is_reported_by_the_deadline() {
     let row = &rows()[0];
     let (sim, device) = sim("");
     let mut options = with_ahead(8, GraphMode::Auto, Method::Stream);
@@ -364,7 +365,7 @@ fn a_device_that_hangs_with_steps_under_way_is_reported_by_the_deadline() {
     while text.next(&mut rig, &MANY).is_ok() {}
     let n_said = text.said.len();
     assert!((3..=11).contains(&n_said), "{n_said}");
-    // Nothing that comes after it waits once more.
+    // Later calls do not wait again.
     text.next(&mut rig, &MANY).unwrap_err();
     rig.engine.drain();
     assert!(began.elapsed() < Duration::from_secs(3), "{:?}", began.elapsed());
@@ -399,7 +400,7 @@ fn steps_ahead_are_one_launch_each_and_allocate_nothing() {
 }
 
 #[test]
-fn dropping_everything_with_steps_under_way_ends_and_frees_all() {
+fn dropping_everything_with_steps_in_flight_frees_all_memory() {
     let (sim, device) = sim("");
     let mut rig = rig_on(device, 8);
     let mut text = Text::begin(&mut rig, PROMPTS[0], &rows()[0]);

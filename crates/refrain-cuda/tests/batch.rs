@@ -1,4 +1,4 @@
-//! Steps of several sequences: replay against eager bit for bit, and both against each sequence alone.
+//! Steps of several sequences: replay equals eager bit for bit, and both agree with each sequence alone.
 
 mod rig;
 
@@ -36,12 +36,12 @@ fn cuda_options(mode: GraphMode) -> CudaOptions {
     }
 }
 
-/// A sequence as a test drives it, with blocks that are nobody else's.
+/// A sequence driven by a test, with blocks of its own.
 struct Seq {
     tokens: Vec<u32>,
     n_done: usize,
     table: Vec<u32>,
-    /// Its slots, where the model has recurrent layers.
+    /// Its slots, if the model has recurrent layers.
     slots: [i32; 2],
     row: SamplingRow,
     said: Vec<Chosen>,
@@ -50,7 +50,7 @@ struct Seq {
 impl Seq {
     fn new(idx: usize) -> Seq {
         let prompt = (0..3 + 5 * idx as u32).map(|i| (7 * idx as u32 + 11 * i) % 120).collect();
-        // Scattered, and not in order.
+        // Scattered and out of order.
         let table = (0..MAX_BLOCKS).map(|b| ((MAX_BLOCKS - 1 - b) * N_SEQS + idx) as u32).collect();
         let greedy = SamplingParams::greedy();
         let params = match idx % 3 {
@@ -63,7 +63,7 @@ impl Seq {
     }
 }
 
-/// One step over the next tokens of some sequences, at most so many of each.
+/// One step over the next tokens of some sequences, with a maximum number for each.
 fn step(runner: &mut dyn Runner, seqs: &mut [Seq], which: &[(usize, usize)]) -> Ran {
     for &(idx, _) in which {
         let seq = &mut seqs[idx];
@@ -86,7 +86,7 @@ fn step(runner: &mut dyn Runner, seqs: &mut [Seq], which: &[(usize, usize)]) -> 
     for ((&(idx, _), n), choice) in which.iter().zip(n_tokens).zip(out.choices) {
         let seq = &mut seqs[idx];
         seq.n_done += n;
-        // The state behind n tokens is in slot n % 2.
+        // The state after n tokens is in slot n % 2.
         if n.is_multiple_of(2) {
             seq.slots.swap(0, 1);
         }
@@ -99,13 +99,14 @@ fn step(runner: &mut dyn Runner, seqs: &mut [Seq], which: &[(usize, usize)]) -> 
     ran
 }
 
-/// Joins, ends, prompts beside decodes, and decodes of every bucket; gives what was said and how each step ran.
+/// Joins, ends, prompts together with decodes, and decodes of every bucket. Returns the choices and how each
+/// step ran.
 fn load(runner: &mut dyn Runner) -> (Vec<Vec<Chosen>>, Vec<Ran>) {
     let mut seqs: Vec<Seq> = (0..N_SEQS).map(Seq::new).collect();
     let all = |range: std::ops::Range<usize>| range.map(|idx| (idx, 1)).collect::<Vec<_>>();
     let mut steps: Vec<Vec<(usize, usize)>> = vec![
         vec![(0, 8)],
-        // Whole prompts together, and pieces beside a decoded token.
+        // Whole prompts together, and chunks next to a decoded token.
         vec![(1, 20), (2, 20)],
         vec![(0, 1), (3, 9), (1, 1)],
         vec![(3, 9), (0, 1), (4, 5)],
@@ -130,7 +131,7 @@ fn load(runner: &mut dyn Runner) -> (Vec<Vec<Chosen>>, Vec<Ran>) {
     (seqs.into_iter().map(|seq| seq.said).collect(), ran)
 }
 
-/// What a sequence says when nobody else is there.
+/// Output of a sequence that runs alone.
 fn alone(runner: &mut dyn Runner, idx: usize, n_tokens: usize) -> Vec<Chosen> {
     let mut seqs: Vec<Seq> = (0..=idx).map(Seq::new).collect();
     while seqs[idx].said.len() < n_tokens {
@@ -159,7 +160,8 @@ fn replayed_equals_eager_and_each_alone(device: impl Fn() -> Device) {
         let ((replayed, ran), status) = cuda(GraphMode::Require);
         assert!(ran.iter().all(|ran| *ran == Ran::REPLAYED), "{case}: {ran:?}");
         assert_eq!(bits(&replayed), bits(&eager), "{case}");
-        // Decoded rows of 1, 2, 3, 4, 6, 8 and 12; prompts of one; mixed steps of 8 and 32 tokens.
+        // Decode steps of 1, 2, 3, 4, 6, 8 and 12 rows; prompts of one sequence; mixed steps of 8 and 32
+        // tokens.
         assert!((8..16).contains(&status.graphs.len()), "{case}: {} graphs", status.graphs.len());
 
         let backend = CudaBackend::on(&device(), cuda_options(GraphMode::Off)).unwrap();
@@ -202,7 +204,7 @@ fn an_engine_serves_many(device: Device, case: &str) {
     let tallies = StepKind::ALL.map(|kind| ledger.tally(kind));
     assert!(tallies.iter().all(|tally| tally.eager + tally.failed == 0), "{tallies:?}");
     assert!(ledger.tally(StepKind::Decode).tokens > 2 * ledger.tally(StepKind::Decode).steps());
-    // Float weights and greedy choices: the same tokens, whoever else was there.
+    // Float weights and greedy sampling give the same tokens whatever else runs.
     for (idx, together) in together.iter().enumerate() {
         assert_eq!(&collect(engine.submit(request(idx as u32)).unwrap()), together, "{case}, request {idx}");
     }
@@ -211,9 +213,10 @@ fn an_engine_serves_many(device: Device, case: &str) {
     assert_eq!(device.take_reports(), Vec::<String>::new());
 }
 
-/// A conversation whose answer comes back changed goes on from the state behind its prompt, and one that was told ahead
-/// of its end from the beginning; decode steps are sent ahead, and every third is compared with its eager run.
-fn a_conversation_goes_on(device: Device, case: &str) {
+/// A conversation whose answer comes back changed continues from the state after its prompt, and one that was
+/// cut off before its end starts from the beginning. Decode steps are launched ahead, and every third is
+/// compared with its eager run.
+fn a_conversation_continues(device: Device, case: &str) {
     let options = CudaOptions {
         ahead: 5,
         verify_every: std::num::NonZeroU32::new(3),
@@ -233,7 +236,7 @@ fn a_conversation_goes_on(device: Device, case: &str) {
                 said.push((token, logprob));
             }
         }
-        // The sequence is free behind the end.
+        // The sequence is released only after the stream has ended.
         while n == 12 && stream.next().is_some() {}
         said
     };
@@ -246,10 +249,10 @@ fn a_conversation_goes_on(device: Device, case: &str) {
     let mut prompt: Vec<u32> = (0..11).map(|i| 3 + 9 * i).collect();
     let first = ask(&one, &prompt, 12);
     assert_eq!(n_evaluated(&one), 11);
-    // The same first token, then other ones.
+    // The same first token, then different ones.
     prompt.extend([first[0].0, (first[1].0 + 1) % 120, 5, 6]);
     for n in [12, 4] {
-        // The second time it stops in the middle, with steps under way.
+        // The second time it stops in the middle, with steps in flight.
         let got = ask(&one, &prompt, n);
         let want = ask(&fresh, &prompt, n);
         for ((token, logprob), (want, want_logprob)) in got.iter().zip(&want) {
@@ -265,7 +268,7 @@ fn a_conversation_goes_on(device: Device, case: &str) {
     assert_eq!(device.take_reports(), Vec::<String>::new());
 }
 
-/// Some ask for the most probable tokens, others beside them do not.
+/// Some requests ask for the most probable tokens, others in the same batch do not.
 fn the_most_probable_tokens_come_with_each_choice(device: Device) {
     let backend = CudaBackend::on(&device, cuda_options(GraphMode::Require)).unwrap();
     let runner = BackendRunner::new(backend, model("llama"), runner_options()).unwrap();
@@ -291,7 +294,7 @@ fn the_most_probable_tokens_come_with_each_choice(device: Device) {
         assert_eq!(together.len(), 6 + idx);
         for ((token, logprob, top), (want, _, want_top)) in together.iter().zip(&alone) {
             assert_eq!((token, top.len()), (want, request(idx).n_top_logprobs));
-            // Greedy takes the most probable one.
+            // Greedy sampling picks the most probable token.
             assert!(top.first().is_none_or(|best| best.0 == *token && (best.1 - logprob).abs() < 1e-4));
             assert!(top.is_sorted_by(|a, b| a.1 >= b.1));
             assert!(top.iter().map(|(_, p)| p.exp()).sum::<f32>() < 1.0001);
@@ -304,11 +307,11 @@ fn the_most_probable_tokens_come_with_each_choice(device: Device) {
 }
 
 #[test]
-fn the_most_probable_tokens_come_with_the_choices_of_those_who_ask() {
+fn requests_for_the_most_probable_tokens_get_them_with_each_choice() {
     the_most_probable_tokens_come_with_each_choice(sim("").1);
 }
 
-/// Every block is used by several requests, some of which leave nothing but NaN in it.
+/// Every block is used by several requests, some of which leave only NaN in it.
 fn nan_stays_with_its_request(device: Device) {
     const POISON: u32 = 7;
     let backend = CudaBackend::on(&device, cuda_options(GraphMode::Require)).unwrap();
@@ -317,7 +320,7 @@ fn nan_stays_with_its_request(device: Device) {
     let runner = BackendRunner::new(backend, model, runner).unwrap();
     let engine = Engine::new(Box::new(runner), EngineOptions::default()).unwrap();
     let request = |idx: u32, poisoned: bool| {
-        // Of all other tokens none is the one.
+        // No other token selects the poisoned row.
         let mut prompt: Vec<u32> = (0..5 + 3 * (idx % 8)).map(|i| 20 + (idx + 5 * i) % 80).collect();
         if poisoned {
             let middle = prompt.len() / 2;
@@ -361,24 +364,24 @@ fn nan_stays_with_its_request(device: Device) {
 }
 
 #[test]
-fn logits_that_are_not_finite_fail_one_request_and_what_it_leaves_harms_nobody() {
+fn non_finite_logits_fail_one_request_and_do_not_affect_later_ones() {
     nan_stays_with_its_request(sim("").1);
 }
 
 #[test]
-fn steps_of_several_sequences_replay_as_they_run_eagerly_and_say_what_each_says_alone() {
+fn steps_of_several_sequences_equal_their_eager_runs_and_each_sequence_alone() {
     replayed_equals_eager_and_each_alone(|| sim("").1);
 }
 
 #[test]
-fn a_conversation_with_a_recurrent_model_goes_on_from_the_state_behind_its_prompt() {
+fn a_conversation_with_a_recurrent_model_continues_from_the_state_after_its_prompt() {
     for case in ["qwen35", "lfm2"] {
-        a_conversation_goes_on(sim("").1, case);
+        a_conversation_continues(sim("").1, case);
     }
 }
 
 #[test]
-fn an_engine_on_the_device_serves_many_with_every_step_replayed() {
+fn an_engine_serves_many_requests_with_every_step_replayed() {
     for case in ["llama", "qwen35", "lfm2"] {
         an_engine_serves_many(sim("").1, case);
     }
@@ -389,7 +392,7 @@ mod on_a_gpu {
 
     #[test]
     #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
-    fn the_most_probable_tokens_come_with_the_choices_of_those_who_ask() {
+    fn requests_for_the_most_probable_tokens_get_them_with_each_choice() {
         let _turn = gpu_turn();
         the_most_probable_tokens_come_with_each_choice(gpu());
     }
@@ -403,30 +406,30 @@ mod on_a_gpu {
 
     #[test]
     #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
-    fn logits_that_are_not_finite_fail_one_request() {
+    fn non_finite_logits_fail_one_request() {
         let _turn = gpu_turn();
         nan_stays_with_its_request(gpu());
     }
 
     #[test]
     #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
-    fn steps_of_several_sequences_replay_as_they_run_eagerly() {
+    fn steps_of_several_sequences_equal_their_eager_runs() {
         let _turn = gpu_turn();
         replayed_equals_eager_and_each_alone(gpu);
     }
 
     #[test]
     #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
-    fn a_conversation_with_a_recurrent_model_goes_on_from_the_state_behind_its_prompt() {
+    fn a_conversation_with_a_recurrent_model_continues_from_the_state_after_its_prompt() {
         let _turn = gpu_turn();
         for case in ["qwen35", "lfm2"] {
-            a_conversation_goes_on(gpu(), case);
+            a_conversation_continues(gpu(), case);
         }
     }
 
     #[test]
     #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
-    fn an_engine_serves_many_with_every_step_replayed() {
+    fn an_engine_serves_many_requests_with_every_step_replayed() {
         let _turn = gpu_turn();
         for case in ["llama", "qwen35", "lfm2"] {
             an_engine_serves_many(gpu(), case);
@@ -434,7 +437,7 @@ mod on_a_gpu {
     }
 }
 
-/// What goes wrong now and then. All but the last leave a device that goes on.
+/// Faults that a device may have. All but the last leave it usable.
 const FAULTS: [&str; 8] = [
     "",
     "on every 3rd instantiate: out of memory",
@@ -457,7 +460,7 @@ impl Random {
     }
 }
 
-/// A request with rules of its own. Some have a beginning in common that fills a block.
+/// A request with random options. Some share a prefix that fills a block.
 fn any_request(random: &mut Random) -> Request {
     let common = random.below(3) as u32;
     let prompt = (0..1 + random.below(26)).map(|i| match i < KV_BLOCK + 2 {
@@ -485,7 +488,7 @@ fn any_request(random: &mut Random) -> Request {
     request
 }
 
-/// Joins, ends, cancels, pauses, forks, preemptions and prefix hits, with 1 to 40 requests at once.
+/// Joins, ends, cancellations, pauses, forks, preemptions and prefix hits, with 1 to 40 requests at once.
 fn any_load(device: impl Fn() -> Device, n_rounds: u64) {
     let engine_of = |n_positions: usize, row_buckets: Vec<usize>| {
         let device = device();
@@ -534,7 +537,7 @@ fn any_load(device: impl Fn() -> Device, n_rounds: u64) {
             }
         }
         open.into_iter().for_each(finish);
-        // A sequence, and one that goes on from the same blocks while the first does too.
+        // A sequence, and a fork that continues from the same blocks at the same time.
         let one = engine.open(KV_BLOCK * MAX_BLOCKS).unwrap();
         let ask = |sequence: &refrain_engine::Sequence, last: u32| {
             let mut request = Request::new(sequence, (0..20).chain([last]).collect());
@@ -566,19 +569,19 @@ fn any_load_gives_each_request_the_tokens_that_it_gets_alone() {
 }
 
 #[test]
-fn faults_in_the_middle_of_a_batch_leave_no_request_without_an_answer_and_lose_no_block() {
+fn faults_in_a_batch_leave_every_request_answered_and_leak_no_block() {
     let mut n_tokens = 0;
     let mut random = Random(1);
     for round in 0.. {
         if n_tokens >= 20_000 {
             break;
         }
-        // Every one of them, then several at once.
+        // Each fault alone, then several at once.
         let n_faults = if round < FAULTS.len() { 1 } else { 1 + random.below(2) };
         let faults: Vec<&str> = (0..n_faults)
             .map(|i| match round < FAULTS.len() {
                 true => FAULTS[round],
-                // The last ends a device for good: once in a while.
+                // The last one makes the device unusable, so it is rare.
                 false => FAULTS[random.below(FAULTS.len() - usize::from(i + round % 4 > 0))],
             })
             .collect();

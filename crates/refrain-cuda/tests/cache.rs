@@ -1,4 +1,4 @@
-//! Recording, verification, demotion, back-off and eviction, with every fault that can meet them.
+//! Recording, verification, demotion, backoff and eviction, with every fault that can affect them.
 
 mod common;
 
@@ -12,7 +12,7 @@ use refrain_driver::sim::DriverCall;
 use refrain_driver::{Baked, DriverError, LaunchBuilder, Method, RecordOptions};
 use refrain_graph::{Ran, Reason};
 
-/// No second try by the other method, so that each fault shows as itself.
+/// Without a second try by the other method, so that each fault shows as itself.
 fn plain(method: Method) -> CacheOptions {
     CacheOptions {
         method,
@@ -32,7 +32,7 @@ fn eager_reason(ran: Result<Ran, CudaError>) -> Reason {
 }
 
 #[test]
-fn the_first_step_is_recorded_verified_and_replayed_already() {
+fn the_first_step_is_recorded_verified_and_replayed() {
     for method in [Method::Stream, Method::Nodes] {
         let mut bed = Bed::new(plain(method));
         for input in [1, 2, 30, 400] {
@@ -50,7 +50,7 @@ fn the_first_step_is_recorded_verified_and_replayed_already() {
 }
 
 #[test]
-fn preparing_changes_nothing_that_a_step_could_see() {
+fn preparing_changes_nothing_visible_to_a_step() {
     let mut bed = Bed::new(plain(Method::Stream));
     let bufs = [bed.a, bed.b, bed.c, bed.kv];
     for (i, buf) in bufs.into_iter().enumerate() {
@@ -66,7 +66,7 @@ fn preparing_changes_nothing_that_a_step_could_see() {
 }
 
 #[test]
-fn each_failure_of_a_recording_becomes_its_reason_and_costs_no_result() {
+fn each_failed_recording_is_reported_with_its_reason_and_loses_no_result() {
     type Expected = fn(&Reason) -> bool;
     let cases: [(Method, &str, Expected); 8] = [
         (Method::Stream, "on 1st begin_capture: fail 900", |r| {
@@ -90,7 +90,7 @@ fn each_failure_of_a_recording_becomes_its_reason_and_costs_no_result() {
             matches!(r, Reason::InstantiateFailed { code: 2 })
         }),
         (Method::Nodes, "on 2nd add_node: fail 1", |r| matches!(r, Reason::CaptureFailed { code: 1, .. })),
-        // The first replay is verification's.
+        // The first replay belongs to verification.
         (Method::Stream, "on 1st replay: fail 701", |r| matches!(r, Reason::ReplayFailed { code: 701 })),
     ];
     for (method, script, expected) in cases {
@@ -99,8 +99,8 @@ fn each_failure_of_a_recording_becomes_its_reason_and_costs_no_result() {
         bed.sim.inject(faults(script));
         let reason = eager_reason(bed.step(0, 9));
         assert!(expected(&reason), "{script}: {reason:?}");
-        assert_eq!(bed.sim.stats().live.execs, live.execs, "{script} leaves a graph behind");
-        // Two steps of back-off that name the cause, then it is back in service.
+        assert_eq!(bed.sim.stats().live.execs, live.execs, "{script} leaks a graph");
+        // Two steps of backoff that name the cause, then the graph is back in service.
         for left in [1, 0] {
             match eager_reason(bed.step(0, 10)) {
                 Reason::BackingOff { steps_left, after } => {
@@ -115,7 +115,7 @@ fn each_failure_of_a_recording_becomes_its_reason_and_costs_no_result() {
 }
 
 #[test]
-fn a_recording_that_takes_too_long_is_broken_off_and_named() {
+fn a_recording_that_takes_too_long_is_aborted_and_named() {
     let limit = Duration::from_millis(30);
     let mut bed = Bed::new(CacheOptions { record_limit: limit, ..plain(Method::Stream) });
     bed.sim.inject(faults("on 2nd launch during capture: hang 120 ms"));
@@ -133,7 +133,7 @@ fn a_recording_that_takes_too_long_is_broken_off_and_named() {
 }
 
 #[test]
-fn a_driver_on_which_capture_fails_gets_its_graphs_from_explicit_nodes() {
+fn a_driver_whose_capture_fails_records_explicit_nodes() {
     let mut bed = Bed::new(CacheOptions { nodes_when_capture_fails: true, ..plain(Method::Stream) });
     bed.sim.inject(faults("on every begin_capture: fail 901"));
     assert_eq!(bed.step(0, 4).unwrap(), Ran::REPLAYED);
@@ -141,10 +141,10 @@ fn a_driver_on_which_capture_fails_gets_its_graphs_from_explicit_nodes() {
 }
 
 #[test]
-fn a_replay_with_one_wrong_byte_is_caught_before_it_serves_and_names_what_wrote_it() {
+fn a_replay_with_one_wrong_byte_is_caught_before_service_with_its_launch() {
     for seed in 0..8 {
         let mut bed = Bed::new(plain(Method::Stream));
-        // Verification replays three times: the wrong byte may come in any of them.
+        // Verification replays three times; the fault hits any one of them.
         bed.sim.inject(faults(&format!("on {}th replay: wrong byte", 1 + seed % 3)));
         let reason = eager_reason(bed.step(0, 21));
         let Reason::VerifyMismatch { buffer, element, launch } = &reason else { panic!("{reason:?}") };
@@ -160,7 +160,7 @@ fn a_replay_with_one_wrong_byte_is_caught_before_it_serves_and_names_what_wrote_
 }
 
 #[test]
-fn a_failed_replay_is_run_eagerly_and_the_key_waits_longer_each_time() {
+fn a_failed_replay_runs_eagerly_and_each_backoff_is_longer() {
     let mut bed = Bed::new(plain(Method::Stream));
     assert_eq!(bed.step(0, 1).unwrap(), Ran::REPLAYED);
     // Fails in service, then in each verification until the third.
@@ -180,7 +180,7 @@ fn a_failed_replay_is_run_eagerly_and_the_key_waits_longer_each_time() {
 }
 
 #[test]
-fn a_key_that_serves_well_again_starts_from_the_shortest_wait() {
+fn a_key_that_recovers_starts_from_the_shortest_backoff() {
     let mut bed = Bed::new(plain(Method::Stream));
     bed.sim.inject(faults("on 1st instantiate: fail 1"));
     let mut seen = String::new();
@@ -194,7 +194,7 @@ fn a_key_that_serves_well_again_starts_from_the_shortest_wait() {
 }
 
 #[test]
-fn keys_fail_alone() {
+fn a_failed_key_does_not_affect_others() {
     let mut bed = Bed::new(plain(Method::Stream));
     assert_eq!(bed.step(1, 1).unwrap(), Ran::REPLAYED);
     bed.sim.inject(faults("on 1st instantiate: fail 1"));
@@ -204,7 +204,7 @@ fn keys_fail_alone() {
 }
 
 #[test]
-fn a_full_cache_drops_the_graph_used_longest_ago_and_frees_it() {
+fn a_full_cache_evicts_and_frees_the_least_recently_used_graph() {
     let mut bed = Bed::new(CacheOptions { capacity: 2, ..plain(Method::Stream) });
     for key in [1, 2, 1, 3] {
         assert_eq!(bed.step(key, key).unwrap(), Ran::REPLAYED);
@@ -220,7 +220,7 @@ fn a_full_cache_drops_the_graph_used_longest_ago_and_frees_it() {
 }
 
 #[test]
-fn require_makes_every_other_outcome_an_error_with_its_reason() {
+fn require_turns_anything_but_a_replay_into_an_error_with_its_reason() {
     let mut bed = Bed::new(CacheOptions { mode: GraphMode::Require, ..plain(Method::Stream) });
     bed.sim.inject(faults("on 1st begin_capture: fail 900"));
     match bed.step(0, 1) {
@@ -232,7 +232,7 @@ fn require_makes_every_other_outcome_an_error_with_its_reason() {
                     .to_string()
                     .starts_with("graphs are required, but step cannot be replayed: recording failed")
             );
-            assert!(error.hint().unwrap().contains("--graph auto"));
+            assert!(error.hint().unwrap().contains("graph mode auto"));
         }
         other => panic!("{other:?}"),
     }
@@ -242,7 +242,7 @@ fn require_makes_every_other_outcome_an_error_with_its_reason() {
     bed.sim.inject(faults("on 1st replay: fail 701"));
     let failed = bed.step(0, 1);
     assert!(matches!(failed, Err(CudaError::Required { reason: Reason::ReplayFailed { code: 701 }, .. })));
-    assert_eq!(bed.cache.stats().eager, 0, "nothing ran eagerly behind the user's back");
+    assert_eq!(bed.cache.stats().eager, 0, "nothing may run eagerly");
 }
 
 #[test]
@@ -272,7 +272,7 @@ fn a_sticky_fault_is_final_and_names_the_step_and_the_kernel() {
         );
         assert!(error.hint().unwrap().contains("new process"));
         let sent = bed.sim.stats().n_calls_total();
-        // Nothing is retried: the error comes back at once and nothing is sent.
+        // Nothing is retried: the error returns at once and nothing is launched.
         let check = bed.check();
         let mut site = Site { stream: &mut bed.stream, lease: &mut bed.lease };
         assert!(bed.cache.step(&0, &mut site, &bed.warm, || check).unwrap_err().is_final());
@@ -281,7 +281,7 @@ fn a_sticky_fault_is_final_and_names_the_step_and_the_kernel() {
 }
 
 #[test]
-fn an_eager_step_that_fails_is_an_error_and_the_next_one_is_good() {
+fn a_failed_eager_step_is_an_error_and_the_next_one_runs() {
     let mut bed = Bed::new(CacheOptions { mode: GraphMode::Off, ..plain(Method::Stream) });
     bed.sim.inject(faults("on 2nd launch: fail 701"));
     match bed.step(0, 3) {
@@ -305,14 +305,11 @@ fn a_stream_that_cannot_leave_a_capture_is_replaced() {
 }
 
 #[test]
-fn equal_or_too_few_states_do_not_verify_anything() {
+fn equal_or_too_few_cases_are_refused() {
     let bed = Bed::new(plain(Method::Stream));
     let case = |v: u32| VerifyCase::of(vec![(bed.a, words(v))]);
     let refused = VerifySetup::new(vec![case(1), case(2), case(2)]).unwrap_err();
-    assert_eq!(
-        refused.to_string(),
-        "a graph is verified with 3 different control-block states, 2 were given"
-    );
+    assert_eq!(refused.to_string(), "a graph is verified with 3 different control-block states, got 2");
 }
 
 fn verified(
@@ -327,7 +324,7 @@ fn verified(
 }
 
 #[test]
-fn a_value_frozen_at_recording_is_found_by_states_that_are_not_the_recorded_one() {
+fn a_value_baked_by_mistake_is_found_by_the_other_cases() {
     let mut bed = Bed::new(plain(Method::Stream));
     let mut frozen = refrain_cuda::WarmPlan::new("frozen", &bed.space);
     // The eager step computes b = a + a; the recording holds the value that b had.
@@ -336,7 +333,7 @@ fn a_value_frozen_at_recording_is_found_by_states_that_are_not_the_recorded_one(
     bed.warm.work()[1..].iter().for_each(|w| frozen.push(w.clone()));
     match verified(&mut bed, &frozen) {
         Err(VerifyError::Mismatch { buffer, element: 0, case: 1, launch }) => {
-            assert_eq!(buffer, "b", "the first state happens to agree: 3 + 3");
+            assert_eq!(buffer, "b", "the first case happens to agree: 3 + 3");
             assert!(launch.contains("double"), "{launch}");
         }
         other => panic!("{other:?}"),
@@ -344,7 +341,7 @@ fn a_value_frozen_at_recording_is_found_by_states_that_are_not_the_recorded_one(
 }
 
 #[test]
-fn a_recording_that_leaves_a_write_out_is_found_by_the_poison() {
+fn a_recording_without_one_of_the_writes_is_found_by_the_poison() {
     let mut bed = Bed::new(plain(Method::Stream));
     let mut short = refrain_cuda::WarmPlan::new("short", &bed.space);
     bed.warm.work()[..2].iter().for_each(|w| short.push(w.clone()));
@@ -355,7 +352,7 @@ fn a_recording_that_leaves_a_write_out_is_found_by_the_poison() {
 }
 
 #[test]
-fn a_declared_tolerance_lets_small_differences_pass_and_no_large_ones() {
+fn a_declared_tolerance_accepts_small_differences_only() {
     let value = |bits: u32| f32::from_bits(bits).to_bits();
     for (off, passes) in [(1_u32, true), (1 << 20, false)] {
         let mut bed = Bed::new(plain(Method::Stream));

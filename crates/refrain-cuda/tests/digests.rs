@@ -1,4 +1,4 @@
-//! Verification of steps that write much: compared where it lies, and still found out to the element.
+//! Verification of steps that write large buffers: compared on the device, and still located to the element.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use refrain_driver::{
 };
 use refrain_kernels::{Kernels, LoadOptions, register_twins};
 
-/// Words of the large buffer: two mebibytes, so that digests are worth it.
+/// Words of the large buffer: 2 MiB, so that digests are used.
 const N: u32 = 1 << 19;
 
 struct Bed {
@@ -24,7 +24,7 @@ struct Bed {
     large: Buf,
 }
 
-/// `large = a + a`, from three states of `a`.
+/// `large = a + a`, with three cases of `a`.
 fn bed(seed: u64) -> Bed {
     let sim = SimDriver::new(SimOptions { seed, ..SimOptions::default() });
     register_twins(&sim);
@@ -44,7 +44,7 @@ fn bed(seed: u64) -> Bed {
     let space = Arc::new(Space::new(&memory, names.to_vec()));
     let mut warm = WarmPlan::new("step", &space);
     let double = LaunchBuilder::new(&add, N / 256, 256).step("double").write(large).read(a).read(a);
-    // SAFETY: it touches `N` words of each buffer, which is what they have.
+    // SAFETY: it accesses `N` words of each buffer, which is the size of each.
     warm.push(unsafe { double.baked(Baked(N)).build() });
     warm.name_buffer(large, "doubled", 4);
     let case = |v: u32| VerifyCase::of(vec![(a, v.to_le_bytes().repeat(N as usize))]);
@@ -70,7 +70,7 @@ impl Bed {
 }
 
 #[test]
-fn a_step_that_writes_much_is_verified_and_what_was_there_is_put_back() {
+fn a_step_with_large_outputs_is_verified_and_memory_is_restored() {
     let mut bed = bed(1);
     let before = 7_u32.to_le_bytes().repeat(N as usize);
     for buf in [bed.a, bed.large] {
@@ -84,16 +84,16 @@ fn a_step_that_writes_much_is_verified_and_what_was_there_is_put_back() {
     for buf in [bed.a, bed.large] {
         assert!(bed.words(buf).iter().all(|w| *w == 7));
     }
-    // Of memory that means nothing between steps, only what lives is put back.
+    // Of transient memory, only live parts are restored.
     let live = bed.large.slice(4096, 64).unwrap();
     let check = check.transient(bed.large, vec![live]);
     bed.verify(&check).unwrap();
     assert!(bed.words(live).iter().all(|w| *w == 7));
-    assert!(bed.words(bed.large)[..16].iter().all(|w| *w == 6), "what the last state left");
+    assert!(bed.words(bed.large)[..16].iter().all(|w| *w == 6), "left by the last case");
 }
 
 #[test]
-fn one_wrong_byte_among_many_is_found_with_its_element_and_its_launch() {
+fn one_wrong_byte_among_many_is_located_to_its_element_and_launch() {
     for seed in 0..4 {
         let mut bed = bed(seed);
         bed.sim.inject(FaultScript::parse(&format!("on {}th replay: wrong byte", 1 + seed % 3)).unwrap());

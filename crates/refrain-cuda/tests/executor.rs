@@ -1,4 +1,4 @@
-//! The executor on the simulated device: failures, memory, deadlines, profiling, and what a step costs.
+//! The executor on the simulated device: failures, memory, deadlines, profiling, and the cost of a step.
 
 mod rig;
 
@@ -19,7 +19,7 @@ use refrain_engine::{
 use refrain_graph::{Backend, ControlBlock, Io, Op, Ran, Reason, RunError, fuse};
 use refrain_models::{Head, KvSpec, Model, StepSpec};
 use refrain_tensor::{Bytes, DType, HostTensor, Owner};
-use rig::{Rig, Talk, model, n_decoded, options, sim, talk};
+use rig::{Generation, Rig, generate, model, n_decoded, options, sim};
 
 const N_TOKENS: usize = 70;
 const CONTEXT: usize = 192;
@@ -32,7 +32,7 @@ fn small(case: &str, options: CudaOptions) -> (SimDriver, Rig) {
 #[test]
 fn replayed_equals_eager_after_failed_recordings_and_replays() {
     let rig = |options, script: &str| Rig::new(sim(script).1, "llama", options, CONTEXT, DType::F16);
-    let want = talk(&mut rig(options(GraphMode::Off, Method::Stream), ""), N_TOKENS);
+    let want = generate(&mut rig(options(GraphMode::Off, Method::Stream), ""), N_TOKENS);
     let scripts = [
         "on 1st begin_capture: fail 900; on 2nd end_capture: fail 901; on 1st instantiate: fail 801",
         "on 1st instantiate: out of memory; on 2nd instantiate: out of memory",
@@ -42,7 +42,7 @@ fn replayed_equals_eager_after_failed_recordings_and_replays() {
         let mut options = options(GraphMode::Auto, Method::Stream);
         options.graphs.nodes_when_capture_fails = false;
         let mut rig = rig(options, script);
-        assert_eq!(talk(&mut rig, N_TOKENS), want, "{script}");
+        assert_eq!(generate(&mut rig, N_TOKENS), want, "{script}");
         let tally = rig.engine.ledger().tally(StepKind::Decode);
         assert!(
             tally.eager > 0 || rig.engine.ledger().tally(StepKind::Prompt).eager > 0,
@@ -58,11 +58,11 @@ fn replayed_equals_eager_after_failed_recordings_and_replays() {
 #[test]
 fn a_decode_step_is_one_launch_and_allocates_nothing() {
     let (sim, mut rig) = small("llama", options(GraphMode::Require, Method::Stream));
-    let mut talk = Talk::begin(&mut rig, 1);
-    talk.go_on(&mut rig);
+    let mut generation = Generation::begin(&mut rig, 1);
+    generation.advance(&mut rig);
     let before = sim.stats();
     for _ in 0..30 {
-        talk.go_on(&mut rig);
+        generation.advance(&mut rig);
     }
     let after = sim.stats();
     let sent = |call: DriverCall| after.n_calls(call) - before.n_calls(call);
@@ -90,26 +90,26 @@ fn a_plan_loads_the_kernels_that_it_needs_and_a_step_loads_none() {
     // Gather, products, attention, sampling: a few units of about a hundred.
     assert!((3..20).contains(&(after_plan - backend_alone)), "{backend_alone}, {after_plan}");
     rig.engine.plan(1).unwrap();
-    assert_eq!(n_modules(), after_plan, "they stay");
-    let mut talk = Talk::begin(&mut rig, 1);
-    talk.go_on(&mut rig);
+    assert_eq!(n_modules(), after_plan, "they stay loaded");
+    let mut generation = Generation::begin(&mut rig, 1);
+    generation.advance(&mut rig);
     let after_prompt = n_modules();
     for _ in 0..10 {
-        talk.go_on(&mut rig);
+        generation.advance(&mut rig);
     }
     assert_eq!(n_modules(), after_prompt);
 }
 
 #[test]
-fn a_fault_in_the_middle_of_a_text_is_final_and_says_where() {
+fn a_fault_during_a_generation_is_final_and_names_its_step() {
     let (sim, mut rig) = small("llama", options(GraphMode::Auto, Method::Stream));
-    let mut talk = Talk::begin(&mut rig, 0);
-    talk.go_on(&mut rig);
+    let mut generation = Generation::begin(&mut rig, 0);
+    generation.advance(&mut rig);
     sim.inject(FaultScript::parse("on 10th replay: illegal address").unwrap());
     let mut n_more = 0;
     let error = loop {
-        match rig.engine.decode(&mut talk.session, talk.last.token, &mut talk.row) {
-            Ok(chosen) => talk.last = chosen,
+        match rig.engine.decode(&mut generation.session, generation.last.token, &mut generation.row) {
+            Ok(chosen) => generation.last = chosen,
             Err(error) => break error,
         }
         n_more += 1;
@@ -126,22 +126,23 @@ fn a_fault_in_the_middle_of_a_text_is_final_and_says_where() {
     };
     let text = chain(&error);
     assert!(text.contains("700") && text.contains("step of 1 token") && text.contains("commit"), "{text}");
-    let again = rig.engine.decode(&mut talk.session, talk.last.token, &mut talk.row).unwrap_err();
+    let again =
+        rig.engine.decode(&mut generation.session, generation.last.token, &mut generation.row).unwrap_err();
     assert!(chain(&again).contains("700"));
     assert_eq!(rig.engine.ledger().tally(StepKind::Decode).failed, 2);
 }
 
-/// A token that does not exist is the device's fault, not the caller's; if the device is lost, that is the error.
+/// An invalid token is the device's fault, not the caller's; if the device is lost, that is the error.
 #[test]
-fn a_byte_that_a_kernel_gets_wrong_is_never_blamed_on_the_tokens_of_the_caller() {
+fn a_wrong_byte_from_a_kernel_is_never_blamed_on_the_callers_tokens() {
     let mut blamed = std::collections::BTreeMap::<&str, usize>::new();
     for nth in 1..=60 {
         let (sim, mut rig) = small("llama", options(GraphMode::Off, Method::Stream));
-        let mut talk = Talk::begin(&mut rig, 1);
+        let mut generation = Generation::begin(&mut rig, 1);
         sim.inject(FaultScript::parse(&format!("on {nth}th launch: wrong byte")).unwrap());
         for _ in 0..6 {
-            match rig.engine.decode(&mut talk.session, talk.last.token, &mut talk.row) {
-                Ok(chosen) => talk.last = chosen,
+            match rig.engine.decode(&mut generation.session, generation.last.token, &mut generation.row) {
+                Ok(chosen) => generation.last = chosen,
                 Err(error) => {
                     let what = match &error {
                         EngineError::Run(RunError::ContextLost { .. }) => "lost",
@@ -159,22 +160,22 @@ fn a_byte_that_a_kernel_gets_wrong_is_never_blamed_on_the_tokens_of_the_caller()
 }
 
 #[test]
-fn a_driver_that_does_not_return_is_reported_by_the_deadline() {
+fn a_driver_call_that_hangs_is_reported_by_the_deadline() {
     let mut options = options(GraphMode::Auto, Method::Stream);
     options.step_limit = Duration::from_millis(300);
     let (sim, mut rig) = small("llama", options);
-    let mut talk = Talk::begin(&mut rig, 0);
-    talk.go_on(&mut rig);
+    let mut generation = Generation::begin(&mut rig, 0);
+    generation.advance(&mut rig);
     sim.inject(FaultScript::parse("on 2nd replay: hang").unwrap());
-    talk.go_on(&mut rig);
+    generation.advance(&mut rig);
     let began = Instant::now();
-    rig.engine.decode(&mut talk.session, talk.last.token, &mut talk.row).unwrap_err();
+    rig.engine.decode(&mut generation.session, generation.last.token, &mut generation.row).unwrap_err();
     assert!(began.elapsed() < Duration::from_secs(5));
     sim.release_hung();
 }
 
 #[test]
-fn a_driver_call_that_does_not_return_while_a_plan_is_made_ready_is_reported_long_before_the_plan_is_late() {
+fn a_driver_call_that_hangs_during_compilation_is_reported_before_the_compile_limit() {
     for hang in ["end_capture", "instantiate", "replay"] {
         let mut options = options(GraphMode::Auto, Method::Stream);
         options.call_limit = Duration::from_millis(200);
@@ -196,7 +197,7 @@ fn a_driver_call_that_does_not_return_while_a_plan_is_made_ready_is_reported_lon
 }
 
 #[test]
-fn a_plan_that_needs_more_room_keeps_the_cache_and_is_recorded_again() {
+fn a_plan_that_needs_more_memory_keeps_the_cache_and_is_recorded_again() {
     let want = {
         let (_, mut rig) = small("qwen2", options(GraphMode::Off, Method::Stream));
         grown(&mut rig)
@@ -222,7 +223,7 @@ fn grown(rig: &mut Rig) -> Vec<u32> {
 }
 
 #[test]
-fn memory_that_does_not_fit_is_refused_with_the_numbers_before_anything_is_allocated() {
+fn memory_that_does_not_fit_is_refused_with_its_sizes_before_any_allocation() {
     let sim = SimDriver::new(SimOptions { memory_bytes: 400 << 10, ..SimOptions::default() });
     refrain_kernels::register_twins(&sim);
     let device = Device::simulated(&sim).unwrap();
@@ -273,7 +274,7 @@ fn out_of_memory_at_any_allocation_is_an_error_that_leaks_nothing() {
     }
 }
 
-/// A decode step of the small llama without an engine around it.
+/// A decode step of the small llama without an engine.
 struct Direct {
     backend: CudaBackend,
     weights: CudaWeights,
@@ -311,7 +312,7 @@ impl Direct {
 }
 
 #[test]
-fn profiling_times_every_launch_and_says_why_steps_are_eager() {
+fn profiling_times_every_launch_and_reports_why_steps_are_eager() {
     let mut direct = Direct::new(CudaOptions { profile: true, ..options(GraphMode::Auto, Method::Stream) });
     for _ in 0..2 {
         assert_eq!(direct.run().unwrap(), Ran::Eager(Reason::Profiling));
@@ -331,7 +332,7 @@ fn profiling_times_every_launch_and_says_why_steps_are_eager() {
 }
 
 #[test]
-fn a_profile_counts_what_a_step_reads_of_cache_and_table_not_all_of_them() {
+fn a_profile_counts_only_the_bytes_that_a_step_reads_of_cache_and_table() {
     let mut direct = Direct::new(CudaOptions { profile: true, ..options(GraphMode::Auto, Method::Stream) });
     direct.set("tables", &[2, 0, 1, 3]);
     let mut attention_bytes = |position: i32| {
@@ -350,13 +351,13 @@ fn a_profile_counts_what_a_step_reads_of_cache_and_table_not_all_of_them() {
     let plan = direct.backend.plan(&direct.compiled);
     let n_layers = plan.steps().iter().filter(|s| matches!(s.op, Op::Attention(_))).count();
     let cache = (plan.traffic().kv_bytes(1) / n_layers) as u64;
-    assert_eq!(at_19.0 - at_9.0, 10 * cache, "ten positions more of keys and values");
-    assert_eq!(at_9.1, at_19.1, "looking a row up costs the same anywhere");
+    assert_eq!(at_19.0 - at_9.0, 10 * cache, "ten more positions of keys and values");
+    assert_eq!(at_9.1, at_19.1, "a lookup costs the same at every row");
     assert!(at_9.1 < 4096, "one row of the table, not all of it: {}", at_9.1);
 }
 
 #[test]
-fn products_of_the_same_rows_are_one_launch_and_so_is_all_from_rope_to_attention() {
+fn products_of_the_same_rows_and_rope_to_attention_are_one_launch_each() {
     let mut direct = Direct::new(CudaOptions { profile: true, ..options(GraphMode::Auto, Method::Stream) });
     direct.run().unwrap();
     let rows = direct.backend.monitor().status().profile;
@@ -369,9 +370,9 @@ fn products_of_the_same_rows_are_one_launch_and_so_is_all_from_rope_to_attention
     assert!(!holds("rope_", &[]) && !holds("kv_append_", &[]) && !holds("attention_", &[]), "{rows:?}");
 }
 
-/// Kernels read the caches before they wait: what earlier steps wrote there must be complete by then.
+/// Attention kernels read the caches before they wait, so writes of earlier steps must be complete by then.
 #[test]
-fn a_step_begins_with_the_kernel_that_lets_none_start_before_the_steps_before_it_have_ended() {
+fn a_step_starts_with_the_kernel_that_waits_for_all_earlier_steps() {
     let mut direct = Direct::new(CudaOptions { profile: true, ..options(GraphMode::Auto, Method::Stream) });
     direct.run().unwrap();
     let (rows, timeline) = (direct.backend.monitor().status().profile, direct.backend.monitor().timeline());
@@ -381,7 +382,7 @@ fn a_step_begins_with_the_kernel_that_lets_none_start_before_the_steps_before_it
 }
 
 #[test]
-fn a_control_block_that_points_outside_is_refused_before_it_is_sent() {
+fn a_control_block_with_invalid_indices_is_refused_before_upload() {
     let mut direct = Direct::new(options(GraphMode::Require, Method::Stream));
     direct.set("tables", &[2, 0, -1, -1]);
     direct.set("tokens", &[3]);
@@ -392,7 +393,7 @@ fn a_control_block_that_points_outside_is_refused_before_it_is_sent() {
         ("positions", &[64], &[20], "the position is 64, must be below 64"),
         ("positions", &[33], &[20], "the KV block is -1, must be below 4"),
         ("seqs", &[1], &[0], "the sequence is 1, must be below 1"),
-        // One past the pool: the scratch blocks are there, but they are nobody's.
+        // One past the pool: these are scratch blocks, which no sequence may use.
         ("tables", &[4, 0, 0, 0], &[2, 0, -1, -1], "the KV block is 4, must be below 4"),
     ];
     for (name, bad, good, text) in cases {
@@ -405,7 +406,7 @@ fn a_control_block_that_points_outside_is_refused_before_it_is_sent() {
 }
 
 #[test]
-fn verification_compares_numbers_and_not_the_poison() {
+fn verification_compares_results_rather_than_poison() {
     let direct = Direct::new(options(GraphMode::Require, Method::Stream));
     let status = direct.backend.monitor().status();
     let graph = &status.graphs[0];
@@ -414,7 +415,7 @@ fn verification_compares_numbers_and_not_the_poison() {
     assert!(graph.unwritten_bytes * 10 < graph.verified_bytes, "{graph:?}");
 }
 
-/// Opens a device, loads a model, evaluates a prompt and goes on for a few tokens.
+/// Opens a device, loads a model, evaluates a prompt and generates a few tokens.
 fn life(sim: &SimDriver, model: &Arc<Model>) -> Result<Vec<(u32, u32)>, Box<dyn std::error::Error>> {
     let device = Device::simulated(sim)?;
     let mut quick = options(GraphMode::Auto, Method::Stream);
@@ -445,7 +446,7 @@ fn fresh() -> SimDriver {
     sim
 }
 
-/// Taking things down has nobody to tell; what a failed call of these leaves is the driver's.
+/// Calls whose errors teardown cannot report; what they leak is the driver's.
 fn is_teardown(call: DriverCall) -> bool {
     matches!(
         call,
@@ -462,7 +463,7 @@ fn is_teardown(call: DriverCall) -> bool {
 }
 
 #[test]
-fn a_call_that_fails_at_any_point_gives_the_same_text_or_an_error_and_the_next_life_is_good() {
+fn a_failed_call_gives_the_same_output_or_an_error_and_the_next_session_works() {
     let model = model("llama");
     let calm = fresh();
     let want = life(&calm, &model).unwrap();
@@ -495,7 +496,7 @@ fn a_call_that_fails_at_any_point_gives_the_same_text_or_an_error_and_the_next_l
 }
 
 #[test]
-fn memory_is_told_before_it_is_allocated_and_weights_while_they_are_sent() {
+fn memory_is_reported_before_allocation_and_weights_during_upload() {
     let (sim, device) = sim("");
     let events: Arc<Mutex<Vec<(LoadEvent, u64)>>> = Arc::default();
     let (heard, probe) = (Arc::clone(&events), sim.clone());
@@ -519,7 +520,7 @@ fn memory_is_told_before_it_is_allocated_and_weights_while_they_are_sent() {
     };
     let events = events.lock().unwrap();
     let (LoadEvent::Planned(memory), live_bytes) = events[0] else { panic!("{events:?}") };
-    assert_eq!(live_bytes, before.live.bytes, "nothing was allocated yet");
+    assert_eq!(live_bytes, before.live.bytes, "nothing is allocated yet");
     assert!(memory.weight_bytes > 0 && memory.kv_bytes > 0 && memory.total() < memory.free_bytes);
     assert!(memory.free_bytes <= memory.device_bytes);
     let sent: Vec<(u64, u64)> = events[1..]
@@ -534,7 +535,7 @@ fn memory_is_told_before_it_is_allocated_and_weights_while_they_are_sent() {
     assert!(done == total && total <= memory.weight_bytes, "{sent:?}");
 }
 
-/// Bytes that hear when their memory is to be given up.
+/// Bytes that record when their memory is evicted.
 struct Watched {
     bytes: Vec<u8>,
     n_evicted: Arc<AtomicUsize>,
@@ -558,7 +559,7 @@ impl Owner for Watched {
 }
 
 #[test]
-fn weights_on_a_device_that_shares_the_hosts_memory_are_there_once() {
+fn weights_on_a_unified_memory_device_are_stored_once() {
     let model = model("llama");
     let weight_bytes: usize = model.tensors().iter().map(|t| t.bytes().as_slice().len()).sum();
     let life = |unified, from_file| {
@@ -575,10 +576,10 @@ fn weights_on_a_device_that_shares_the_hosts_memory_are_there_once() {
     };
     let (n_evicted, memory) = life(true, true);
     assert_eq!((n_evicted, memory.unified, memory.host_weight_bytes), (weight_bytes, true, 0));
-    // Nothing to come back from: the host keeps them, and says so.
+    // Without a file, the host keeps them and reports it.
     let (_, memory) = life(true, false);
     assert_eq!((memory.unified, memory.host_weight_bytes), (true, weight_bytes as u64));
-    // A card with memory of its own leaves the host's alone.
+    // A GPU with its own memory leaves the host's copies alone.
     let (n_evicted, memory) = life(false, true);
     assert_eq!((n_evicted, memory.unified, memory.host_weight_bytes), (0, false, 0));
 }

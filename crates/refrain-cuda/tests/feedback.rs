@@ -1,4 +1,4 @@
-//! Runs at the backend itself, of a small decode step with and without a part on the host.
+//! Runs on the backend itself, of a small decode step with and without a host step.
 
 use std::num::NonZeroU32;
 use std::sync::Arc;
@@ -24,7 +24,7 @@ const N_HISTORY: usize = 8;
 const KV_BLOCK: usize = 8;
 const N_BLOCKS: usize = 8;
 
-/// What goes in comes out.
+/// A host step that copies its input.
 struct Same;
 
 impl HostFn for Same {
@@ -38,7 +38,7 @@ impl HostFn for Same {
     }
 }
 
-/// Embedding, attention of one head over the rows so far, logits, and a choice for each token.
+/// Embedding, attention of one head over the rows so far, logits, and a choice per token.
 fn step(n_tokens: usize, on_host: bool) -> Graph {
     let weight = Weight { name: "embedding".into(), ty: TensorType::new(DType::F32, [VOCAB, D]) };
     let cache = TensorType::new(DType::F32, [N_BLOCKS, 1, KV_BLOCK, D]);
@@ -60,8 +60,7 @@ fn step(n_tokens: usize, on_host: bool) -> Graph {
     let places = [positions, seqs, tables];
     let mut x = b.gather_rows(table, tokens, DType::F32).unwrap();
     if on_host {
-        let call =
-            HostCall { name: "same", because: "it is here to be on the host", function: Arc::new(Same) };
+        let call = HostCall { name: "same", because: "it runs on the host", function: Arc::new(Same) };
         x = b.host_call(call, &[x]).unwrap()[0];
     }
     let heads = b.reshape(x, &[n_tokens, 1, D]).unwrap();
@@ -137,7 +136,7 @@ impl Bed {
         Bed { backend, weights, states, compiled }
     }
 
-    /// The inputs of a first step.
+    /// Inputs of the first step.
     fn control(&self) -> ControlBlock {
         let layout = self.backend.plan(&self.compiled).control();
         let mut control = ControlBlock::new(layout);
@@ -184,7 +183,7 @@ impl Bed {
 }
 
 #[test]
-fn a_plan_with_a_host_step_goes_one_by_one_and_says_the_same() {
+fn a_plan_with_a_host_step_runs_step_by_step_and_gives_the_same_tokens() {
     let (mut device, mut host) =
         (Bed::new(&step(1, false), GraphMode::Require), Bed::new(&step(1, true), GraphMode::Auto));
     assert_eq!(device.backend.ahead(&device.compiled), 5);
@@ -192,10 +191,10 @@ fn a_plan_with_a_host_step_goes_one_by_one_and_says_the_same() {
     let chosen = |said: &[(u32, u32, Ran)]| said.iter().map(|s| (s.0, s.1)).collect::<Vec<_>>();
     let (on_device, with_host) = (device.said(60), host.said(60));
     assert_eq!(chosen(&on_device), chosen(&with_host));
-    // One launch, and not that where the host comes between.
+    // One launch, or two with a host step in between.
     assert!(on_device.iter().all(|s| s.2 == Ran::REPLAYED));
     assert!(with_host.iter().all(|s| s.2 == Ran::Replayed { n_launches: 2, n_host_steps: 1 }));
-    // Whoever asks can tell them apart.
+    // The caller can tell the two apart.
     let feeds = |bed: &Bed| bed.backend.monitor().status().graphs.iter().all(|g| g.feeds_itself);
     assert!(feeds(&device) && !feeds(&host));
 }
@@ -215,7 +214,7 @@ fn required_graphs_refuse_host_steps_unless_they_are_allowed() {
     };
     let CompileError::Backend { source, .. } = open(false).unwrap_err() else { panic!("another error") };
     let Some(CudaError::Required { reason, .. }) = source.downcast_ref() else { panic!("{source}") };
-    let because = "it is here to be on the host";
+    let because = "it runs on the host";
     assert_eq!(*reason, Reason::NotCapturable { label: "same".into(), because });
     open(true).unwrap();
 }
@@ -228,7 +227,7 @@ fn only_a_step_of_one_token_whose_inputs_are_in_the_control_block_feeds_itself()
     assert_eq!(Feedback::of(&plan(&step(2, false))), None);
 }
 
-/// A bed whose every third step is compared, with a fault.
+/// A bed with a fault, where every third step is compared.
 fn compared(script: &str, mode: GraphMode) -> Bed {
     let sim = SimDriver::new(SimOptions { seed: 8, ..SimOptions::default() });
     refrain_kernels::register_twins(&sim);
@@ -248,15 +247,15 @@ fn every_nth_step_is_compared_and_a_wrong_replay_changes_no_token() {
     assert_eq!(good.said(30), want);
     let status = good.backend.monitor().status();
     assert_eq!((status.compared.n_steps, status.compared.n_mismatches), (10, 0));
-    // Each step is one replay, the compared ones too. Which byte of all that a replay writes is wrong is left to chance;
-    // one in scratch memory harms nobody.
+    // Each step is one replay, the compared ones too. The fault picks a random byte that the replay writes; a
+    // byte of scratch memory does no harm.
     let chosen = |said: &[(u32, u32, Ran)]| said.iter().map(|s| (s.0, s.1)).collect::<Vec<_>>();
     let mut found = Vec::new();
     for replay in (3..=24).step_by(3) {
         let mut bad = compared(&format!("on {replay}th replay: wrong byte"), GraphMode::Auto);
         let got = bad.said(30);
         assert_eq!(chosen(&got), chosen(&want), "replay {replay}");
-        assert_eq!(got.last().unwrap().2, Ran::REPLAYED, "the graph is in service, or comes back");
+        assert_eq!(got.last().unwrap().2, Ran::REPLAYED, "the graph is in service again");
         let (at, n) = (replay - 1, bad.backend.monitor().status().compared.n_mismatches);
         if n > 0 {
             assert!(matches!(got[at].2, Ran::Eager(Reason::VerifyMismatch { .. })), "{:?}", got[at].2);
@@ -278,14 +277,14 @@ fn every_nth_step_is_compared_and_a_wrong_replay_changes_no_token() {
 }
 
 #[test]
-fn logits_that_are_not_finite_end_a_run_and_say_so() {
+fn non_finite_logits_end_a_run_with_a_flag() {
     let graph = step(1, false);
     for mode in [GraphMode::Require, GraphMode::Off] {
         let device = refrain_kernels::simulated(SimOptions { seed: 8, ..SimOptions::default() }).unwrap();
         let mut bed = Bed::on(&device, &graph, mode, Duration::from_secs(60));
         let table = tensor(graph.weights()[0].ty, &Fill::Normal, 4);
         let mut values = table.to_f32().unwrap();
-        // One number of one token, which is also a row of the head: one logit of each step.
+        // One value of one token, which is also a row of the head: one logit of each step.
         values[17 * D] = f32::NAN;
         let bytes = Bytes::new(bytemuck::cast_slice::<f32, u8>(&values).to_vec());
         let spoiled_table = HostTensor::new(DType::F32, table.shape(), bytes).unwrap();
@@ -297,13 +296,14 @@ fn logits_that_are_not_finite_end_a_run_and_say_so() {
         let first = bed.backend.take(&mut bed.compiled, &mut run).unwrap().rows[0].unwrap();
         assert!(first.flags.has(refrain_graph::StepFlags::NON_FINITE), "{first:?}");
         assert!(first.ended() && first.logprob.is_nan() && first.position == 0, "{first:?}");
-        // What was sent ahead of it commits nothing. Steps that the device thread has not sent yet when the end is seen never are.
+        // Steps launched ahead of it commit nothing. Steps that are still queued on the device thread when
+        // the end is seen are not launched.
         assert!(bed.backend.finish(&mut bed.compiled, &mut run).unwrap() <= 4);
     }
 }
 
 #[test]
-fn edits_of_states_keep_their_place_among_the_steps_of_a_run() {
+fn state_edits_keep_their_position_among_the_steps_of_a_run() {
     const ROW: usize = 4 * D;
     const BLOCK: usize = KV_BLOCK * ROW;
     let k = StateId::from_idx(0);
@@ -312,8 +312,8 @@ fn edits_of_states_keep_their_place_among_the_steps_of_a_run() {
         bed.backend.read_state(&bed.states, StatePart::slots(k, at..at + 1), &mut bytes).unwrap();
         bytes
     };
-    // The second is compared every other step, which is not sent while others are under way; the third ends while steps
-    // are still to be sent.
+    // The second bed is compared every other step, and such a step is not launched while others are in
+    // flight. The third ends while steps still have to be launched.
     for (verify_every, n_taken) in [(None, 5), (NonZeroU32::new(2), 5), (NonZeroU32::new(2), 1)] {
         let device = refrain_kernels::simulated(SimOptions { seed: 8, ..SimOptions::default() }).unwrap();
         let graphs = CacheOptions { mode: GraphMode::Require, ..CacheOptions::default() };
@@ -334,7 +334,7 @@ fn edits_of_states_keep_their_place_among_the_steps_of_a_run() {
         bed.backend.finish(&mut bed.compiled, &mut run).unwrap();
         let (written, copied) = (block(&bed, 5), block(&bed, 0));
         let n_rows = |bytes: &[u8]| bytes.chunks(ROW).take_while(|row| row.iter().any(|b| *b != 0)).count();
-        // Three rows were there when it was copied, or as many as were sent at all.
+        // Three rows were there at the copy, or as many as had been launched.
         let n_copied = n_rows(&copied);
         assert!(if n_taken == 5 { n_copied == 3 } else { (1..=3).contains(&n_copied) }, "{n_copied}");
         assert_eq!(copied[..n_copied * ROW], written[..n_copied * ROW]);
@@ -346,7 +346,7 @@ fn edits_of_states_keep_their_place_among_the_steps_of_a_run() {
 }
 
 #[test]
-fn edits_of_slots_that_are_not_there_change_nothing() {
+fn edits_of_missing_slots_change_nothing() {
     let mut bed = Bed::new(&step(1, false), GraphMode::Require);
     let k = StateId::from_idx(0);
     let full = vec![7; 4 * N_BLOCKS * KV_BLOCK * D];
@@ -362,26 +362,26 @@ fn edits_of_slots_that_are_not_there_change_nothing() {
     let mut found = vec![0; full.len()];
     bed.backend.read_state(&bed.states, k, &mut found).unwrap();
     assert_eq!(found, full);
-    // While steps are under way, nobody can know what a state holds.
+    // While steps are in flight, the contents of a state are undefined.
     let mut run = bed.run();
     bed.send(&mut run, 2);
     let refused = bed.backend.read_state(&bed.states, k, &mut found);
     assert!(matches!(refused, Err(RunError::Mismatch { what: "runs", .. })), "{refused:?}");
-    assert!(bed.backend.take(&mut bed.compiled, &mut run).is_ok(), "the run goes on");
+    assert!(bed.backend.take(&mut bed.compiled, &mut run).is_ok(), "the run continues");
 }
 
 #[test]
-fn other_work_waits_for_the_steps_under_way_or_is_refused() {
+fn other_work_waits_for_the_steps_in_flight_or_is_refused() {
     let graph = step(1, false);
     let mut bed = Bed::new(&graph, GraphMode::Require);
     let want = bed.said(20);
     let mut run = bed.run();
     bed.send(&mut run, 5);
     bed.backend.take(&mut bed.compiled, &mut run).unwrap();
-    // A graph that is verified now would write to the ring.
+    // Verifying a graph at this point would write to the ring.
     let error = format!("{:?}", bed.backend.compile(&graph).err().unwrap());
-    assert!(error.contains("it must be finished first"), "{error}");
-    // A step by itself ends the run.
+    assert!(error.contains("must be finished first"), "{error}");
+    // A single step ends the run.
     let control = bed.control();
     let io = Io { weights: &bed.weights, states: &mut bed.states, control: control.bytes() };
     assert_eq!(bed.backend.run(&mut bed.compiled, io).unwrap(), Ran::REPLAYED);
@@ -390,13 +390,13 @@ fn other_work_waits_for_the_steps_under_way_or_is_refused() {
     bed.backend.read(&bed.compiled, output, &mut token).unwrap();
     assert_eq!(u32::from_le_bytes(token), want[0].0);
     let error = bed.backend.take(&mut bed.compiled, &mut run).unwrap_err().to_string();
-    assert!(error.contains("none has begun"), "{error}");
+    assert!(error.contains("none has started"), "{error}");
     assert!(bed.backend.compile(&graph).is_ok());
     assert_eq!(bed.said(20), want);
 }
 
 #[test]
-fn a_run_that_reaches_its_end_says_so_and_takes_no_more() {
+fn a_run_that_reaches_its_end_reports_it_and_runs_no_more_steps() {
     let mut bed = Bed::new(&step(1, false), GraphMode::Require);
     let want = bed.said(20);
     let feedback = Feedback::of(bed.backend.plan(&bed.compiled)).unwrap();
@@ -412,7 +412,7 @@ fn a_run_that_reaches_its_end_says_so_and_takes_no_more() {
 }
 
 #[test]
-fn a_table_without_a_block_for_a_step_ahead_is_refused_before_it_is_sent() {
+fn a_table_without_a_block_for_a_later_step_is_refused_before_upload() {
     let mut bed = Bed::new(&step(1, false), GraphMode::Require);
     let mut run = bed.run();
     run.set_table(0, &[5]);
@@ -427,7 +427,7 @@ fn a_table_without_a_block_for_a_step_ahead_is_refused_before_it_is_sent() {
 }
 
 #[test]
-fn a_driver_call_that_does_not_return_holds_up_nobody_for_longer_than_a_step_may_take() {
+fn a_driver_call_that_hangs_blocks_the_caller_no_longer_than_the_step_limit() {
     for call in ["replay", "stream_query"] {
         let sim = SimDriver::new(SimOptions::default());
         refrain_kernels::register_twins(&sim);
@@ -438,7 +438,7 @@ fn a_driver_call_that_does_not_return_holds_up_nobody_for_longer_than_a_step_may
         let began = Instant::now();
         let io = Io { weights: &bed.weights, states: &mut bed.states, control: control.bytes() };
         bed.backend.run(&mut bed.compiled, io).unwrap_err();
-        // The device thread is stuck; everything else says so at once.
+        // The device thread is stuck; all other calls report that at once.
         let (compiled, weights, states) = (&mut bed.compiled, &bed.weights, &mut bed.states);
         let sent = bed.backend.send(compiled, weights, states, &mut run, 3);
         assert!(sent.is_err() || bed.backend.take(compiled, &mut run).is_err(), "{call}");

@@ -1,4 +1,4 @@
-//! Which launches the steps of models are: as few as there can be, whatever order a model builds its nodes in.
+//! Launches of model steps: as few as possible, in whatever order a model builds its nodes.
 
 mod rig;
 
@@ -16,7 +16,7 @@ use refrain_testkit::{Rng, reordered};
 const N_LAYERS: usize = 2;
 const SAMPLE: Head = Head::Sample(SampleHead { n_history: 8, n_bias: 4, masked: false, n_top: 0 });
 
-/// The dtype of a matrix by its name.
+/// Dtype of a matrix, by its name.
 type Mix = fn(&str) -> DType;
 
 const MIXES: [(&str, Mix); 4] = [
@@ -26,7 +26,7 @@ const MIXES: [(&str, Mix); 4] = [
     ("BF16 with F32", |name| if name.contains("attn_v") { DType::F32 } else { DType::BF16 }),
 ];
 
-/// Zeros in every tensor that a model asks for.
+/// Zeros in every tensor that a model requests.
 struct Zeros {
     config: ModelConfig,
     mix: Mix,
@@ -90,7 +90,7 @@ fn graph(model: &Model, n_tokens: usize, head: Head) -> Graph {
     model.graph(&StepSpec::of_one(n_tokens, n_choices, head), &KV).unwrap()
 }
 
-/// The kernels of a step in the order of their launches, and the labels of each group.
+/// Kernels of a step in launch order, and the labels of each group.
 fn launches(backend: &CudaBackend, graph: &Graph) -> (Vec<String>, BTreeSet<String>) {
     let compiled = backend.compile(&fuse(graph).unwrap()).unwrap();
     let plan = backend.plan(&compiled);
@@ -101,7 +101,7 @@ fn launches(backend: &CudaBackend, graph: &Graph) -> (Vec<String>, BTreeSet<Stri
     (backend.kernels(&compiled).into_iter().map(|(_, kernel)| kernel.into_owned()).collect(), groups)
 }
 
-/// Groups and launches of steps of several sizes stay the same, however the nodes are ordered.
+/// Checks that groups and launches of several step sizes are the same for any node order.
 fn keeps_its_launches_in_any_order(model: &Model, what: &str, rng: &mut Rng) {
     let backend = backend(model);
     for (n_tokens, head) in [(32, SAMPLE), (8, Head::Logits), (1, SAMPLE)] {
@@ -115,7 +115,7 @@ fn keeps_its_launches_in_any_order(model: &Model, what: &str, rng: &mut Rng) {
 }
 
 #[test]
-fn the_order_of_statements_in_a_model_changes_neither_groups_nor_launches() {
+fn the_order_of_nodes_in_a_model_changes_neither_groups_nor_launches() {
     let mut rng = Rng::new(7);
     for shape in ["llama-3.2-1b", "qwen2.5-0.5b", "qwen3-0.6b", "gemma3-1b"] {
         for (name, mix) in MIXES {
@@ -151,7 +151,7 @@ fn a_decoded_token_takes_five_launches_a_layer() {
 }
 
 #[test]
-fn every_layer_of_gemma_4_attends_in_one_launch_whoever_filled_the_cache() {
+fn every_layer_of_gemma_4_attends_in_one_launch_even_with_a_shared_cache() {
     for (case, n_layers) in [("gemma4-e2b", 9), ("gemma4-dense", 5), ("gemma4-heads", 4)] {
         let model = rig::goldens::model(case);
         let (kernels, groups) = launches(&backend(&model), &graph(&model, 1, SAMPLE));
@@ -171,7 +171,7 @@ fn every_layer_of_gemma_4_attends_in_one_launch_whoever_filled_the_cache() {
 }
 
 #[test]
-fn what_has_no_kernel_for_the_whole_of_a_group_is_told_and_what_has_is_not() {
+fn groups_without_a_fused_kernel_are_reported_and_others_are_not() {
     let told = |mix: Mix, n_tokens: usize| {
         let model = model("qwen3-0.6b", mix);
         let backend = backend(&model);
@@ -180,29 +180,29 @@ fn what_has_no_kernel_for_the_whole_of_a_group_is_told_and_what_has_is_not() {
     };
     for (_, mix) in [MIXES[0], MIXES[2]] {
         assert_eq!(told(mix, 1), Vec::<String>::new());
-        assert_eq!(told(mix, 32), Vec::<String>::new(), "several rows are several launches");
+        assert_eq!(told(mix, 32), Vec::<String>::new(), "steps of several rows are never fused");
     }
-    let because = "no kernel multiplies one row with F32 weights and does what is around that";
+    let because = "no fused single-row kernel supports F32 weights";
     let [line] = &told(MIXES[1].1, 1)[..] else { panic!("one reason for all") };
     assert_eq!(
         *line,
-        format!("blk.0.attn_q and 4 more run as steps of their own, not as one launch: {because}")
+        format!("blk.0.attn_q and 4 more run as separate steps instead of one launch: {because}")
     );
-    // Values in F32: their products only.
+    // Only the value weights are F32, so only products with them are reported.
     let [line] = &told(MIXES[3].1, 1)[..] else { panic!("one reason for all") };
     assert_eq!(
         *line,
-        format!("blk.0.attn_q and 1 more run as steps of their own, not as one launch: {because}")
+        format!("blk.0.attn_q and 1 more run as separate steps instead of one launch: {because}")
     );
 }
 
 #[test]
-fn what_architectures_have_besides_costs_no_launches_around_attention() {
+fn architecture_variations_add_no_launches_around_attention() {
     let n_of = |model: &Model, start: &str| {
         let (kernels, _) = launches(&backend(model), &graph(model, 1, SAMPLE));
         kernels.iter().filter(|kernel| kernel.starts_with(start)).count()
     };
-    // Layers without rotation, a part of the head rotated, soft caps, queries that grow with their position.
+    // Layers without rope, partial rope, soft caps, and queries scaled by position.
     for (case, n_layers) in
         [("phi3", 2), ("smollm3", 5), ("cohere2", 5), ("gemma2", 4), ("mistral3", 2), ("glm4", 2)]
     {
@@ -210,14 +210,14 @@ fn what_architectures_have_besides_costs_no_launches_around_attention() {
         let counts = ["attend_", "attention_", "rope_", "kv_append"].map(|start| n_of(&model, start));
         assert_eq!(counts, [n_layers, 0, 0, 0], "{case}");
     }
-    // The factor on branches is in the epsilon of norms, and one on the embedding remains.
+    // The factor on branches is folded into the epsilon of norms; the ones on embedding and logits remain.
     let granite = rig::goldens::model("granite");
     assert_eq!(n_of(&granite, "unary_affine"), 2, "embedding and logits");
     let phi = NamedShape::new("phi", Arch::Phi3, [512, 512, 768, N_LAYERS], [4, 2, 128]);
     for mix in [QuantMix::All(DType::BF16), QuantMix::Q4KM] {
         let phi = Model::random(&phi, mix).unwrap();
         let (kernels, _) = launches(&backend(&phi), &graph(&phi, 1, SAMPLE));
-        // Five a layer, the embedding, the logits, and the choice.
+        // Five per layer, plus the embedding, the logits and the choice.
         assert_eq!(kernels.len(), 5 * N_LAYERS + 5, "{kernels:?}");
     }
 }

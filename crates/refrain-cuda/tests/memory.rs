@@ -1,4 +1,4 @@
-//! Memory that is planned again: what steps have evaluated stays, and nothing runs as if it were there when it is not.
+//! Replanned memory: evaluated tokens stay, and nothing runs on memory that is gone.
 
 mod rig;
 
@@ -15,7 +15,7 @@ use rig::{model, options};
 
 const KV: KvSpec = KvSpec { n_blocks: 8, kv_block: 16, max_blocks: 8, n_slots: 0, dtype: DType::F16 };
 
-/// Steps of the small llama without an engine around them, on a device with so much memory.
+/// Steps of the small llama without an engine, on a device with a given amount of memory.
 struct Bed {
     sim: SimDriver,
     backend: CudaBackend,
@@ -42,7 +42,7 @@ impl Bed {
         self.backend.compile(&graph)
     }
 
-    /// The logits after a token at a position, as bits.
+    /// Bits of the logits after a token at a position.
     fn logits(&mut self, step: &mut CudaCompiled, position: i32) -> Result<Vec<u32>, RunError> {
         let plan: &Plan = self.backend.plan(step);
         let inputs: StepInputs = plan.step_inputs().unwrap().clone();
@@ -62,7 +62,7 @@ impl Bed {
     }
 }
 
-/// The logits of eleven tokens, with something happening before the sixth and before the ninth.
+/// Logits of eleven tokens, with something happening before the sixth and before the ninth.
 fn evaluate(
     bed: &mut Bed,
     mut happens: impl FnMut(&mut Bed, &mut CudaCompiled, i32),
@@ -81,11 +81,11 @@ fn evaluate(
 const PLENTY: u64 = 64 << 20;
 
 #[test]
-fn a_plan_that_does_not_fit_is_refused_and_what_was_evaluated_stays() {
+fn a_plan_that_does_not_fit_is_refused_and_the_cache_stays() {
     let mut roomy = Bed::new(PLENTY, GraphMode::Require);
     let want = evaluate(&mut roomy, |_, _, _| {}).unwrap();
     let needed = roomy.backend.monitor().status().memory.total();
-    // Rounding of allocations, kernels and the probe of the driver aside, no more than one step needs.
+    // No more memory than one step needs, apart from rounding, kernels and the driver's probe.
     let mut tight = Bed::new(needed + (512 << 10), GraphMode::Require);
     let got = evaluate(&mut tight, |bed, _, _| {
         let before = bed.sim.stats().n_calls(DriverCall::Alloc);
@@ -94,14 +94,14 @@ fn a_plan_that_does_not_fit_is_refused_and_what_was_evaluated_stays() {
         assert_eq!(
             bed.sim.stats().n_calls(DriverCall::Alloc),
             before,
-            "refused before anything was given up"
+            "refused before anything was released"
         );
     });
     assert_eq!(got.unwrap(), want);
 }
 
 #[test]
-fn more_room_for_steps_moves_neither_weights_nor_cache() {
+fn more_step_memory_moves_neither_weights_nor_cache() {
     let mut bed = Bed::new(PLENTY, GraphMode::Require);
     let want = evaluate(&mut bed, |_, _, _| {}).unwrap();
     let mut bed = Bed::new(PLENTY, GraphMode::Require);
@@ -111,20 +111,20 @@ fn more_room_for_steps_moves_neither_weights_nor_cache() {
         larger.push(bed.compile(if position == 5 { 24 } else { 48 }).unwrap());
         let after = bed.backend.monitor().status();
         assert!(after.memory.arena_bytes > before.memory.arena_bytes);
-        assert_eq!(after.upload, before.upload, "weights were sent once");
+        assert_eq!(after.upload, before.upload, "weights were uploaded once");
     });
     assert_eq!(got.unwrap(), want);
 }
 
 #[test]
-fn a_program_that_lost_its_memory_says_so_and_goes_on_where_it_was_once_there_is_some() {
+fn a_program_without_memory_reports_it_and_continues_once_memory_is_available() {
     let mut bed = Bed::new(PLENTY, GraphMode::Require);
     let want = evaluate(&mut bed, |_, _, _| {}).unwrap();
     let mut bed = Bed::new(PLENTY, GraphMode::Require);
     let mut kept = Vec::new();
     let got = evaluate(&mut bed, |bed, step, position| {
         if position == 5 {
-            // Neither the room of the larger step nor that of before can be had.
+            // Neither the larger step's memory nor the previous one can be allocated.
             let script = "on 1st allocation: out of memory; on 2nd allocation: out of memory";
             bed.sim.inject(FaultScript::parse(script).unwrap());
             assert!(bed.compile(48).is_err());
@@ -132,7 +132,7 @@ fn a_program_that_lost_its_memory_says_so_and_goes_on_where_it_was_once_there_is
             assert!(format!("{error:?}").contains("OutOfMemory"), "{error:?}");
             kept.push(bed.compile(8).unwrap());
         } else {
-            // The larger one cannot be had, the room of before can.
+            // The larger one cannot be allocated, the previous one can.
             bed.sim.inject(FaultScript::parse("on 1st allocation: out of memory").unwrap());
             assert!(bed.compile(48).is_err());
         }
@@ -141,7 +141,7 @@ fn a_program_that_lost_its_memory_says_so_and_goes_on_where_it_was_once_there_is
 }
 
 #[test]
-fn a_cache_that_grows_keeps_what_it_holds_and_one_that_cannot_stays_as_it_is() {
+fn a_cache_that_grows_keeps_its_contents_and_one_that_cannot_is_unchanged() {
     let mut bed = Bed::new(PLENTY, GraphMode::Require);
     let want = evaluate(&mut bed, |_, _, _| {}).unwrap();
     let mut bed = Bed::new(PLENTY, GraphMode::Require);
@@ -153,7 +153,7 @@ fn a_cache_that_grows_keeps_what_it_holds_and_one_that_cannot_stays_as_it_is() {
         };
         if position == 5 {
             grow(bed, 21).unwrap();
-            assert!(bed.logits(step, position).is_err(), "the old program is for another cache");
+            assert!(bed.logits(step, position).is_err(), "the old program used another cache");
             *step = bed.compile(1).unwrap();
         } else {
             let before = bed.backend.monitor().status().memory;
@@ -161,7 +161,10 @@ fn a_cache_that_grows_keeps_what_it_holds_and_one_that_cannot_stays_as_it_is() {
             assert!(format!("{error:?}").contains("DoesNotFit"), "{error:?}");
             assert_eq!(bed.backend.monitor().status().memory.kv_bytes, before.kv_bytes);
             let other = model("llama").states(&KvSpec { kv_block: 32, ..KV });
-            assert!(bed.backend.resize(&mut bed.states, &other).is_err(), "only the first dimension changes");
+            assert!(
+                bed.backend.resize(&mut bed.states, &other).is_err(),
+                "only the first dimension may change"
+            );
         }
     });
     assert_eq!(got.unwrap(), want);
@@ -169,11 +172,11 @@ fn a_cache_that_grows_keeps_what_it_holds_and_one_that_cannot_stays_as_it_is() {
 }
 
 #[test]
-fn weights_are_sent_under_the_deadline_of_loading_not_of_compiling() {
+fn weights_are_uploaded_under_the_load_limit_not_the_compile_limit() {
     let sim = SimDriver::new(SimOptions::default());
     refrain_kernels::register_twins(&sim);
     let device = Device::simulated(&sim).unwrap();
-    // A disk as slow as it gets: hearing of each weight takes long.
+    // A very slow disk, simulated by a listener that sleeps at each weight.
     let slow = refrain_cuda::LoadListener::new(|event| {
         if matches!(event, refrain_cuda::LoadEvent::Uploaded { .. }) {
             std::thread::sleep(std::time::Duration::from_millis(40));
@@ -194,7 +197,7 @@ fn weights_are_sent_under_the_deadline_of_loading_not_of_compiling() {
     assert!(began.elapsed() > std::time::Duration::from_millis(500));
 }
 
-/// `sum += x`, and twice the sum comes out.
+/// `sum += x`, with twice the sum as output.
 fn running_sum() -> refrain_graph::Graph {
     let ty = TensorType::new(DType::F32, [3, 5]);
     let mut b = GraphBuilder::new(vec![], vec![State::whole("sum", ty)]);
@@ -229,14 +232,15 @@ fn sums(script: &str, mode: GraphMode) -> (Vec<f32>, Vec<Ran>) {
 }
 
 #[test]
-fn a_state_that_a_step_changes_as_a_whole_is_verified_and_left_as_it_was() {
+fn a_whole_state_that_a_step_changes_is_verified_and_restored() {
     let want = [2.0, 6.0, 12.0, 20.0, 30.0, 42.0];
-    // Verification runs the step six times: none of that may be left in the sum.
+    // Verification runs the step six times; none of that may remain in the sum.
     let (replayed, how) = sums("", GraphMode::Require);
     assert_eq!(replayed, want);
     assert!(how.iter().all(|ran| *ran == Ran::REPLAYED));
     assert_eq!(sums("", GraphMode::Off).0, want);
-    // The second replay is verification's: a wrong byte in the state is found, and what was there comes back.
+    // The second replay belongs to verification: the wrong byte in the state is found, and the state is
+    // restored.
     let (eager, how) = sums("on 2nd replay: wrong byte", GraphMode::Auto);
     assert_eq!(eager, want);
     let Ran::Eager(Reason::BackingOff { after, .. }) = &how[0] else { panic!("{how:?}") };

@@ -1,4 +1,5 @@
-//! Whole models: golden logits, and replay against eager, token by token; on the simulated device and on a card.
+//! Whole models: golden logits, and replay against eager, token by token, on the simulated device and on a
+//! GPU.
 
 mod rig;
 
@@ -7,7 +8,7 @@ use refrain_driver::{Device, DriverError, Memory, MemoryLayout, Method, RecordOp
 use refrain_engine::StepKind;
 use refrain_tensor::DType;
 use rig::goldens::{CASES, golden, relative_error};
-use rig::{Rig, gpu, gpu_turn, n_decoded, options, sim, talk};
+use rig::{Rig, generate, gpu, gpu_turn, n_decoded, options, sim};
 
 fn golden_logits_come_out_of_replays_token_by_token(device: impl Fn() -> Device) {
     for case in CASES {
@@ -40,18 +41,18 @@ fn golden_logits_come_out_of_padded_steps(device: impl Fn() -> Device) {
     }
 }
 
-/// The third request reaches twice as far as the others, past every boundary between splits of attention.
+/// The third request is twice as long as the others, past every boundary between splits of attention.
 fn replayed_equals_eager_bit_for_bit(device: impl Fn() -> Device, cases: &[&str], n_tokens: usize) {
     let context = 2 * n_tokens + 64;
     for case in cases {
         let rig = |mode, method| Rig::new(device(), case, options(mode, method), context, DType::F16);
         let mut eager = rig(GraphMode::Off, Method::Stream);
-        let want = talk(&mut eager, n_tokens);
+        let want = generate(&mut eager, n_tokens);
         let tally = eager.engine.ledger().tally(StepKind::Decode);
         assert_eq!((tally.replayed, tally.eager), (0, n_decoded(n_tokens)));
         for method in [Method::Stream, Method::Nodes] {
             let mut replayed = rig(GraphMode::Require, method);
-            assert_eq!(talk(&mut replayed, n_tokens), want, "{case}, {method}");
+            assert_eq!(generate(&mut replayed, n_tokens), want, "{case}, {method}");
             for kind in [StepKind::Prompt, StepKind::Decode] {
                 let tally = replayed.engine.ledger().tally(kind);
                 assert_eq!((tally.eager, tally.failed), (0, 0), "{case}, {method}");
@@ -65,15 +66,15 @@ fn replayed_equals_eager_bit_for_bit(device: impl Fn() -> Device, cases: &[&str]
     }
 }
 
-/// Recordings of both methods break off half-way on the device before a model records there.
+/// Recordings of both methods fail half-way on the device before a model records there.
 fn replayed_equals_eager_after_failed_recordings(device: impl Fn() -> Device, n_tokens: usize) {
     let ctx = device().context().unwrap();
-    let mut layout = MemoryLayout::new("given up");
+    let mut layout = MemoryLayout::new("aborted");
     let region = layout.device("words", 1024);
     let memory = Memory::plan(&ctx, &layout).unwrap();
     let mut stream = ctx.stream().unwrap();
     for method in [Method::Stream, Method::Nodes] {
-        let failed = stream.record(&memory, method, &RecordOptions::named("given up"), |q| {
+        let failed = stream.record(&memory, method, &RecordOptions::named("aborted"), |q| {
             q.fill(memory.buf(region), 1)?;
             Err(DriverError::caller(std::io::Error::other("the model is not ready")))
         });

@@ -1,4 +1,4 @@
-//! The table of op cases, eager and replayed, and plans with steps on the host.
+//! The table of op cases, eager and replayed, and plans with host steps.
 
 use std::sync::Arc;
 
@@ -24,7 +24,7 @@ fn backend_on(device: &Device, mode: GraphMode, method: Method) -> CudaBackend {
     CudaBackend::on(device, options).unwrap()
 }
 
-/// Runs a graph twice, so that a replay after a replay is seen too; once where a state goes on from what it was.
+/// Runs a graph twice to cover a replay after a replay, or once if a state accumulates.
 fn run(backend: &mut CudaBackend, graph: &Graph, feed: &Feed) -> Result<Vec<HostTensor>, String> {
     let weights = backend.load(graph.weights(), feed.weights.clone()).map_err(|e| e.to_string())?;
     let mut states = backend.allocate(graph.states()).map_err(|e| e.to_string())?;
@@ -45,13 +45,14 @@ fn run(backend: &mut CudaBackend, graph: &Graph, feed: &Feed) -> Result<Vec<Host
     types.iter().enumerate().map(read).collect()
 }
 
-/// Products with quantised weights round their activations to 8 bits, which puts an error of about 0.7 % of a typical
-/// output on each; cases have few outputs, all of which may be small. The kernels' own tests round theirs first.
+/// Products with quantised weights round their activations to 8 bits, which adds an error of about 0.7 % of a
+/// typical output to each output. Cases have few outputs, all of which may be small. The kernels' own tests
+/// round their inputs first.
 fn on_this_backend(case: &Case) -> Case {
     let quantised = case.graph.weights().iter().any(|w| w.ty.dtype.is_quantized());
     let tol = match case.op {
         Op::MatMul if quantised => Tol::Whole(8e-2),
-        // The gate is a product of two of them.
+        // The gate multiplies two such products.
         Op::Moe(_) if quantised => Tol::Whole(1.5e-1),
         _ if on_tensor_cores(case) => Tol::Whole(1e-2),
         _ => case.tol,
@@ -65,7 +66,7 @@ fn on_tensor_cores(case: &Case) -> bool {
     matches!(case.op, Op::MatMul) && narrow && case.feed.inputs.iter().any(|x| x.shape().dims()[0] >= 16)
 }
 
-/// Ops that have kernels for all that a training step may ask for.
+/// Ops whose kernels support everything that a training step may need.
 fn is_always_there(case: &Case) -> bool {
     match case.op {
         Op::MatMul => case.graph.weights().is_empty(),
@@ -152,13 +153,14 @@ impl HostFn for Half {
 }
 
 fn host_call() -> HostCall {
-    HostCall { name: "half", because: "it is here to be on the host", function: Arc::new(Half) }
+    HostCall { name: "half", because: "it runs on the host", function: Arc::new(Half) }
 }
 
 const D: usize = 32;
 const N_LAYERS: usize = 3;
 
-/// Layers of norm, product and residual, with host steps before the layers `at` names (`N_LAYERS`: behind the last).
+/// Layers of norm, product and residual, with host steps before the layers in `at` (`N_LAYERS`: after the
+/// last).
 fn layered(at: &[usize]) -> (Graph, Feed) {
     let weight = |name: &str, dtype, dims: &[usize]| Weight {
         name: name.into(),
@@ -193,7 +195,7 @@ fn layered(at: &[usize]) -> (Graph, Feed) {
 }
 
 #[test]
-fn host_steps_first_in_the_middle_last_and_in_every_layer_replay_as_they_run() {
+fn host_steps_anywhere_between_layers_replay_as_they_run_eagerly() {
     let places: [(&[usize], u64); 5] =
         [(&[], 1), (&[0], 1), (&[1], 2), (&[N_LAYERS], 1), (&[0, 1, 2, N_LAYERS], 3)];
     for (at, n_segments) in places {
@@ -248,7 +250,7 @@ fn weights_or_states_of_another_model_are_refused() {
         let io = Io { weights, states: &mut states, control: control.bytes() };
         backend.run(&mut compiled, io).unwrap_err().to_string()
     };
-    assert_eq!(step(&old), "weights of the plan do not match: others were loaded since");
+    assert_eq!(step(&old), "weights of the plan do not match: newer ones have been loaded");
     assert_eq!(step(&weights), "plans of the plan do not match: this one was compiled for other weights");
 }
 
@@ -256,7 +258,7 @@ fn weight(name: &str, dtype: DType, dims: &[usize]) -> Weight {
     Weight { name: name.into(), ty: TensorType::new(dtype, refrain_tensor::Shape::new(dims).unwrap()) }
 }
 
-/// A graph of one row, against the reference, replayed.
+/// Compares a graph of one row with the reference, replayed.
 fn agrees(weights: Vec<Weight>, k: usize, tol: Tol, build: impl Fn(&mut GraphBuilder, ValueId) -> ValueId) {
     let tensors = weights.iter().enumerate().map(|(i, w)| tensor(w.ty, &Fill::Normal, i as u64)).collect();
     let mut b = GraphBuilder::new(weights, Vec::new());
@@ -284,7 +286,8 @@ fn rows_too_long_for_shared_memory_are_multiplied_by_other_kernels() {
     });
 }
 
-/// Rows in 16 bits times a weight of the model as it lies and turned, and times a state, as trained weights are.
+/// Rows in 16 bits times a model's weight, as stored and transposed, and times a state, as trained weights
+/// are.
 #[test]
 fn rows_in_16_bits_are_multiplied_with_weights_and_states() {
     for dtype in [DType::F32, DType::BF16, DType::F16] {
@@ -305,7 +308,7 @@ fn rows_in_16_bits_are_multiplied_with_weights_and_states() {
         let x = b.cast(x, dtype).unwrap();
         let w = b.weight(WeightId::from_idx(0));
         let mut s = b.state(refrain_graph::StateId::from_idx(0));
-        // States begin as zeros, and only sums of F32 can be added to them here.
+        // States begin as zeros, and only F32 sums can be added to them here.
         if dtype == DType::F32 {
             s = b.node(Op::Accumulate, &[s, more_in], "more").unwrap()[0];
         }
@@ -335,9 +338,9 @@ fn rows_in_16_bits_are_multiplied_with_weights_and_states() {
     }
 }
 
-/// Heads of 16 bits that tensor cores do not take run all the same, and it is said.
+/// Heads of 16 bits that tensor cores do not support still run, with a note.
 #[test]
-fn attention_that_is_not_on_tensor_cores_is_told() {
+fn attention_without_tensor_cores_is_reported() {
     let told = |head_dim: usize| {
         let mut b = GraphBuilder::new(Vec::new(), Vec::new());
         let ty = TensorType::new(DType::F32, [3, 2, head_dim]);
@@ -362,7 +365,7 @@ fn attention_that_is_not_on_tensor_cores_is_told() {
 }
 
 #[test]
-fn a_norm_by_weights_that_a_step_makes_is_a_step_of_its_own() {
+fn a_norm_with_computed_weights_is_not_fused() {
     let weights = vec![weight("norm", DType::F32, &[64]), weight("w", DType::BF16, &[9, 64])];
     agrees(weights, 64, Tol::Whole(1e-4), |b, x| {
         let (norm, w) = (b.weight(WeightId::from_idx(0)), b.weight(WeightId::from_idx(1)));
@@ -373,7 +376,7 @@ fn a_norm_by_weights_that_a_step_makes_is_a_step_of_its_own() {
 }
 
 #[test]
-fn a_sum_that_is_larger_than_the_product_is_a_step_of_its_own() {
+fn a_sum_larger_than_the_product_is_not_fused() {
     let weights = vec![weight("w", DType::BF16, &[1, 64]), weight("bias", DType::F32, &[5])];
     agrees(weights, 64, Tol::Whole(1e-4), |b, x| {
         let (w, bias) = (b.weight(WeightId::from_idx(0)), b.weight(WeightId::from_idx(1)));

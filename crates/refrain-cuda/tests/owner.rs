@@ -1,4 +1,4 @@
-//! Several models on one device of one process: one context, one thread, kernels loaded once.
+//! Several models on one device in one process: one context, one thread, kernels loaded once.
 
 mod rig;
 
@@ -15,13 +15,13 @@ use rig::{Rig, model, options, sim};
 const N_TOKENS: usize = 24;
 const CONTEXT: usize = 128;
 
-/// A model of its own on a device, in the middle of a text.
+/// A model on a device, in the middle of a generation.
 struct Speaker {
     rig: Rig,
     sequence: SequenceState,
     row: SamplingRow,
     last: Chosen,
-    /// Each token with the bits of its log-probability.
+    /// Tokens, each with the bits of its log-probability.
     said: Vec<(u32, u32)>,
 }
 
@@ -39,7 +39,7 @@ impl Speaker {
         Speaker { rig, sequence, row, last, said: vec![(last.token, last.logprob.to_bits())] }
     }
 
-    /// The next token, with steps for those behind it under way.
+    /// The next token, with steps for the following ones in flight.
     fn step(&mut self) -> Result<(), EngineError> {
         let ahead = Lookahead { n_tokens: N_TOKENS - self.said.len() + 1, end: &[] };
         let Speaker { rig, sequence, row, last, .. } = self;
@@ -48,29 +48,29 @@ impl Speaker {
         Ok(())
     }
 
-    fn go_on(&mut self) {
+    fn advance(&mut self) {
         while self.said.len() < N_TOKENS {
             self.step().unwrap();
         }
-        // Nothing was evaluated eagerly: the mode allows no such step.
+        // No step ran eagerly: the mode allows none.
         assert!(self.rig.monitor.status().cache.replayed > 0);
     }
 }
 
 fn alone(case: &str) -> Vec<(u32, u32)> {
     let mut speaker = Speaker::begin(Speaker::open(&sim("").1, case, case));
-    speaker.go_on();
+    speaker.advance();
     speaker.said
 }
 
 #[test]
-fn a_second_model_makes_no_context_and_loads_no_kernels() {
+fn a_second_model_creates_no_context_and_loads_no_kernels() {
     let (sim, device) = sim("");
     let mut first = Speaker::begin(Speaker::open(&device, "llama", "one"));
-    first.go_on();
+    first.advance();
     let before = sim.stats();
     let mut second = Speaker::begin(Speaker::open(&device, "llama", "two"));
-    second.go_on();
+    second.advance();
     let after = sim.stats();
     for call in [DriverCall::PrimaryCtxRetain, DriverCall::CtxCreate, DriverCall::ModuleLoad] {
         assert_eq!(after.n_calls(call), before.n_calls(call), "{call:?}");
@@ -78,7 +78,7 @@ fn a_second_model_makes_no_context_and_loads_no_kernels() {
     assert!(before.n_calls(DriverCall::PrimaryCtxRetain) == 1 && before.n_calls(DriverCall::ModuleLoad) > 0);
     assert_eq!((after.live.contexts, after.live.modules), (1, before.live.modules));
     assert_eq!(first.said, second.said);
-    // Each knows of the other.
+    // Each reports the other.
     let others = second.rig.monitor.status().others;
     let memory = first.rig.monitor.status().memory;
     assert_eq!(others.iter().map(|o| (&*o.model, o.bytes)).collect::<Vec<_>>(), [("one", memory.total())]);
@@ -87,12 +87,12 @@ fn a_second_model_makes_no_context_and_loads_no_kernels() {
 }
 
 #[test]
-fn two_models_that_take_turns_say_what_each_says_alone() {
+fn two_models_that_take_turns_give_the_same_output_as_alone() {
     let (sim, device) = sim("");
     let rigs = ["llama", "gemma3"].map(|case| Speaker::open(&device, case, case));
     let mut speakers = rigs.map(Speaker::begin);
     for _ in 1..N_TOKENS {
-        // Steps of the other are under way all the while.
+        // Steps of the other model are in flight all the time.
         speakers.iter_mut().for_each(|speaker| speaker.step().unwrap());
     }
     for (speaker, case) in speakers.iter().zip(["llama", "gemma3"]) {
@@ -105,14 +105,14 @@ fn two_models_that_take_turns_say_what_each_says_alone() {
 }
 
 #[test]
-fn two_models_on_threads_of_their_own_say_what_each_says_alone() {
+fn models_on_their_own_threads_give_the_same_output_as_alone() {
     let (_, device) = sim("");
     let said = std::thread::scope(|scope| {
         let running = ["llama", "qwen3", "gemma3"].map(|case| {
             let device = &device;
             scope.spawn(move || {
                 let mut speaker = Speaker::begin(Speaker::open(device, case, case));
-                speaker.go_on();
+                speaker.advance();
                 speaker.said
             })
         });
@@ -141,7 +141,7 @@ fn a_lost_device_is_reported_by_every_model_on_it() {
 }
 
 #[test]
-fn a_model_that_goes_frees_what_it_held_while_the_other_runs_ahead() {
+fn a_dropped_model_frees_its_memory_while_the_other_runs_ahead() {
     let want = alone("llama");
     let (sim, device) = sim("");
     let mut stays = Speaker::begin(Speaker::open(&device, "llama", "stays"));
@@ -149,10 +149,10 @@ fn a_model_that_goes_frees_what_it_held_while_the_other_runs_ahead() {
     let before = sim.stats().live;
     let mut goes = Speaker::begin(Speaker::open(&device, "gemma3", "goes"));
     goes.step().unwrap();
-    // Both have steps under way when one is dropped.
+    // Both have steps in flight when one is dropped.
     assert!(sim.stats().live.bytes > before.bytes && sim.stats().live.execs > before.execs);
     drop(goes);
-    stays.go_on();
+    stays.advance();
     assert_eq!(stays.said, want);
     stays.rig.engine.drain();
     let after = sim.stats().live;
@@ -176,7 +176,7 @@ fn a_refusal_for_memory_names_what_the_other_models_hold() {
     let mut held = Speaker::begin(Rig::new(device.clone(), "llama", small("the first"), CONTEXT, DType::F32));
     let memory = held.rig.monitor.status().memory.total();
     let backend = CudaBackend::on(&device, small("the second")).unwrap();
-    // A context that no room is left for.
+    // A context for which there is not enough memory.
     let runner =
         RunnerOptions { context: 4096, kv_block: 16, kv_dtype: DType::F32, ..RunnerOptions::default() };
     let mut second = Core::new(Box::new(BackendRunner::new(backend, model("llama"), runner).unwrap()), 128);
@@ -190,11 +190,11 @@ fn a_refusal_for_memory_names_what_the_other_models_hold() {
     }
     let holds = format!("are free on sim:0; the first holds {:.1} KiB", memory as f64 / 1024.0);
     assert!(text.contains(&holds), "{text}, not {holds}");
-    held.go_on();
+    held.advance();
 }
 
 #[test]
-fn simulated_devices_that_are_opened_alike_are_one_unless_they_have_faults() {
+fn simulated_devices_with_equal_options_are_shared_unless_they_have_faults() {
     let open =
         |options: SimOptions| CudaBackend::open(DeviceKind::Sim(options), CudaOptions::default()).unwrap();
     let plain = SimOptions { seed: 0xA11CE, ..SimOptions::default() };
@@ -206,6 +206,6 @@ fn simulated_devices_that_are_opened_alike_are_one_unless_they_have_faults() {
     assert!(!open(faulty.clone()).device().is_same(open(faulty).device()));
     let before = a.device().clone();
     drop((a, b));
-    // The owner went with its last model.
+    // The owner ended with its last model.
     assert!(!open(plain).device().is_same(&before));
 }

@@ -1,4 +1,5 @@
-//! A table of per-layer embeddings on the device, in pinned memory and on the host: the same bits, the same body.
+//! A table of per-layer embeddings on the device, in pinned memory and on the host: the same bits and the
+//! same body.
 
 mod rig;
 
@@ -16,7 +17,7 @@ use refrain_graph::{
 use refrain_models::{Model, TensorSource};
 use refrain_tensor::{Bytes, DType, HostTensor, Shape};
 use rig::goldens::{golden, model, model_files, relative_error};
-use rig::{Rig, gpu, gpu_turn, n_decoded, options, sim, talk};
+use rig::{Rig, generate, gpu, gpu_turn, n_decoded, options, sim};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Placement {
@@ -53,7 +54,7 @@ fn rig(device: Device, model: &Model, mode: GraphMode, placement: Placement, con
     Rig { engine: Core::new(Box::new(runner), context), monitor, device }
 }
 
-/// Steps of a rig as the ledger has them, and its status.
+/// Replayed and eager steps of a rig, and its status.
 fn decoded(rig: &Rig) -> (u64, u64, Status) {
     let tally = rig.engine.ledger().tally(StepKind::Decode);
     (tally.replayed, tally.eager, rig.monitor.status())
@@ -68,13 +69,13 @@ fn every_placement_gives_the_same_bits_replayed_and_eager(device: impl Fn() -> D
         let mut weight_bytes = Vec::new();
         for placement in PLACEMENTS {
             let mut eager = rig(device(), &model, GraphMode::Off, placement, context);
-            let said = talk(&mut eager, n_tokens);
+            let said = generate(&mut eager, n_tokens);
             assert_eq!(want.get_or_insert_with(|| said.clone()), &said, "{case} {placement:?}, eager");
             let mut replayed = rig(device(), &model, GraphMode::Require, placement, context);
-            assert_eq!(talk(&mut replayed, n_tokens), said, "{case} {placement:?}, replayed");
+            assert_eq!(generate(&mut replayed, n_tokens), said, "{case} {placement:?}, replayed");
             let (n_replayed, n_eager, status) = decoded(&replayed);
             assert_eq!((n_replayed, n_eager), (n_decoded(n_tokens), 0), "{case} {placement:?}");
-            // The body is kernels alone, and one graph.
+            // The body is a single graph of kernels only.
             assert!(status.graphs.iter().all(|g| g.bit_exact && g.n_nodes == g.n_kernels), "{status:?}");
             let feeds = status.graphs.iter().filter(|g| g.n_tokens == 1).all(|g| g.feeds_itself);
             assert_eq!(feeds, placement != Placement::Host, "{case} {placement:?}");
@@ -115,7 +116,7 @@ fn a_table_on_the_host_is_one_step_before_one_captured_body() {
         assert!(kinds[n_segments - 1], "{placement:?}");
         if placement == Placement::Host {
             let crossing = plan.crossing(&plan.segments()[0]);
-            // One row of the table, and nothing back: the step depends on the token alone.
+            // It reads one row of the table and nothing from the device: the step depends on the token alone.
             assert_eq!((crossing.to_host_bytes, crossing.to_device_bytes), (0, 9 * 8 * 4));
         }
     }
@@ -145,10 +146,10 @@ impl TensorSource for ShortTable {
 }
 
 #[test]
-fn a_token_outside_the_table_is_refused_and_the_text_goes_on_without_it() {
+fn a_token_outside_the_table_is_refused_and_the_session_continues() {
     let files = model_files("gemma4-e2b");
     let mut config = files.config().unwrap();
-    // As many rows as the file has, and then fewer than it has.
+    // First all rows of the file, then fewer.
     let mut short = config.per_layer.unwrap();
     short.n_vocab = 100;
     config.per_layer = Some(short);
@@ -174,7 +175,7 @@ fn a_token_outside_the_table_is_refused_and_the_text_goes_on_without_it() {
     }
 }
 
-/// Reads rows until it fails, once.
+/// Gathers rows, and fails once.
 struct FailsOnce {
     n_calls: AtomicUsize,
     at: usize,
@@ -214,7 +215,7 @@ fn a_host_read_that_fails_in_the_middle_fails_its_step_alone() {
     let mut backend = CudaBackend::on(&sim("").1, options).unwrap();
     let values: Vec<f32> = (0..40).map(|v| v as f32).collect();
     let tensor = HostTensor::from_f32(Shape::from([5, 8]), &values).unwrap();
-    // A table of another length is not taken.
+    // A table of another length is refused.
     let longer = HostTensor::from_f32(Shape::from([6, 8]), &[0.0; 48]).unwrap();
     assert!(matches!(backend.load(graph.weights(), vec![longer]), Err(RunError::Mismatch { .. })));
     let weights = backend.load(graph.weights(), vec![tensor]).unwrap();
@@ -237,7 +238,7 @@ fn a_host_read_that_fails_in_the_middle_fails_its_step_alone() {
         let want: Vec<f32> = (0..8).map(|i| -((8 * id + i) as f32)).collect();
         assert_eq!(got.to_vec(), want, "step {step}");
     }
-    // The table is nowhere on the device.
+    // The table is not on the device.
     assert_eq!(backend.monitor().status().memory.weight_bytes, 0);
 }
 

@@ -1,4 +1,4 @@
-//! Steps of many rows: which kernels do them, and that the results are those of the reference.
+//! Steps of many rows: which kernels run them, and that the results agree with the reference.
 
 mod rig;
 
@@ -118,7 +118,8 @@ fn run(backend: &mut CudaBackend, graph: &Graph, feed: &Feed) -> Vec<f32> {
     got
 }
 
-/// A prompt through an engine: the choice behind it, and the steps that were recorded for it, from the smallest.
+/// A prompt through an engine: the choice after it, and the sizes of the steps recorded for it, smallest
+/// first.
 fn prompt(n_tokens: usize, buckets: Vec<usize>) -> (Chosen, Vec<usize>) {
     let options = CudaOptions { buckets, ..rig::options(GraphMode::Require, Method::Stream) };
     let backend = CudaBackend::on(&rig::sim("").1, options).unwrap();
@@ -140,7 +141,7 @@ fn prompt(n_tokens: usize, buckets: Vec<usize>) -> (Chosen, Vec<usize>) {
 }
 
 #[test]
-fn prompts_are_cut_into_as_few_steps_as_can_be_and_say_what_small_steps_say() {
+fn prompts_are_split_into_as_few_steps_as_possible_with_the_same_result() {
     let usual = CudaOptions::default().buckets;
     assert_eq!(usual, [1, 8, 32, 128, 256, 512]);
     for (n_tokens, steps) in [(200, &[256][..]), (256, &[256]), (260, &[512]), (514, &[8, 512])] {
@@ -152,7 +153,7 @@ fn prompts_are_cut_into_as_few_steps_as_can_be_and_say_what_small_steps_say() {
     }
 }
 
-/// Eager and replayed, by both methods: near the reference, and equal to each other bit for bit.
+/// Eager and replayed, by both methods: close to the reference, and bit-identical to each other.
 fn agrees_and_replays(device: impl Fn() -> Device, cublaslt: &CublasLt) {
     let kinds = [
         (DType::BF16, DType::BF16),
@@ -196,7 +197,7 @@ fn a_layer_of_many_rows_agrees_with_the_reference_on_a_gpu() {
 }
 
 #[test]
-fn many_rows_go_to_tensor_cores_up_to_256_read_weights_as_they_lie_and_f32_weights_have_their_own() {
+fn steps_of_many_rows_use_the_kernels_for_their_size_and_dtype() {
     let kernels = |n: usize, dtype: DType, kv: DType| {
         let device = refrain_kernels::simulated(SimOptions { seed: 3, ..SimOptions::default() }).unwrap();
         let (graph, feed) = layer(n, dtype, kv);
@@ -229,7 +230,7 @@ fn many_rows_go_to_tensor_cores_up_to_256_read_weights_as_they_lie_and_f32_weigh
     };
     let names = kernels(32, DType::F32, DType::F32);
     assert!(!wide(&names), "{names:?}");
-    // A few rows of weights that need no decoding go there too.
+    // A few rows of weights that need no decoding also run there.
     let names = kernels(8, DType::BF16, DType::F16);
     assert_eq!(names[..2], ["narrow_rms_norm_bf16", "gemm_m64_bf16"]);
     assert!(names[2].starts_with("attention"), "{names:?}");
@@ -243,21 +244,21 @@ fn many_rows_go_to_tensor_cores_up_to_256_read_weights_as_they_lie_and_f32_weigh
         (140, DType::Q4_K, "batch_m128_q4_k"),
     ] {
         let names = kernels(n, dtype, DType::F16);
-        // Queries, keys and values; the output; gate and up, joined; down: each reads its weights once.
+        // Queries, keys and values; the output; gate and up, fused; down: each reads its weights once.
         assert_eq!(names.iter().filter(|name| *name == batch).count(), 4, "{names:?}");
         assert!(!names.iter().any(|name| name.contains("gate") || name.starts_with("dequant")), "{names:?}");
     }
 }
 
 #[test]
-fn rows_that_tensor_cores_cannot_read_are_multiplied_by_other_kernels_and_told() {
+fn rows_that_tensor_cores_cannot_read_use_other_kernels_with_a_note() {
     let n = 20;
     let weights = vec![Weight { name: "w".into(), ty: ty(DType::BF16, &[24, D]) }];
     let tensors = vec![tensor(weights[0].ty, &Fill::Uniform(-0.1, 0.1), 1)];
     let mut b = GraphBuilder::new(weights, Vec::new());
     let wide = ty(DType::F32, &[n, D + 2]);
     let x = b.input("x", wide).unwrap();
-    // Rows that begin at any multiple of eight bytes.
+    // Rows that start at any multiple of eight bytes.
     let x = b.slice(x, 1, 2, D).unwrap();
     let w = b.weight(WeightId::from_idx(0));
     let y = b.linear(x, w, None, "w").unwrap();

@@ -1,4 +1,5 @@
-//! Queued steps: each with its own inputs and results, in order, and what becomes of them when one cannot be sent.
+//! Queued steps: each has its own inputs and results, in order, and one that cannot be launched ends the
+//! queue.
 
 use refrain_cuda::{CudaBackend, CudaCompiled, CudaOptions, CudaStates, CudaWeights, GraphMode};
 use refrain_driver::sim::{FaultScript, SimDriver, SimOptions};
@@ -10,10 +11,10 @@ use refrain_graph::{
 use refrain_kernels::register_twins;
 use refrain_tensor::{DType, HostTensor, Shape};
 
-/// Rows of the table, and their columns.
+/// Rows and columns of the table.
 const SHAPE: [usize; 2] = [8, 4];
 
-/// A step that adds the row of a table to a state, and gives twice the row.
+/// A step that adds a row of a table to a state, and returns twice the row.
 struct Bed {
     compiled: CudaCompiled,
     weights: CudaWeights,
@@ -40,7 +41,7 @@ fn bed(mode: GraphMode) -> Bed {
     b.node(Op::Accumulate, &[state, row], "sum").unwrap();
     let twice = b.unary(Unary::Affine { mul: 2.0, add: 0.0 }, row).unwrap();
     b.output("twice", twice).unwrap();
-    // As many bytes as no slot holds, and elements that do not lie in order.
+    // An output larger than a slot, and one whose elements are not contiguous.
     let tall = b.unary(Unary::Neg, rows).unwrap();
     let turned = b.permute(tall, &[1, 0]).unwrap();
     b.output("turned", turned).unwrap();
@@ -61,14 +62,14 @@ impl Bed {
         self.backend.queue(&mut self.compiled, io, outputs, &mut self.queue)
     }
 
-    /// The first of the numbers that a step gives, which names its row.
+    /// The first value that a step returns, which identifies its row.
     fn collect(&mut self) -> Result<(f32, Ran), RunError> {
         let step = self.backend.collect(&mut self.queue)?;
         let [output] = &step.outputs[..] else { panic!("{step:?}") };
         Ok((f32::from_le_bytes(*output.first_chunk().unwrap()), step.ran))
     }
 
-    /// The sum of what was applied, of the first column.
+    /// The accumulated sum of the first column.
     fn sum(&self) -> f32 {
         let mut bytes = [0; 4 * SHAPE[1]];
         self.backend.read_state(&self.states, StateId::from_idx(0), &mut bytes).unwrap();
@@ -90,7 +91,7 @@ fn each_step_has_its_own_inputs_and_results_and_states_carry_over() {
             bed.queue(row, &[0]).unwrap();
         }
         assert_eq!(bed.queue.len(), 3);
-        // Reading a state comes behind what is queued, and takes nothing from it.
+        // Reading a state waits for the queued steps and consumes none of them.
         let sum: i32 = rows.iter().map(|row| 4 * row).sum();
         assert_eq!(bed.sum(), sum as f32);
         found.extend((0..3).map(|_| bed.collect().unwrap()));
@@ -103,17 +104,17 @@ fn each_step_has_its_own_inputs_and_results_and_states_carry_over() {
 }
 
 #[test]
-fn what_cannot_be_queued_is_refused_and_leaves_the_queue_as_it_was() {
+fn an_invalid_step_is_refused_and_leaves_the_queue_unchanged() {
     let mut bed = bed(GraphMode::Require);
     let refused = |result: Result<(), RunError>| match result {
         Err(RunError::Mismatch { what, because }) => format!("{what}: {because}"),
         other => panic!("{other:?}"),
     };
     bed.queue(1, &[0]).unwrap();
-    assert!(refused(bed.queue(2, &[1])).contains("strided"), "elements out of order");
+    assert!(refused(bed.queue(2, &[1])).contains("strided"), "the elements are not contiguous");
     assert!(refused(bed.queue(2, &[7])).contains("no output 7"));
     let many = vec![0; 257];
-    assert!(refused(bed.queue(2, &many)).contains("4112 bytes are asked for, 4096 can be"));
+    assert!(refused(bed.queue(2, &many)).contains("4112 bytes are requested, at most 4096 can be"));
     bed.queue(2, &[0]).unwrap();
     bed.queue(3, &[0]).unwrap();
     assert!(refused(bed.queue(4, &[0])).contains("3 steps are in flight"));
@@ -122,7 +123,7 @@ fn what_cannot_be_queued_is_refused_and_leaves_the_queue_as_it_was() {
 }
 
 #[test]
-fn a_step_that_cannot_be_sent_ends_the_queue_behind_those_before_it() {
+fn a_step_that_cannot_be_launched_ends_the_queue_after_earlier_steps() {
     let mut bed = bed(GraphMode::Require);
     for row in [1, 9, 2] {
         bed.queue(row, &[0]).unwrap();
@@ -130,14 +131,14 @@ fn a_step_that_cannot_be_sent_ends_the_queue_behind_those_before_it() {
     assert_eq!(bed.collect().unwrap().0, 8.0);
     let error = bed.collect().unwrap_err();
     assert!(matches!(error, RunError::OutOfRange { got: 9, limit: 8, .. }), "{error:?}");
-    assert!(bed.queue.is_empty(), "those behind it are gone");
-    assert_eq!(bed.sum(), 4.0, "and were not run");
+    assert!(bed.queue.is_empty(), "later steps are discarded");
+    assert_eq!(bed.sum(), 4.0, "and did not run");
     bed.queue(5, &[0]).unwrap();
-    assert_eq!((bed.collect().unwrap().0, bed.sum()), (40.0, 24.0), "a new queue begins");
+    assert_eq!((bed.collect().unwrap().0, bed.sum()), (40.0, 24.0), "a new queue starts");
 }
 
 #[test]
-fn a_failed_replay_in_a_queue_is_run_eagerly_or_ends_it() {
+fn a_failed_replay_in_a_queue_runs_eagerly_or_ends_the_queue() {
     let mut auto = bed(GraphMode::Auto);
     auto.sim.inject(FaultScript::parse("on 2nd replay: fail LAUNCH_OUT_OF_RESOURCES").unwrap());
     (1..4).for_each(|row| auto.queue(row, &[0]).unwrap());
@@ -155,7 +156,7 @@ fn a_failed_replay_in_a_queue_is_run_eagerly_or_ends_it() {
 }
 
 #[test]
-fn steps_that_are_abandoned_were_done_and_nobody_hears_of_them() {
+fn abandoned_steps_run_and_their_results_are_discarded() {
     let mut bed = bed(GraphMode::Require);
     (1..3).for_each(|row| bed.queue(row, &[0]).unwrap());
     assert_eq!(bed.backend.abandon(&mut bed.queue).unwrap(), 2);

@@ -1,4 +1,5 @@
-//! Runs of several rows: sequences join, leave and end while steps are under way, and each says what it says alone.
+//! Runs of several rows: sequences join, leave and end while steps are in flight, and each gives the same
+//! output as alone.
 
 mod rig;
 
@@ -48,7 +49,7 @@ fn core(device: &Device, options: CudaOptions, n_seqs: usize) -> (Core, Monitor)
     (Core::new(Box::new(runner), CONTEXT), monitor)
 }
 
-/// A sequence with rules of its own in the middle of its text.
+/// A sequence with its own options in the middle of its generation.
 struct Text {
     session: SequenceState,
     row: SamplingRow,
@@ -89,7 +90,7 @@ impl Text {
     }
 }
 
-/// One step of some of them; how many got a token.
+/// One step of some of them; returns how many got a token.
 fn step(core: &mut Core, texts: &mut [Text], present: &[bool]) -> usize {
     let is_there = |(text, present): &(&mut Text, &bool)| **present && !text.is_over();
     let mut there: Vec<&mut Text> =
@@ -136,12 +137,12 @@ fn n_wanted(idx: usize) -> usize {
     20 + 3 * idx
 }
 
-/// Sequences come and go at random; how each was served, and how the steps ran.
+/// Sequences join and leave at random; returns the output of each.
 fn come_and_go(core: &mut Core) -> Vec<Vec<(u32, f32)>> {
     let mut random = Random(3);
     let mut texts: Vec<Text> = (0..N_TEXTS).map(|idx| Text::begin(core, idx, n_wanted(idx))).collect();
     let mut present: Vec<bool> = (0..N_TEXTS).map(|idx| idx < 2).collect();
-    let mut calls_in_vain = 0;
+    let mut calls_without_tokens = 0;
     while texts.iter().any(|text| !text.is_over()) {
         for (text, present) in texts.iter().zip(&mut present) {
             *present = match (*present, text.is_over()) {
@@ -152,9 +153,9 @@ fn come_and_go(core: &mut Core) -> Vec<Vec<(u32, f32)>> {
         }
         let any = present.iter().any(|present| *present);
         let n = step(core, &mut texts, &present);
-        // Whoever is there for longer than the steps under way is served.
-        calls_in_vain = if any && n == 0 { calls_in_vain + 1 } else { 0 };
-        assert!(calls_in_vain <= 4);
+        // A sequence that stays longer than the steps in flight gets tokens.
+        calls_without_tokens = if any && n == 0 { calls_without_tokens + 1 } else { 0 };
+        assert!(calls_without_tokens <= 4);
     }
     core.drain();
     texts.into_iter().map(|text| text.said).collect()
@@ -182,7 +183,7 @@ fn rows_come_and_go(device: impl Fn() -> Device) {
         assert_eq!((compared.n_steps > 20, compared.n_mismatches), (verify_every.is_some(), 0));
         assert_eq!(device.take_reports(), Vec::<String>::new());
     }
-    // However the steps ran: bit for bit.
+    // Bit for bit, whichever way the steps ran.
     assert_eq!(bits(&texts[0]), bits(&texts[1]));
     assert_eq!(bits(&texts[0]), bits(&texts[2]));
     let (mut core, _) = core(&device(), cuda_options(GraphMode::Require, &[1]), N_TEXTS);
@@ -213,7 +214,7 @@ fn many_join_at_once(device: &Device) {
 }
 
 #[test]
-fn sequences_that_come_and_go_say_what_they_say_alone() {
+fn sequences_that_join_and_leave_give_the_same_output_as_alone() {
     rows_come_and_go(|| sim("").1);
 }
 
@@ -236,7 +237,7 @@ fn steps_of_rows_are_one_launch_each_and_allocate_nothing() {
     let after = driver.stats();
     let sent = |call: DriverCall| after.n_calls(call) - before.n_calls(call);
     assert!((38..=42).contains(&sent(DriverCall::ExecLaunch)), "{}", sent(DriverCall::ExecLaunch));
-    // Block tables alone: three sequences that each come to three more blocks.
+    // Block tables alone: three sequences that each reach three more blocks.
     assert!(sent(DriverCall::MemcpyHtodAsync) <= 9, "{}", sent(DriverCall::MemcpyHtodAsync));
     assert!(sent(DriverCall::Launch) <= 9, "{}", sent(DriverCall::Launch));
     for call in [
@@ -252,7 +253,7 @@ fn steps_of_rows_are_one_launch_each_and_allocate_nothing() {
 }
 
 #[test]
-fn a_run_that_fails_with_rows_under_way_leaves_each_sequence_as_it_was() {
+fn a_run_that_fails_with_steps_in_flight_leaves_each_sequence_unchanged() {
     let (driver, device) = sim("");
     let mut options = cuda_options(GraphMode::Require, &[1, 4]);
     options.step_limit = Duration::from_secs(20);
@@ -278,10 +279,10 @@ fn a_run_that_fails_with_rows_under_way_leaves_each_sequence_as_it_was() {
             }
         }
     }
-    // The graph is out of service for two steps more.
+    // The graph is out of service for two more steps.
     assert_eq!(n_failed, 3);
     for (text, want) in texts.iter().zip(&want) {
-        assert_same(&text.said, want, "behind the failure");
+        assert_same(&text.said, want, "after the failure");
     }
 }
 
@@ -290,7 +291,7 @@ mod on_a_gpu {
 
     #[test]
     #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
-    fn sequences_that_come_and_go_say_what_they_say_alone() {
+    fn sequences_that_join_and_leave_give_the_same_output_as_alone() {
         let _turn = gpu_turn();
         rows_come_and_go(gpu);
     }

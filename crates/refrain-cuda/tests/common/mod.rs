@@ -1,4 +1,4 @@
-//! What the tests of cache and verification work with: a device and a small step of probe kernels.
+//! Fixtures for the tests of cache and verification: a device and a small step of probe kernels.
 #![allow(dead_code, unreachable_pub, reason = "each test file uses a part of it")]
 
 use std::sync::Arc;
@@ -40,7 +40,7 @@ pub fn words(value: u32) -> Vec<u8> {
 
 /// A launch of a probe kernel.
 pub fn built(launch: LaunchBuilder) -> Launch {
-    // SAFETY: launches in these tests touch `N` words of each buffer they name, which is what they have.
+    // SAFETY: launches in these tests access `N` words of each buffer they name, which is the size of each.
     unsafe { launch.build() }
 }
 
@@ -121,7 +121,7 @@ impl Bed {
         Ok(bytes.chunks_exact(4).map(|w| u32::from_le_bytes(w.try_into().unwrap())).collect())
     }
 
-    /// One step of a key with an input, its result checked.
+    /// Runs one step of a key with an input, and checks its result.
     pub fn step(&mut self, key: u32, input: u32) -> Result<Ran, CudaError> {
         self.write(self.a, &words(input));
         let check = self.check();

@@ -1,4 +1,5 @@
-//! The small models with recorded logits, inside the test binary: it also runs where the repository is not.
+//! Small models with recorded logits, embedded in the test binary so that it also runs without the
+//! repository.
 
 use std::sync::Arc;
 
@@ -64,7 +65,7 @@ pub fn model(case: &str) -> Arc<Model> {
     Arc::new(Model::load(&model_files(case)).unwrap())
 }
 
-/// A model in which everything behind one token is not a number.
+/// A model whose embedding of one token is NaN.
 pub fn poisoned_model(case: &str, token: usize) -> Arc<Model> {
     let files = model_files(case);
     let config = files.config().unwrap();
@@ -95,7 +96,7 @@ impl TensorSource for Poisoned {
 }
 
 pub fn model_files(case: &str) -> ModelFiles {
-    // The files are mapped; nobody looks for them by name afterwards.
+    // The files are mapped, so the paths are not needed afterwards.
     let folder = tempfile::tempdir().unwrap();
     for (name, bytes) in &files(case)[..2] {
         std::fs::write(folder.path().join(name), bytes).unwrap();
@@ -103,7 +104,7 @@ pub fn model_files(case: &str) -> ModelFiles {
     ModelFiles::open(folder.path()).unwrap()
 }
 
-/// Tokens, and the logits after each of them.
+/// Tokens, and the logits after each.
 pub fn golden(case: &str) -> (Vec<u32>, Vec<f32>) {
     let file = SafeTensors::deserialize(files(case)[2].1).unwrap();
     let (tokens, logits) = (file.tensor("tokens").unwrap(), file.tensor("logits").unwrap());

@@ -1,4 +1,4 @@
-//! Whole models on a device, as the tests of models and of the executor use them.
+//! Whole models on a device, for the tests of models and of the executor.
 #![allow(dead_code, unreachable_pub, reason = "each test file uses a part of it")]
 
 pub mod goldens;
@@ -24,12 +24,12 @@ pub struct Rig {
 pub fn options(mode: GraphMode, method: Method) -> CudaOptions {
     let graphs = CacheOptions { mode, method, first_backoff: 2, ..CacheOptions::default() };
     let mut options = CudaOptions { graphs, buckets: vec![1, 8], ..CudaOptions::default() };
-    // Compiled once for all tests of a machine.
+    // Compiled once for all tests on a machine.
     options.kernels.cache = Some(std::env::temp_dir().join("refrain-test-kernels"));
     options
 }
 
-/// A simulated device that knows the kernels.
+/// A simulated device with the twins of all kernels.
 pub fn sim(script: &str) -> (SimDriver, Device) {
     let faults = FaultScript::parse(script).unwrap();
     let sim = SimDriver::new(SimOptions { seed: 5, faults, ..SimOptions::default() });
@@ -42,7 +42,7 @@ pub fn gpu() -> Device {
     Device::open(DeviceKind::Cuda(0)).unwrap()
 }
 
-/// One test of the real card at a time: they share its primary context.
+/// Lock for tests of the real GPU: they share its primary context.
 pub fn gpu_turn() -> MutexGuard<'static, ()> {
     static TURN: Mutex<()> = Mutex::new(());
     TURN.lock().unwrap_or_else(PoisonError::into_inner)
@@ -76,46 +76,46 @@ fn sampling(idx: usize) -> SamplingRow {
     })
 }
 
-/// One request, token by token.
-pub struct Talk {
+/// One request, generated token by token.
+pub struct Generation {
     pub session: SequenceState,
     pub row: SamplingRow,
     pub last: Chosen,
-    /// Each token with the bits of its log-probability.
+    /// Tokens, each with the bits of its log-probability.
     pub said: Vec<(u32, u32)>,
 }
 
-impl Talk {
-    pub fn begin(rig: &mut Rig, idx: usize) -> Talk {
+impl Generation {
+    pub fn begin(rig: &mut Rig, idx: usize) -> Generation {
         let (mut session, mut row) = (rig.engine.open(), sampling(idx));
         let last = rig.engine.prompt(&mut session, PROMPTS[idx], &mut row, |_| true).unwrap();
-        Talk { session, row, last, said: vec![(last.token, last.logprob.to_bits())] }
+        Generation { session, row, last, said: vec![(last.token, last.logprob.to_bits())] }
     }
 
-    pub fn go_on(&mut self, rig: &mut Rig) {
+    pub fn advance(&mut self, rig: &mut Rig) {
         self.last = rig.engine.decode(&mut self.session, self.last.token, &mut self.row).unwrap();
         self.said.push((self.last.token, self.last.logprob.to_bits()));
     }
 }
 
-/// Two requests of `n_tokens` alternate token by token, then a third of twice as many runs alone in the blocks that
-/// they give back.
-pub fn talk(rig: &mut Rig, n_tokens: usize) -> Vec<Vec<(u32, u32)>> {
-    let mut talks = [Talk::begin(rig, 0), Talk::begin(rig, 1)];
+/// Alternates two requests of `n_tokens` token by token, then runs a third of twice the length alone, in the
+/// blocks that those release.
+pub fn generate(rig: &mut Rig, n_tokens: usize) -> Vec<Vec<(u32, u32)>> {
+    let mut generations = [Generation::begin(rig, 0), Generation::begin(rig, 1)];
     for _ in 1..n_tokens {
-        talks.iter_mut().for_each(|t| t.go_on(rig));
+        generations.iter_mut().for_each(|t| t.advance(rig));
     }
-    let mut said: Vec<_> = talks.into_iter().map(|talk| talk.said).collect();
-    let mut third = Talk::begin(rig, 2);
+    let mut said: Vec<_> = generations.into_iter().map(|generation| generation.said).collect();
+    let mut third = Generation::begin(rig, 2);
     for _ in 1..2 * n_tokens {
-        third.go_on(rig);
+        third.advance(rig);
     }
     said.push(third.said);
     assert_eq!(rig.device.take_reports(), Vec::<String>::new());
     said
 }
 
-/// Tokens that [`talk`] decodes; the first of each request comes from its prompt.
+/// Number of tokens that [`generate`] decodes; the first of each request comes from its prompt.
 pub fn n_decoded(n_tokens: usize) -> u64 {
     (4 * n_tokens - 3) as u64
 }
