@@ -91,14 +91,14 @@ struct Allocation {
     shared: Arc<DeviceShared>,
     name: String,
     bytes: u64,
-    place: BufAddress,
+    base: BufAddress,
     /// Set while a [`crate::Ring`] owns the region.
     owned_by_ring: AtomicBool,
 }
 
 impl Drop for Allocation {
     fn drop(&mut self) {
-        self.shared.discard(match self.place {
+        self.shared.discard(match self.base {
             BufAddress::Device(p) => Garbage::Device(p),
             BufAddress::Host(p) => Garbage::Host(p),
         });
@@ -171,9 +171,8 @@ impl Memory {
                 RegionKind::Pinned => shared.raw(|api| api.alloc_host(size).map(BufAddress::Host))?,
             };
             // An error drops the partial memory, which frees it.
-            let place =
-                allocated.map_err(|code| allocation_failed(shared, &layout.name, name, size, code))?;
-            if let BufAddress::Host(p) = place {
+            let base = allocated.map_err(|code| allocation_failed(shared, &layout.name, name, size, code))?;
+            if let BufAddress::Host(p) = base {
                 // SAFETY: `p` is a fresh pinned allocation of `size` bytes that only this function has.
                 unsafe { std::ptr::write_bytes(p.as_ptr(), 0, size as usize) };
             }
@@ -181,7 +180,7 @@ impl Memory {
                 shared: Arc::clone(shared),
                 name: name.clone(),
                 bytes: *bytes,
-                place,
+                base,
                 owned_by_ring: AtomicBool::new(false),
             }));
         }
@@ -225,7 +224,7 @@ impl Memory {
 
     /// Name, size and address of each region, for reports. Recordings hold these addresses.
     pub fn regions(&self) -> impl Iterator<Item = (&str, u64, u64)> {
-        self.regions.iter().map(|r| (r.name.as_str(), r.bytes, r.place.address()))
+        self.regions.iter().map(|r| (r.name.as_str(), r.bytes, r.base.address()))
     }
 
     pub(crate) fn shared(&self) -> &Arc<DeviceShared> {
@@ -246,7 +245,7 @@ impl Memory {
             return Err(out_of_range(format!("memory {:?}", self.name), buf, 0));
         };
         match buf.offset.checked_add(buf.len) {
-            Some(end) if end <= region.bytes => Ok(region.place.add(buf.offset)),
+            Some(end) if end <= region.bytes => Ok(region.base.add(buf.offset)),
             _ => Err(out_of_range(format!("region {:?}", region.name), buf, region.bytes)),
         }
     }

@@ -149,7 +149,7 @@ impl Queue for NodeSink<'_> {
         if bytes == 0 {
             return Ok(());
         }
-        let end = |place| match place {
+        let end = |address| match address {
             BufAddress::Device(p) => CopyEnd::Device(p),
             BufAddress::Host(p) => CopyEnd::Host(p),
         };

@@ -237,12 +237,12 @@ impl Queue for StreamSink<'_> {
     }
 
     fn fill(&mut self, dst: Buf, byte: u8) -> Result<(), DriverError> {
-        let place = self.memory.resolve(dst)?;
+        let address = self.memory.resolve(dst)?;
         if dst.is_empty() {
             return Ok(());
         }
         let (shared, stream) = (self.shared, self.stream);
-        let to = crate::api::DevicePtr(place.address());
+        let to = crate::api::DevicePtr(address.address());
         self.step(NodeKind::Memset, call_origin("fill"), || {
             shared.call("cuMemsetD8Async", |api| api.memset_async(to, byte, dst.len(), stream))
         })

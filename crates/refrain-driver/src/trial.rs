@@ -180,7 +180,9 @@ pub fn choose(
     };
     let source = if remembered { "an earlier trial" } else { "a trial" };
     let (method, because) = match &finding {
-        Finding::Usable => (Method::Stream, format!("{source} found stream capture usable on driver {}", subject.driver)),
+        Finding::Usable => {
+            (Method::Stream, format!("{source} found stream capture usable on driver {}", subject.driver))
+        }
         Finding::Harmful { because } => (
             Method::Nodes,
             format!("{source} found stream capture harmful on driver {}: {because}", subject.driver),

@@ -1,7 +1,7 @@
-//! The device thread: one thread owns a context, others send it work and wait with a deadline.
+//! The device thread: one thread owns a context; others send it work and wait with a deadline.
 //!
-//! Several handles may share the thread ([`Worker::share`]): the models of one device each have one. Work is done in the
-//! order in which it was sent, and its time begins when it does: nobody is blamed for the work of others in front of it.
+//! Several handles may share the thread ([`Worker::share`]), for example one per model on a device. Work runs in the order
+//! in which it was sent. The time limit of a job starts when the job does, so it does not cover the jobs queued before it.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -14,64 +14,64 @@ use crate::device::{Context, Device};
 use crate::error::{DriverError, panic_message};
 use crate::protocol::busy::BusyState;
 
-/// How long dropping a worker waits for its thread.
+/// Time that dropping a worker waits for its thread.
 const DROP_LIMIT: Duration = Duration::from_secs(5);
 
-/// How long one driver call may take before its caller is told, however long the work as a whole may take.
+/// Time after which a single driver call counts as hung, whatever the limit of the job as a whole.
 const CALL_LIMIT: Duration = Duration::from_secs(5);
 
 type JobBody<S> = Box<dyn FnOnce(&mut S) + Send>;
 
-/// Work that waits in line.
+/// A job in the queue.
 struct QueuedJob<S> {
     what: &'static str,
     work: JobBody<S>,
     handle: u64,
     limit: Duration,
-    /// When its turn came.
+    /// Set when the job starts.
     begun: Arc<OnceLock<Instant>>,
 }
 
-/// The job whose turn it is.
+/// The job that is running.
 struct Running {
     handle: u64,
     since: Instant,
     limit: Duration,
 }
 
-/// A thread that owns a device and a state `S` (streams, memory, graphs), which never leaves it. It ends with its last
-/// handle.
+/// A thread that owns a device and a state `S` (streams, memory, graphs), which never leaves the thread. It ends with its
+/// last handle.
 struct DeviceThread<S> {
     device: Device,
     jobs: Option<mpsc::Sender<QueuedJob<S>>>,
     thread: Option<JoinHandle<()>>,
-    turn: Arc<BusyState>,
+    busy: Arc<BusyState>,
     running: Arc<Mutex<Option<Running>>>,
     n_handles: AtomicU64,
 }
 
 /// A handle to the thread that owns a device and a state `S`.
 ///
-/// A call that is not answered by its deadline is reported to the caller ([`DriverError::NoAnswer`]) even though
-/// nothing can unblock it; calls after it fail at once for as long as the thread is stuck. So is, much earlier, one
-/// whose thread is in a driver call that does not return; allocations and modules being loaded may take their time.
+/// A call without a reply by its deadline fails with [`DriverError::NoAnswer`], even though nothing can unblock the
+/// thread; later calls fail at once for as long as the thread is stuck. If the thread hangs in a single driver call, the
+/// error comes much earlier. Allocations and module loads do not count as hanging.
 pub struct Worker<S> {
     thread: Arc<DeviceThread<S>>,
     handle: u64,
     call_limit: Duration,
 }
 
-/// Finds a device thread as long as somebody has a handle to it.
+/// A weak handle, which finds a device thread as long as somebody holds a [`Worker`].
 pub struct WeakWorker<S>(Weak<DeviceThread<S>>);
 
 impl<S> WeakWorker<S> {
-    /// Whether the thread still has a handle.
+    /// True if the thread still has a handle.
     #[must_use]
     pub fn is_alive(&self) -> bool {
         self.0.strong_count() > 0
     }
 
-    /// A handle of its own, if the thread is still there.
+    /// Returns a new handle, if the thread still has one.
     #[must_use]
     pub fn upgrade(&self) -> Option<Worker<S>> {
         self.0.upgrade().map(Worker::of)
@@ -79,7 +79,7 @@ impl<S> WeakWorker<S> {
 }
 
 impl Device {
-    /// Starts the device thread. `init` runs there and makes the state.
+    /// Starts the device thread. `init` runs there and creates the state.
     pub fn spawn<S: 'static>(
         &self,
         limit: Duration,
@@ -87,31 +87,31 @@ impl Device {
     ) -> Result<Worker<S>, DriverError> {
         let (jobs, queue) = mpsc::channel::<QueuedJob<S>>();
         let (ready, started) = mpsc::channel();
-        let turn = Arc::new(BusyState::new());
+        let busy = Arc::new(BusyState::new());
         let running = Arc::new(Mutex::new(None));
-        let (device, shown, now) = (self.clone(), Arc::clone(&turn), Arc::clone(&running));
+        let (device, status, current) = (self.clone(), Arc::clone(&busy), Arc::clone(&running));
         let body = move || {
             CurrentCall::watch_this_thread();
-            shown.begin("starting");
-            // Unwind safety: after a panic nothing of `init` is used.
+            status.begin("starting");
+            // Unwind safety: after a panic, nothing of `init` is used.
             let made = catch_unwind(AssertUnwindSafe(|| {
                 let ctx = device.context()?;
                 let state = init(&ctx)?;
                 Ok((ctx, state))
             }))
             .unwrap_or_else(|payload| Err(panicked("starting", &*payload)));
-            shown.finish();
+            status.finish();
             match made {
                 Ok((ctx, mut state)) => {
-                    // The caller may have given up; then the queue is closed and the loop ends at once.
+                    // If the caller has given up, the queue is closed and the loop ends at once.
                     let _ = ready.send(Ok(()));
                     for QueuedJob { what, work, handle, limit, begun } in queue {
-                        shown.begin(what);
+                        status.begin(what);
                         let since = *begun.get_or_init(Instant::now);
-                        *lock(&now) = Some(Running { handle, since, limit });
+                        *lock(&current) = Some(Running { handle, since, limit });
                         work(&mut state);
-                        *lock(&now) = None;
-                        shown.finish();
+                        *lock(&current) = None;
+                        status.finish();
                     }
                     drop(state);
                     drop(ctx);
@@ -121,7 +121,7 @@ impl Device {
                 }
             }
             drop(device);
-            shown.end();
+            status.end();
         };
         let thread = std::thread::Builder::new()
             .name("refrain-device".to_owned())
@@ -129,7 +129,7 @@ impl Device {
             .map_err(DriverError::caller)?;
         let (device, jobs, thread) = (self.clone(), Some(jobs), Some(thread));
         let n_handles = AtomicU64::new(0);
-        let worker = Worker::of(Arc::new(DeviceThread { device, jobs, thread, turn, running, n_handles }));
+        let worker = Worker::of(Arc::new(DeviceThread { device, jobs, thread, busy, running, n_handles }));
         match started.recv_timeout(limit) {
             Ok(result) => result.map(|()| worker),
             Err(_) => Err(worker.no_answer("starting", limit)),
@@ -138,48 +138,48 @@ impl Device {
 }
 
 impl<S: 'static> Worker<S> {
-    /// Runs `f` on the device thread and waits for its result, at most `limit`. What is still waiting in line or
-    /// running then is not taken back: it is done when its turn comes, and its result is dropped.
+    /// Runs `f` on the device thread and waits for its result, for at most `limit`. A job that is then still queued or
+    /// running is not cancelled: it runs in its turn, and its result is dropped.
     pub fn call<R: Send + 'static>(
         &self,
         what: &'static str,
         limit: Duration,
         f: impl FnOnce(&mut S) -> Result<R, DriverError> + Send + 'static,
     ) -> Result<R, DriverError> {
-        let (answer, answered) = mpsc::channel();
+        let (reply, replies) = mpsc::channel();
         let work: JobBody<S> = Box::new(move |state| {
-            // Unwind safety: the state belongs to the caller's closures; each keeps its own invariants.
+            // Unwind safety: the state belongs to the caller's closures, which keep its invariants.
             let result = catch_unwind(AssertUnwindSafe(|| f(state)))
                 .unwrap_or_else(|payload| Err(panicked(what, &*payload)));
-            // The caller may have given up.
-            let _ = answer.send(result);
+            // The caller may have given up waiting.
+            let _ = reply.send(result);
         });
         let begun = self.send(what, limit, work)?;
-        match self.wait(&answered, &begun, limit) {
+        match self.wait(&replies, &begun, limit) {
             Ok(result) => result,
             Err(None) => Err(DriverError::WorkerGone { what }),
             Err(Some(waited)) => Err(self.no_answer(what, waited)),
         }
     }
 
-    /// Sets how long a single driver call may take.
+    /// Sets the time after which a single driver call counts as hung.
     pub fn set_call_limit(&mut self, limit: Duration) {
         self.call_limit = limit;
     }
 
-    /// Another handle to the same thread.
+    /// Returns another handle to the same thread.
     #[must_use]
     pub fn share(&self) -> Worker<S> {
         Worker::of(Arc::clone(&self.thread))
     }
 
-    /// A way to find the thread again that does not keep it alive.
+    /// Returns a weak handle, which does not keep the thread alive.
     #[must_use]
     pub fn downgrade(&self) -> WeakWorker<S> {
         WeakWorker(Arc::downgrade(&self.thread))
     }
 
-    /// Puts work in line; says when its turn comes.
+    /// Queues a job; the returned cell is set when the job starts.
     fn send(
         &self,
         what: &'static str,
@@ -187,7 +187,7 @@ impl<S: 'static> Worker<S> {
         work: JobBody<S>,
     ) -> Result<Arc<OnceLock<Instant>>, DriverError> {
         self.device().shared.check_lost()?;
-        if self.thread.turn.is_stuck() {
+        if self.thread.busy.is_stuck() {
             return Err(self.no_answer(what, Duration::ZERO));
         }
         let begun = Arc::<OnceLock<Instant>>::default();
@@ -197,31 +197,31 @@ impl<S: 'static> Worker<S> {
         Ok(begun)
     }
 
-    /// An answer, or how long there was none; `None` when there will never be one.
+    /// Waits for the reply. The error is the time waited, or `None` if the thread has ended.
     fn wait<R>(
         &self,
-        answered: &mpsc::Receiver<R>,
+        replies: &mpsc::Receiver<R>,
         begun: &OnceLock<Instant>,
         limit: Duration,
     ) -> Result<R, Option<Duration>> {
         let shared = &self.device().shared;
-        let look = || (shared.current_call.observe(), shared.api.n_done());
+        let observe = || (shared.current_call.observe(), shared.api.n_done());
         let interval = (self.call_limit / 8).clamp(Duration::from_millis(1), Duration::from_millis(250));
         let start = Instant::now();
-        let (mut seen, mut since) = (look(), start);
+        let (mut seen, mut since) = (observe(), start);
         loop {
             let left = limit.saturating_sub(begun.get().map_or(Duration::ZERO, Instant::elapsed));
-            match answered.recv_timeout(left.min(interval)) {
-                Ok(answer) => return Ok(answer),
+            match replies.recv_timeout(left.min(interval)) {
+                Ok(reply) => return Ok(reply),
                 Err(mpsc::RecvTimeoutError::Disconnected) => return Err(None),
                 Err(mpsc::RecvTimeoutError::Timeout) => {}
             }
-            let now = look();
+            let now = observe();
             if now != seen {
                 (seen, since) = (now, Instant::now());
             }
             let hung = now.0.1.is_some() && since.elapsed() >= self.call_limit;
-            // While it waits in line, the deadline is that of the work in front of it.
+            // While this job is queued, the deadline of the running job counts.
             let overdue = match begun.get() {
                 Some(begun) => begun.elapsed() >= limit,
                 None => self.thread.is_overdue(),
@@ -232,16 +232,16 @@ impl<S: 'static> Worker<S> {
         }
     }
 
-    /// Whether the thread does the work of another handle, which is not overdue: what this one has sent waits for it.
+    /// True if the thread is running a job of another handle that is not overdue; this handle's jobs wait for it.
     #[must_use]
     pub fn is_serving_another(&self) -> bool {
         let running = lock(&self.thread.running);
         running.as_ref().is_some_and(|r| r.handle != self.handle && r.since.elapsed() < r.limit)
     }
 
-    /// Sends `f` to the device thread without waiting for it: its sender hears of it through what the two share, and
-    /// asks [`Worker::overdue`] when that takes too long. Whoever is behind it in line waits for it at most `limit`. A
-    /// panic in it is logged and ends nothing but `f`.
+    /// Sends `f` to the device thread without waiting for it. The sender learns of its end through shared state, and calls
+    /// [`Worker::overdue`] if that takes too long. Jobs queued after `f` wait for it for at most `limit`. A panic in `f` is
+    /// logged and ends only `f`.
     pub fn post(
         &self,
         what: &'static str,
@@ -257,21 +257,21 @@ impl<S: 'static> Worker<S> {
         self.send(what, limit, work).map(drop)
     }
 
-    /// The error of work that was posted and whose end did not show in time: the thread is stuck in it, or the device
-    /// does not come to an end.
+    /// Returns the error for a posted job that did not complete in time: the thread is stuck in it, or the device does not
+    /// finish its work.
     #[must_use]
     pub fn overdue(&self, what: &'static str, waited: Duration) -> DriverError {
         if let Err(lost) = self.device().shared.check_lost() {
             return lost;
         }
-        match self.thread.turn.give_up() {
+        match self.thread.busy.give_up() {
             Some(_) => self.no_answer(what, waited),
             None => DriverError::Timeout { what, waited, origin: self.device().shared.last() },
         }
     }
 
-    /// Like [`Worker::call`], for work that does not go with a recording (an upload, an allocation, a wait): while the
-    /// device thread records, it is refused at once instead of waiting in line.
+    /// Like [`Worker::call`], for work that conflicts with a recording (an upload, an allocation, a wait). While the device
+    /// thread is recording, the job is refused at once instead of being queued.
     pub fn call_unless_recording<R: Send + 'static>(
         &self,
         what: &'static str,
@@ -297,18 +297,18 @@ impl<S> Worker<S> {
     }
 
     fn no_answer(&self, what: &'static str, waited: Duration) -> DriverError {
-        let mut busy = self.thread.turn.give_up().unwrap_or("nothing").to_owned();
+        let mut busy = self.thread.busy.give_up().unwrap_or("nothing").to_owned();
         if let (_, Some(call)) = self.device().shared.current_call.observe() {
             busy = format!("{busy}, in {call}");
         }
         let origin = self.device().shared.last();
-        tracing::error!("the device thread gave no answer to {what:?} in {waited:?}; busy with {busy:?}");
+        tracing::error!("the device thread did not reply to {what:?} within {waited:?}; busy with {busy:?}");
         DriverError::NoAnswer { what, waited, busy, origin }
     }
 }
 
 impl<S> DeviceThread<S> {
-    /// Whether the work at hand takes longer than it may.
+    /// True if the running job has exceeded its limit.
     fn is_overdue(&self) -> bool {
         lock(&self.running).as_ref().is_some_and(|running| running.since.elapsed() >= running.limit)
     }
@@ -318,17 +318,17 @@ impl<S> Drop for DeviceThread<S> {
     fn drop(&mut self) {
         self.jobs = None;
         let Some(thread) = self.thread.take() else { return };
-        let limit = if self.turn.is_stuck() { Duration::ZERO } else { DROP_LIMIT };
+        let limit = if self.busy.is_stuck() { Duration::ZERO } else { DROP_LIMIT };
         let start = Instant::now();
-        while !self.turn.has_ended() && !thread.is_finished() {
+        while !self.busy.has_ended() && !thread.is_finished() {
             if start.elapsed() >= limit {
-                // A thread inside a driver call cannot be ended; it is left to itself.
-                tracing::warn!("the device thread did not end and is left behind");
+                // A thread inside a driver call cannot be stopped, so it is detached.
+                tracing::warn!("the device thread did not end and was detached");
                 return;
             }
             std::thread::sleep(Duration::from_micros(200));
         }
-        // Finished or about to: joining does not wait for a driver call any more.
+        // The thread has finished or is about to; joining does not wait for a driver call.
         let _ = thread.join();
     }
 }

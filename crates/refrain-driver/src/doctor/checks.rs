@@ -1,4 +1,4 @@
-//! The single checks.
+//! The individual checks.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -20,18 +20,18 @@ use crate::stream::Stream;
 
 /// Words in each buffer of the small step.
 const N: u32 = 1024;
-/// Launches in the step whose cost is measured: what a decode step of a 28-layer model takes without fusion.
+/// Number of launches in the step whose cost is measured: about a decode step of a 28-layer model without fusion.
 const LAUNCHES: usize = 280;
-/// Steps sent before waiting once: what begins and ends a train (the host wakes up, the first step reaches the card) does
-/// not count as a step's.
-const TRAIN: usize = 50;
-/// Trains that are timed, of which the median counts.
-const TRAINS: usize = 7;
+/// Steps launched per wait. A batch this long makes its start-up and tail (the first step reaching the GPU, the host waking
+/// up) negligible per step.
+const BATCH_STEPS: usize = 50;
+/// Number of batches timed; the median counts.
+const N_BATCHES: usize = 7;
 const RING_ENTRIES: u32 = 4;
 const RING_BYTES: u64 = Ring::bytes(RING_ENTRIES, 4).expect("a few entries fit");
 const RING_STRIDE: u64 = Ring::stride(4).expect("a few bytes fit");
 
-/// What the checks work with.
+/// Resources of the checks.
 pub(super) struct Bench {
     ctx: Context,
     stream: Stream,
@@ -43,7 +43,7 @@ pub(super) struct Bench {
     read: Function,
     ring: Ring,
     count: Buf,
-    /// Seconds that the graph of empty launches took at first.
+    /// Seconds per replay of the graph of empty launches, measured first.
     first_cost: Option<f64>,
 }
 
@@ -63,19 +63,19 @@ impl ProbeStep {
     fn enqueue(&self, q: &mut dyn Queue) -> Result<(), DriverError> {
         let add = |dst, x, y| {
             let add = LaunchBuilder::new(&self.add, N / 256, 256).step("doctor");
-            // SAFETY: `add` touches `N` words of three buffers, and every buffer of a `ProbeStep` has so many.
+            // SAFETY: `add` accesses `N` words of three buffers, and every buffer of a `ProbeStep` has that many.
             unsafe { add.write(dst).read(x).read(y).baked(Baked(N)).build() }
         };
         q.launch(&add(self.b, self.a, self.a))?;
         let fill = LaunchBuilder::new(&self.fill, N / 256, 256).step("doctor").write(self.e);
-        // SAFETY: `fill` writes `N` words, and `e` has so many.
+        // SAFETY: `fill` writes `N` words, and `e` has that many.
         q.launch(&unsafe { fill.baked(Baked(7_u32)).baked(Baked(N)).build() })?;
         q.launch(&add(self.c, self.b, self.a))?;
         q.copy(self.d, self.c)?;
         q.launch(&add(self.c, self.d, self.e))
     }
 
-    /// What `c` holds after the step, by hand.
+    /// Value of `c` after the step, computed by hand.
     fn expected(a: u32) -> u32 {
         a.wrapping_mul(3).wrapping_add(7)
     }
@@ -83,7 +83,7 @@ impl ProbeStep {
 
 impl Bench {
     pub(super) fn new(ctx: &Context) -> Result<Bench, DriverError> {
-        // SAFETY: the crate's own PTX text.
+        // SAFETY: this crate's own PTX text.
         let module = unsafe { Module::load(ctx, "probe", PROBE_PTX) }?;
         let function = |name: &str| module.function(&format!("refrain_probe_{name}"));
         let mut layout = MemoryLayout::new("doctor");
@@ -120,7 +120,7 @@ pub(super) fn driver(device: &Device) -> DoctorRow {
     DoctorRow::new("driver", CheckVerdict::Good, format!("CUDA {}.{}{from}", v / 1000, v % 1000 / 10), words)
 }
 
-pub(super) fn card(device: &Device) -> DoctorRow {
+pub(super) fn gpu(device: &Device) -> DoctorRow {
     let i = device.info();
     let measured = format!(
         "{}, compute {}.{}, {} SMs, {} MiB L2, {} KiB shared per block{}{}",
@@ -135,10 +135,10 @@ pub(super) fn card(device: &Device) -> DoctorRow {
     );
     if device.backend() == "cuda" && i.compute < (7, 0) {
         let mut row = DoctorRow::new(
-            "card",
+            "gpu",
             CheckVerdict::Bad,
             measured,
-            "the card is older than compute capability 7.0",
+            "the GPU is older than compute capability 7.0",
         );
         row.advice = Some("use the CPU backend on this machine".to_owned());
         return row;
@@ -146,27 +146,27 @@ pub(super) fn card(device: &Device) -> DoctorRow {
     let words = if i.compute >= (9, 0) {
         "kernels can overlap (programmatic dependent launch)"
     } else {
-        "works; kernels do not overlap before compute capability 9.0"
+        "works; kernels overlap only from compute capability 9.0 on"
     };
-    DoctorRow::new("card", CheckVerdict::Good, measured, words)
+    DoctorRow::new("gpu", CheckVerdict::Good, measured, words)
 }
 
 pub(super) fn memory(bench: &mut Bench) -> Result<DoctorRow, DriverError> {
     let (free, total) = bench.ctx.mem_info()?;
     let gib = |bytes: u64| bytes as f64 / (1_u64 << 30) as f64;
-    let whose = if bench.ctx.device().info().unified { ", shared with the host" } else { "" };
-    let measured = format!("{:.1} of {:.1} GiB free{whose}", gib(free), gib(total));
+    let shared = if bench.ctx.device().info().unified { ", shared with the host" } else { "" };
+    let measured = format!("{:.1} of {:.1} GiB free{shared}", gib(free), gib(total));
     if free < total / 2 {
         let mut row = DoctorRow::new(
             "memory",
             CheckVerdict::Note,
             measured,
-            "more than half of the card's memory is in use",
+            "more than half of the GPU's memory is in use",
         );
         row.advice = Some("`nvidia-smi` shows which processes use it".to_owned());
         return Ok(row);
     }
-    Ok(DoctorRow::new("memory", CheckVerdict::Good, measured, "most of the card's memory is free"))
+    Ok(DoctorRow::new("memory", CheckVerdict::Good, measured, "most of the GPU's memory is free"))
 }
 
 pub(super) fn record_stream(bench: &mut Bench) -> Result<DoctorRow, DriverError> {
@@ -177,7 +177,7 @@ pub(super) fn record_nodes(bench: &mut Bench) -> Result<DoctorRow, DriverError> 
     record(bench, Method::Nodes, "record by explicit nodes")
 }
 
-/// Records the small step and compares replays with an eager run, for inputs it was not recorded with.
+/// Records the small step and compares replays with eager runs, for inputs that differ from those of the recording.
 fn record(bench: &mut Bench, method: Method, name: &'static str) -> Result<DoctorRow, DriverError> {
     let step = bench.step.clone();
     let options = RecordOptions::named(name);
@@ -190,26 +190,26 @@ fn record(bench: &mut Bench, method: Method, name: &'static str) -> Result<Docto
             written.iter().map(|(_, buf)| out.values(stream, *buf)).collect()
         };
         let eager = read(bench.stream.run(&mut bench.lease, false, |q| step.enqueue(q))?, &mut bench.stream)?;
-        // Poisoned, so that a replay that writes nothing is not taken for one that writes the same.
+        // Poison the outputs, so that a replay that writes nothing does not pass for a correct one.
         bench
             .stream
             .run(&mut bench.lease, false, |q| written.iter().try_for_each(|(_, buf)| q.fill(*buf, 0xA5)))?;
         let replayed = read(graph.replay(&mut bench.lease, &mut bench.stream)?, &mut bench.stream)?;
         let expected = ProbeStep::expected(input);
         let wrong = (0..written.len()).find_map(|i| {
-            let at = (0..N as usize).find(|&at| replayed[i][at] != eager[i][at])?;
-            Some(format!("{}[{at}]: replay {}, eager {}", written[i].0, replayed[i][at], eager[i][at]))
+            let idx = (0..N as usize).find(|&idx| replayed[i][idx] != eager[i][idx])?;
+            Some(format!("{}[{idx}]: replay {}, eager {}", written[i].0, replayed[i][idx], eager[i][idx]))
         });
         let wrong = wrong.or_else(|| {
-            let at = replayed[1].iter().position(|&v| v != expected)?;
-            Some(format!("c[{at}]: {}, right is {expected}", replayed[1][at]))
+            let idx = replayed[1].iter().position(|&v| v != expected)?;
+            Some(format!("c[{idx}]: {}, expected {expected}", replayed[1][idx]))
         });
         if let Some(measured) = wrong {
             let mut row = DoctorRow::new(
                 name,
                 CheckVerdict::Bad,
                 measured,
-                "a replay gives other bytes than the eager run",
+                "a replay gives different bytes than the eager run",
             );
             row.advice = Some("do not use graphs recorded this way on this machine".to_owned());
             return Ok(row);
@@ -222,16 +222,11 @@ fn record(bench: &mut Bench, method: Method, name: &'static str) -> Result<Docto
         info.edges.len(),
         info.record_time.as_secs_f64() * 1e3
     );
-    Ok(DoctorRow::new(
-        name,
-        CheckVerdict::Good,
-        measured,
-        "works, and a replay is equal to an eager run bit for bit",
-    ))
+    Ok(DoctorRow::new(name, CheckVerdict::Good, measured, "works; replays equal eager runs bit for bit"))
 }
 
 pub(super) fn ring(bench: &mut Bench) -> Result<DoctorRow, DriverError> {
-    let name = "results without waiting";
+    let name = "results without a wait";
     bench.stream.upload(&mut bench.lease, bench.count, &[0; 8])?;
     let launch = LaunchBuilder::new(&bench.publish, 1, 1)
         .step("ring")
@@ -240,8 +235,8 @@ pub(super) fn ring(bench: &mut Bench) -> Result<DoctorRow, DriverError> {
         .read(bench.step.a)
         .baked(Baked(RING_ENTRIES))
         .baked(Baked(RING_STRIDE as u32));
-    // SAFETY: `publish` writes the entries of a ring with these sizes, which is what `Bench::new` made, a count of 8 bytes,
-    // and reads one word.
+    // SAFETY: `publish` writes the entries of a ring of these sizes, which `Bench::new` created, and a count of 8 bytes, and
+    // reads one word.
     let launch = unsafe { launch.build() };
     let options = RecordOptions::named(name);
     let graph = bench.stream.record(&bench.memory, Method::Nodes, &options, |q| q.launch(&launch))?;
@@ -261,7 +256,7 @@ pub(super) fn ring(bench: &mut Bench) -> Result<DoctorRow, DriverError> {
         name,
         CheckVerdict::Good,
         measured,
-        "kernels hand results to the host through pinned memory",
+        "kernels pass results to the host through pinned memory",
     ))
 }
 
@@ -284,7 +279,7 @@ pub(super) fn allocate_under_capture(bench: &mut Bench) -> Result<DoctorRow, Dri
                 name,
                 CheckVerdict::Good,
                 format!("{bytes} bytes refused"),
-                "an allocation during a recording is refused at once, and the recording goes on",
+                "an allocation during a recording is refused at once, and the recording continues",
             )
         }
         (_, _, Err(error)) => DoctorRow::failed(name, &error),
@@ -298,13 +293,13 @@ pub(super) fn allocate_under_capture(bench: &mut Bench) -> Result<DoctorRow, Dri
 }
 
 pub(super) fn watchdog(bench: &mut Bench) -> Result<DoctorRow, DriverError> {
-    let name = "break a recording off";
+    let name = "abort a recording";
     let step = bench.step.clone();
     let limit = Duration::from_millis(40);
     let options = RecordOptions { limit, ..RecordOptions::named(name) };
     let start = Instant::now();
-    let broken = bench.stream.record(&bench.memory, Method::Stream, &options, |q| {
-        // What a recording that does not come to an end looks like; bounded, in case the watchdog does not come.
+    let aborted = bench.stream.record(&bench.memory, Method::Stream, &options, |q| {
+        // A recording that does not end; bounded, in case the watchdog does not act.
         while start.elapsed() < Duration::from_secs(5) {
             step.enqueue(q)?;
             std::thread::sleep(Duration::from_millis(5));
@@ -313,7 +308,7 @@ pub(super) fn watchdog(bench: &mut Bench) -> Result<DoctorRow, DriverError> {
     });
     let after = start.elapsed();
     let measured = format!("limit {limit:?}, ended after {:.1} ms", after.as_secs_f64() * 1e3);
-    match broken {
+    match aborted {
         Err(DriverError::RecordingDeadline { last: Some(_), .. }) => {
             let status = bench.stream.capture_status()?;
             let again =
@@ -323,19 +318,16 @@ pub(super) fn watchdog(bench: &mut Bench) -> Result<DoctorRow, DriverError> {
             let good = status == CaptureStatus::None && again.is_ok();
             let verdict = if good { CheckVerdict::Good } else { CheckVerdict::Bad };
             let words = if good {
-                "a recording that does not end is broken off, and the next one works"
+                "a recording that does not end is aborted, and the next one works"
             } else {
-                "a recording was broken off, but the stream cannot be recorded on any more"
+                "a recording was aborted, but the stream cannot be recorded on any more"
             };
             Ok(DoctorRow::new(name, verdict, measured, words))
         }
         Err(error) => Ok(DoctorRow::failed(name, &error)),
-        Ok(_) => Ok(DoctorRow::new(
-            name,
-            CheckVerdict::Bad,
-            measured,
-            "the watchdog did not break the recording off",
-        )),
+        Ok(_) => {
+            Ok(DoctorRow::new(name, CheckVerdict::Bad, measured, "the watchdog did not abort the recording"))
+        }
     }
 }
 
@@ -356,40 +348,40 @@ pub(super) fn survived(bench: &mut Bench) -> Result<DoctorRow, DriverError> {
         }
         Health::ContextLost(lost) => {
             let mut row = DoctorRow::new(name, CheckVerdict::Bad, measured, &lost.to_string());
-            row.advice = Some("use `--graph off` on this driver, and report its version".to_owned());
+            row.advice = Some("run without graphs on this driver, and report its version".to_owned());
             row
         }
     })
 }
 
-/// What one step takes in the middle of a train of them.
+/// Average time of a step within a batch.
 #[derive(Clone, Copy)]
 struct StepTime {
-    /// By the device's clock, between events.
+    /// Measured by the device, between events.
     device_s: f64,
-    /// By the host's, the wait at the end included.
+    /// Measured by the host, including the final wait.
     wall_s: f64,
 }
 
 impl StepTime {
-    /// By the device's clock where it has one: the simulated device does not.
-    fn seconds(self, on_card: bool) -> f64 {
-        if on_card { self.device_s } else { self.wall_s }
+    /// The device time; the host time on the simulated device, which has no clock.
+    fn seconds(self, on_gpu: bool) -> f64 {
+        if on_gpu { self.device_s } else { self.wall_s }
     }
 }
 
-fn time_train(
+fn time_batches(
     bench: &mut Bench,
     mut send: impl FnMut(&mut Bench) -> Result<(), DriverError>,
 ) -> Result<StepTime, DriverError> {
     let (begin, end) = (bench.ctx.event()?, bench.ctx.event()?);
-    // The simulated device runs each launch on the host; one short train shows that it works.
-    let on_card = bench.ctx.device().backend() != "sim";
-    let (n_trains, n_steps) = if on_card { (TRAINS, TRAIN) } else { (1, 4) };
+    // The simulated device runs each launch on the host; one short batch is enough to show that it works.
+    let on_gpu = bench.ctx.device().backend() != "sim";
+    let (n_batches, n_steps) = if on_gpu { (N_BATCHES, BATCH_STEPS) } else { (1, 4) };
     (0..5.min(n_steps)).try_for_each(|_| send(bench))?;
     bench.stream.synchronize()?;
     let (mut device, mut wall) = (Vec::new(), Vec::new());
-    for _ in 0..n_trains {
+    for _ in 0..n_batches {
         let start = Instant::now();
         bench.stream.record_event(&begin)?;
         (0..n_steps).try_for_each(|_| send(bench))?;
@@ -405,32 +397,32 @@ fn time_train(
     Ok(StepTime { device_s: median(device), wall_s: median(wall) })
 }
 
-/// A step of many empty launches.
+/// Returns a step of many empty launches.
 fn empty_launches(nothing: &Function) -> impl Fn(&mut dyn Queue) -> Result<(), DriverError> + use<> {
-    // SAFETY: it touches nothing.
+    // SAFETY: the kernel accesses no memory.
     let launch = unsafe { LaunchBuilder::new(nothing, 1, 32).step("cost").build() };
     move |q| (0..LAUNCHES).try_for_each(|_| q.launch(&launch))
 }
 
-/// Records that step and times its replays.
+/// Records the step of empty launches and times its replays.
 fn replay_empty_launches(bench: &mut Bench) -> Result<(StepTime, Duration), DriverError> {
     let options = RecordOptions::named("launch cost");
     let many = empty_launches(&bench.nothing);
     let graph = bench.stream.record(&bench.memory, Method::Stream, &options, many)?;
-    let time = time_train(bench, |b| graph.replay(&mut b.lease, &mut b.stream).map(drop))?;
+    let time = time_batches(bench, |b| graph.replay(&mut b.lease, &mut b.stream).map(drop))?;
     Ok((time, graph.info().record_time))
 }
 
-/// Time of a step of many empty launches, sent one by one and as a graph.
+/// Measures a step of many empty launches, launched one by one and as a graph.
 pub(super) fn launch_cost(bench: &mut Bench) -> Result<DoctorRow, DriverError> {
     let many = empty_launches(&bench.nothing);
-    let one_by_one = time_train(bench, |b| b.stream.run(&mut b.lease, true, &many).map(drop))?;
+    let one_by_one = time_batches(bench, |b| b.stream.run(&mut b.lease, true, &many).map(drop))?;
     let (as_graph, record_time) = replay_empty_launches(bench)?;
-    let on_card = bench.ctx.device().backend() != "sim";
-    let [eager, replayed] = [one_by_one, as_graph].map(|t| t.seconds(on_card));
+    let on_gpu = bench.ctx.device().backend() != "sim";
+    let [eager, replayed] = [one_by_one, as_graph].map(|t| t.seconds(on_gpu));
     bench.first_cost = Some(replayed);
-    let wall = if on_card {
-        format!(", {:.3} ms by the host's clock", as_graph.wall_s * 1e3)
+    let wall = if on_gpu {
+        format!(", {:.3} ms measured by the host", as_graph.wall_s * 1e3)
     } else {
         String::new()
     };
@@ -443,7 +435,7 @@ pub(super) fn launch_cost(bench: &mut Bench) -> Result<DoctorRow, DriverError> {
     let words = if replayed < eager {
         "replaying a graph is cheaper than launching one by one"
     } else {
-        "a graph saves nothing here"
+        "a graph saves no time here"
     };
     let verdict = if replayed < eager || bench.ctx.device().backend() == "sim" {
         CheckVerdict::Good
@@ -453,40 +445,40 @@ pub(super) fn launch_cost(bench: &mut Bench) -> Result<DoctorRow, DriverError> {
     Ok(DoctorRow::new("launch cost", verdict, measured, words))
 }
 
-/// The same graph again, behind all that the other checks did with the context.
+/// Measures the same graph again, after the other checks have used the context.
 pub(super) fn launch_cost_at_the_end(bench: &mut Bench) -> Result<DoctorRow, DriverError> {
     let name = "launch cost at the end";
     let (as_graph, _) = replay_empty_launches(bench)?;
-    let on_card = bench.ctx.device().backend() != "sim";
-    let replayed = as_graph.seconds(on_card);
+    let on_gpu = bench.ctx.device().backend() != "sim";
+    let replayed = as_graph.seconds(on_gpu);
     let mut measured = format!("{LAUNCHES} launches: {:.3} ms as a graph", replayed * 1e3);
     let Some(first) = bench.first_cost else {
         return Ok(DoctorRow::new(
             name,
             CheckVerdict::Note,
             measured,
-            "there is no first figure to compare it with",
+            "there is no first measurement to compare with",
         ));
     };
-    measured += &format!(", {:.3} ms at first", first * 1e3);
-    // Two runs on a card differ by a percent; the simulated device shares the host with everything else.
-    if on_card && replayed > 1.1 * first {
+    measured += &format!(", {:.3} ms at the start", first * 1e3);
+    // Two runs on a GPU differ by about one percent; the simulated device shares the host with everything else.
+    if on_gpu && replayed > 1.1 * first {
         let words =
-            "the same graph is slower than in a fresh context: the checks in between left something behind";
+            "the same graph is slower than in a fresh context: the checks in between left a slowdown behind";
         return Ok(DoctorRow::new(name, CheckVerdict::Note, measured, words));
     }
-    let words = match on_card {
-        true => "the checks in between left nothing behind that slows a graph",
-        false => "the simulated device has no clock of its own: nothing is compared",
+    let words = match on_gpu {
+        true => "the checks in between did not slow graphs down",
+        false => "the simulated device has no clock, so nothing is compared",
     };
     Ok(DoctorRow::new(name, CheckVerdict::Good, measured, words))
 }
 
-/// Bytes per second that the device reads at best, and over how many bytes.
+/// Measures the device's read bandwidth; returns the best rate in bytes per second and the number of bytes read.
 pub(super) fn read_rate(bench: &mut Bench) -> Result<(f64, u64), DriverError> {
     let device = bench.ctx.device();
     let (free, _) = bench.ctx.mem_info()?;
-    // Many times the L2, so that it is the memory that is measured; small on the simulated device, which is slow.
+    // Many times the L2 size, so that this measures the memory; small on the simulated device, which is slow.
     let most = if device.backend() == "sim" { 4 << 20 } else { 4 << 30 };
     let bytes = (free / 4).min(most) & !0xFFFF;
     let mut layout = MemoryLayout::new("bandwidth");
@@ -499,7 +491,7 @@ pub(super) fn read_rate(bench: &mut Bench) -> Result<(f64, u64), DriverError> {
         .read(src)
         .baked(Baked(bytes / 16))
         .write(sink);
-    // SAFETY: `read` reads that many times 16 bytes of `src` and writes at most a word to `sink`, which has 256 bytes.
+    // SAFETY: `read` reads that many 16-byte vectors of `src` and writes at most one word to `sink`, which has 256 bytes.
     let launch = unsafe { launch.build() };
     bench.stream.run(&mut lease, true, |q| q.fill(src, 1))?;
     let (start, end) = (bench.ctx.event()?, bench.ctx.event()?);
@@ -528,7 +520,7 @@ pub(super) fn bandwidth(bench: &mut Bench) -> Result<DoctorRow, DriverError> {
             "read bandwidth",
             CheckVerdict::Good,
             measured,
-            "simulated: says nothing about a card",
+            "simulated: says nothing about a GPU",
         ));
     }
     let slow = peak > 0.0 && rate < 0.6 * peak;
@@ -539,6 +531,6 @@ pub(super) fn bandwidth(bench: &mut Bench) -> Result<DoctorRow, DriverError> {
         "decoding reads every weight once per token, so this bounds tokens per second",
     );
     row.advice =
-        slow.then(|| "check with `nvidia-smi` that the card is idle and its clocks are up".to_owned());
+        slow.then(|| "check with `nvidia-smi` that the GPU is idle and its clocks are up".to_owned());
     Ok(row)
 }

@@ -1,7 +1,7 @@
-//! What works on this machine: the checks behind `refrain doctor`.
+//! Checks of what works on this machine, as `refrain doctor` reports them.
 //!
-//! Each check is one [`DoctorRow`] with a verdict in plain words. All of them run on a device thread with a deadline, so a
-//! driver that hangs is a row too, and nothing a check makes is left behind.
+//! Each check yields one [`DoctorRow`] with a verdict in plain words. All checks run on a device thread with a deadline, so
+//! a hanging driver is reported as a row too, and no check leaves anything behind.
 
 mod checks;
 
@@ -11,39 +11,39 @@ use crate::device::{Device, DeviceKind};
 use crate::error::DriverError;
 use crate::trial::Finding;
 
-/// How long one check may take.
+/// Time limit of one check.
 const CHECK_LIMIT: Duration = Duration::from_secs(30);
 
 /// One line of the report.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DoctorRow {
-    /// What was checked.
+    /// Name of the check.
     pub name: &'static str,
-    /// How it went.
+    /// Verdict.
     pub verdict: CheckVerdict,
-    /// The figures, short.
+    /// Key figures.
     pub measured: String,
-    /// What that means.
+    /// What the figures mean.
     pub words: String,
-    /// What to do about it.
+    /// Suggested action.
     pub advice: Option<String>,
 }
 
-/// How a check went.
+/// Verdict of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum CheckVerdict {
-    /// As it should be.
+    /// Works as it should.
     Good,
-    /// Works, with something to know.
+    /// Works, with a caveat.
     Note,
     /// Does not work.
     Bad,
-    /// Not checked, since something before it failed.
+    /// Not run, because an earlier check failed.
     Skipped,
 }
 
 impl CheckVerdict {
-    /// In one word.
+    /// The verdict as one word.
     #[must_use]
     pub const fn word(self) -> &'static str {
         match self {
@@ -73,20 +73,20 @@ impl DoctorRow {
 
 type DoctorCheck = fn(&mut checks::Bench) -> Result<DoctorRow, DriverError>;
 
-/// In this order: what a launch costs is measured before anything is broken off on purpose, and again behind it.
+/// In this order: the cost of a launch is measured before any recording is aborted on purpose, and again afterwards.
 const CHECKS: &[(&str, DoctorCheck)] = &[
     ("launch cost", checks::launch_cost),
     ("record by stream capture", checks::record_stream),
     ("record by explicit nodes", checks::record_nodes),
-    ("results without waiting", checks::ring),
+    ("results without a wait", checks::ring),
     ("allocate while recording", checks::allocate_under_capture),
-    ("break a recording off", checks::watchdog),
+    ("abort a recording", checks::watchdog),
     ("context survived", checks::survived),
     ("launch cost at the end", checks::launch_cost_at_the_end),
     ("read bandwidth", checks::bandwidth),
 ];
 
-/// Examines a device. Never panics and never hangs: what cannot be opened is a row that says why.
+/// Examines a device. Never panics and never hangs; a device that cannot be opened yields a row with the reason.
 #[must_use]
 pub fn examine(kind: DeviceKind) -> Vec<DoctorRow> {
     match Device::open(kind) {
@@ -99,25 +99,25 @@ pub fn examine(kind: DeviceKind) -> Vec<DoctorRow> {
     }
 }
 
-/// Bytes per second that a device reads from its memory at best. It takes 4 GiB of memory for that, or a quarter of what
-/// is free; no other thread may own the device.
+/// Measures a device's read bandwidth in bytes per second. Allocates 4 GiB for it, or a quarter of the free memory if that
+/// is less. No other thread may own the device.
 pub fn read_bandwidth(kind: DeviceKind) -> Result<f64, DriverError> {
     let worker = Device::open(kind)?.spawn(CHECK_LIMIT, checks::Bench::new)?;
     worker.call("read bandwidth", CHECK_LIMIT, checks::read_rate).map(|(rate, _)| rate)
 }
 
-/// Captures a small step and looks whether the context survives; see [`crate::trial`].
+/// Captures a small step and checks that the context survives; see [`crate::trial`].
 pub(crate) fn try_capture(kind: DeviceKind) -> Result<Finding, DriverError> {
     let device = Device::open(kind)?;
     let worker = device.spawn(CHECK_LIMIT, checks::Bench::new)?;
-    // Without a capture, so that a device that is no good at all is not taken for a capture that is none.
+    // First without a capture, so that a broken device is not mistaken for broken capture.
     worker.call("record by explicit nodes", CHECK_LIMIT, checks::record_nodes)?;
     let captured = worker.call("record by stream capture", CHECK_LIMIT, checks::record_stream);
     let what = match captured {
         Ok(DoctorRow { verdict: CheckVerdict::Bad, words, measured, .. }) => {
             return Ok(Finding::Harmful { because: format!("{words} ({measured})") });
         }
-        Ok(_) => "a capture was made".to_owned(),
+        Ok(_) => "a capture succeeded".to_owned(),
         Err(DriverError::Driver { call, code, .. }) => format!("{call} returned {code}"),
         Err(error) => error.to_string(),
     };
@@ -125,14 +125,14 @@ pub(crate) fn try_capture(kind: DeviceKind) -> Result<Finding, DriverError> {
     match (after, device.lost()) {
         (Ok(_), None) => Ok(Finding::Usable),
         (_, Some(_)) => Ok(Finding::Harmful { because: format!("{what}, and the context was lost") }),
-        (Err(error), None) => Ok(Finding::Harmful { because: format!("{what}, and then: {error}") }),
+        (Err(error), None) => Ok(Finding::Harmful { because: format!("{what}, and then {error}") }),
     }
 }
 
 /// Examines an open device that no other thread owns.
 #[must_use]
 pub fn examine_device(device: &Device) -> Vec<DoctorRow> {
-    let mut rows = vec![checks::driver(device), checks::card(device)];
+    let mut rows = vec![checks::driver(device), checks::gpu(device)];
     let worker = match device.spawn(CHECK_LIMIT, checks::Bench::new) {
         Ok(worker) => worker,
         Err(error) => {
@@ -162,5 +162,5 @@ pub fn examine_device(device: &Device) -> Vec<DoctorRow> {
 }
 
 fn skipped(name: &'static str) -> DoctorRow {
-    DoctorRow::new(name, CheckVerdict::Skipped, String::new(), "not checked: something before it failed")
+    DoctorRow::new(name, CheckVerdict::Skipped, String::new(), "not run: an earlier check failed")
 }

@@ -1,7 +1,7 @@
-//! Probe kernels: what the health check, `doctor` and the tests run.
+//! Probe kernels for the health check, `doctor` and the tests.
 //!
-//! They are PTX text, so that any driver can compile them and no kernel library has to be there, with a twin for the
-//! simulated device.
+//! They are PTX text, so that any driver can compile them without a kernel library. Each has a twin for the simulated
+//! device.
 
 mod twins;
 
@@ -15,23 +15,24 @@ use crate::shared::{DeviceShared, Garbage};
 
 pub(crate) use twins::register_twins;
 
-/// The probe kernels for any card: `refrain_probe_{nothing, fill, add, read, publish, spin, poke}`.
+/// The probe kernels for any GPU: `refrain_probe_{nothing, fill, add, read, publish, spin, poke}`.
 pub const PROBE_PTX: &[u8] = include_bytes!("kernels.ptx");
 
-/// The probe kernel for programmatic dependent launch, for compute capability 9.0 and up: `refrain_probe_add_pdl`.
+/// The probe kernel for programmatic dependent launch (compute capability 9.0 and up): `refrain_probe_add_pdl`.
 pub const PROBE_OVERLAP_PTX: &[u8] = include_bytes!("overlap.ptx");
 
-/// Words that the health check writes, copies and reads back.
+/// Number of words that the health check writes, copies and reads back.
 const WORDS: u32 = 64;
 const HALF_BYTES: u64 = WORDS as u64 * 4;
 
-/// What the health check needs, made when the device is opened: it must work when nothing can be allocated any more.
+/// Resources of the health check. Allocated when the device is opened, since the check must work even when nothing can be
+/// allocated any more.
 pub(crate) struct Probe {
     module: ModuleHandle,
     fill: FunctionHandle,
     device: DevicePtr,
     host: HostPtr,
-    turn: Mutex<u32>,
+    count: Mutex<u32>,
 }
 
 impl Probe {
@@ -52,21 +53,21 @@ impl Probe {
         let host = shared
             .call("cuMemAllocHost", |api| api.alloc_host(HALF_BYTES))
             .map_err(|e| undo(vec![Garbage::Module(module), Garbage::Device(device)], e))?;
-        Ok(Probe { module, fill, device, host, turn: Mutex::new(0) })
+        Ok(Probe { module, fill, device, host, count: Mutex::new(0) })
     }
 
     pub(crate) fn into_garbage(self) -> [Garbage; 3] {
         [Garbage::Module(self.module), Garbage::Device(self.device), Garbage::Host(self.host)]
     }
 
-    /// A launch, a copy and a wait on a fresh stream. `Ok(false)` when it ran and the bytes are wrong.
+    /// Makes a launch, a copy and a wait on a fresh stream. Returns `Ok(false)` if they ran but the bytes are wrong.
     pub(crate) fn run(&self, shared: &Arc<DeviceShared>, limit: Duration) -> Result<bool, DriverError> {
-        let mut turn = lock(&self.turn);
-        *turn = turn.wrapping_add(1);
-        let value = 0x5EED_0000 ^ *turn;
+        let mut count = lock(&self.count);
+        *count = count.wrapping_add(1);
+        let value = 0x5EED_0000 ^ *count;
         let stream = shared.call("cuStreamCreate", |api| api.stream_create(StreamKind::NonBlocking))?;
         let result = self.run_on(shared, stream, value, limit);
-        // Destroying a stream does not wait for its work, which only touches this probe's memory.
+        // Destroying a stream does not wait for its work, which accesses only this probe's memory.
         let destroyed = shared.call("cuStreamDestroy", |api| api.stream_destroy(stream));
         let same = result?;
         destroyed.map(|()| same)
@@ -89,14 +90,14 @@ impl Probe {
         shared.call("cuMemcpyDtoDAsync", |api| {
             api.memcpy_dtod_async(second, self.device, HALF_BYTES, stream)
         })?;
-        // SAFETY: `host` has `HALF_BYTES` bytes and lives until `DeviceShared` is dropped; only one probe runs at a time
-        // (`turn`), and nobody else touches it.
+        // SAFETY: `host` has `HALF_BYTES` bytes and lives until `DeviceShared` is dropped. The `count` lock lets only one
+        // probe run at a time, and nobody else accesses it.
         shared.call("cuMemcpyDtoHAsync", |api| unsafe {
             api.memcpy_dtoh_async(self.host, second, HALF_BYTES, stream)
         })?;
         shared.poll("cuStreamQuery", limit, |api| api.stream_query(stream))?;
         let mut bytes = [0; HALF_BYTES as usize];
-        // SAFETY: `host` has that many bytes, in whole words, and nothing but these probes touches them.
+        // SAFETY: `host` has that many bytes, in whole words, and only these probes access them.
         unsafe { crate::pinned::read(self.host, &mut bytes) };
         Ok(bytes.chunks_exact(4).all(|w| w == value.to_le_bytes()))
     }

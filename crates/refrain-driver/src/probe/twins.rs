@@ -1,9 +1,9 @@
-//! The probe kernels as the simulated device runs them.
+//! Twins of the probe kernels for the simulated device.
 
 use crate::api::DevicePtr;
 use crate::sim::SimDriver;
 
-/// Tells a simulated device about the probe kernels.
+/// Registers the probe kernels with a simulated device.
 pub(crate) fn register_twins(sim: &SimDriver) {
     sim.register("refrain_probe_nothing", &[], |_| Ok(()));
     sim.register("refrain_probe_fill", &[8, 4, 4], |k| {
@@ -34,7 +34,7 @@ pub(crate) fn register_twins(sim: &SimDriver) {
         k.store_release_u64(entry, n + 1)
     });
     sim.register("refrain_probe_spin", &[8], |k| {
-        // A simulated kernel takes no time; only a short wait is worth waiting for.
+        // Simulated kernels take no time. Cap the sleep, so that a test does not wait for long.
         let nanoseconds: u64 = k.arg(0)?;
         std::thread::sleep(std::time::Duration::from_nanos(nanoseconds.min(50_000_000)));
         Ok(())

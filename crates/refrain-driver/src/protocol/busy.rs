@@ -1,12 +1,12 @@
-//! What the device thread is busy with, and whether a caller gave up on it.
+//! The device thread's current request, and whether a caller has given up on it.
 
 use super::sync::{AtomicBool, Mutex, Ordering, lock};
 
-/// Between the device thread and its callers.
+/// State shared between the device thread and its callers.
 pub(crate) struct BusyState {
-    /// The request that is being worked on.
+    /// The request in progress.
     busy: Mutex<Option<&'static str>>,
-    /// Set when a caller gave up on it; reset when it ends after all.
+    /// Set when a caller gives up on the request; cleared when the request ends after all.
     stuck: AtomicBool,
     ended: AtomicBool,
 }
@@ -16,19 +16,19 @@ impl BusyState {
         BusyState { busy: Mutex::new(None), stuck: AtomicBool::new(false), ended: AtomicBool::new(false) }
     }
 
-    /// The device thread begins a request.
+    /// Marks the start of a request, on the device thread.
     pub(crate) fn begin(&self, what: &'static str) {
         *lock(&self.busy) = Some(what);
     }
 
-    /// The device thread has done it, maybe too late for its caller.
+    /// Marks the end of the request, on the device thread, possibly too late for its caller.
     pub(crate) fn finish(&self) {
         *lock(&self.busy) = None;
-        // After the change above, under whose lock callers give up: a late end always has the last word.
+        // After the change above: callers give up under its lock, so a late end always clears the flag last.
         self.stuck.store(false, Ordering::Release);
     }
 
-    /// A caller has waited long enough. Returns what the thread is busy with; it counts as stuck until that ends.
+    /// Gives up on the current request and returns it. The thread counts as stuck until the request ends.
     pub(crate) fn give_up(&self) -> Option<&'static str> {
         let busy = lock(&self.busy);
         if busy.is_some() {
@@ -41,7 +41,7 @@ impl BusyState {
         self.stuck.load(Ordering::Acquire)
     }
 
-    /// The device thread takes no more requests and owns nothing any more.
+    /// Marks the end of the device thread, which accepts no more requests and owns nothing any more.
     pub(crate) fn end(&self) {
         self.ended.store(true, Ordering::Release);
     }

@@ -1,12 +1,12 @@
-//! The ring's sequence numbers, from the host's side.
+//! Host side of the ring's sequence numbers.
 //!
-//! The `k`-th result (from 1) goes to entry `(k - 1) % n_entries`. The device writes the payload and then stores `k` as
-//! the entry's number with release; the host loads it with acquire and then reads the payload. The host sends no step
-//! that it has not reserved an entry for, so the device never writes an entry that was not taken.
+//! The `k`-th result (from 1) goes to entry `(k - 1) % n_entries`. The device writes the payload and then stores `k` as the
+//! entry's number with release; the host loads it with acquire and then reads the payload. The host launches a step only
+//! after reserving an entry, so the device never overwrites an entry that the host has not read.
 
 use super::sync::{AtomicU64, Ordering};
 
-/// Which entries are reserved and which are taken.
+/// Counts of entries reserved and read.
 #[derive(Debug)]
 pub(crate) struct Entries {
     n_entries: u64,
@@ -14,14 +14,14 @@ pub(crate) struct Entries {
     n_taken: u64,
 }
 
-/// What was found in the next entry.
+/// Content of the next entry.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Next {
-    /// Result number `.0`, which was read.
+    /// Result number `.0`, which has been read.
     Taken(u64),
-    /// Nothing yet.
+    /// Not yet written.
     Pending,
-    /// A later result than the expected one: it was sent without room for it.
+    /// A later result than expected: a step was launched without a reservation.
     Overrun { expected: u64, found: u64 },
 }
 
@@ -30,11 +30,11 @@ impl Entries {
         Entries { n_entries, n_reserved: 0, n_taken: 0 }
     }
 
-    /// Counts one more result that will come; false when there is no room for it.
+    /// Reserves an entry for one more result; false if the ring is full.
     pub(crate) fn reserve(&mut self) -> bool {
-        let room = self.n_reserved - self.n_taken < self.n_entries;
-        self.n_reserved += u64::from(room);
-        room
+        let has_space = self.n_reserved - self.n_taken < self.n_entries;
+        self.n_reserved += u64::from(has_space);
+        has_space
     }
 
     pub(crate) fn n_pending(&self) -> u64 {
@@ -45,13 +45,13 @@ impl Entries {
         self.n_taken
     }
 
-    /// The entry that the next result comes in.
+    /// The entry of the next result.
     pub(crate) fn next_idx(&self) -> u64 {
         self.n_taken % self.n_entries
     }
 
-    /// Takes the next result if it is there: `seq` is the number of the entry at [`Entries::next_idx`], `read` reads
-    /// its payload, and `consumed` tells the device how many were taken.
+    /// Reads the next result if it has arrived. `seq` is the sequence number of the entry at [`Entries::next_idx`], `read`
+    /// reads its payload, and `consumed` tells the device how many results have been read.
     pub(crate) fn take(&mut self, seq: &AtomicU64, consumed: &AtomicU64, read: impl FnOnce()) -> Next {
         let expected = self.n_taken + 1;
         let found = seq.load(Ordering::Acquire);

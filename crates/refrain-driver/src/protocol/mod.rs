@@ -1,11 +1,11 @@
-//! What threads of the host, and the device, agree on: state machines without a driver, a clock or a log.
+//! Protocols between host threads, and between host and device, as state machines without a driver, a clock or a log.
 //!
-//! Invariant: a file here takes its atomics and locks from [`sync`] alone. `tests/loom_protocols.rs` compiles the same
-//! files over loom's versions of those and runs them through every interleaving.
+//! Invariant: files here take their atomics and locks only from [`sync`]. `tests/loom_protocols.rs` compiles the same files
+//! against loom's versions and runs them through every interleaving.
 
 pub(crate) mod sync;
 
-pub(crate) mod entries; // whose turn an entry of the ring is
-pub(crate) mod gate; // who owns the device, whether it records, what waits to be freed
-pub(crate) mod busy; // what the device thread is busy with
-pub(crate) mod watch; // breaking a recording off without touching one that has ended
+pub(crate) mod entries; // who may access an entry of the ring
+pub(crate) mod gate; // ownership of the device, recording state, deferred frees
+pub(crate) mod busy; // the device thread's current request
+pub(crate) mod watch; // aborting a recording without touching one that has ended

@@ -1,13 +1,13 @@
-//! One thread watches what another does, and may act on it (a query) past a deadline.
+//! One thread watches another and may act (make a query) once a deadline has passed.
 //!
-//! The act happens outside the lock, since a driver call may take its time. So the owner, before it changes what is
-//! watched, waits until no act is under way: what the act was given stays valid until it is over.
+//! The action runs outside the lock, since a driver call may be slow. Before the owner changes the watched value, it waits
+//! for an action in progress, so the values passed to an action stay valid until it ends.
 
 use std::time::Duration;
 
 use super::sync::{Condvar, Mutex, MutexGuard, PoisonError, lock};
 
-/// `A` is what is watched.
+/// A watched value of type `A`.
 pub(crate) struct Watch<A> {
     state: Mutex<WatchState<A>>,
     changed: Condvar,
@@ -19,13 +19,13 @@ struct WatchState<A> {
     quit: bool,
 }
 
-/// What the watching thread decides.
+/// Decision of the watching thread.
 pub(crate) enum WatchDecision<Q> {
-    /// There is nothing to do until something changes.
+    /// Nothing to do until the watched value changes.
     Idle,
-    /// There may be something to do after this long.
+    /// Check again after this time.
     Wait(Duration),
-    /// Act on this, now.
+    /// Act on this value now.
     Act(Q),
 }
 
@@ -35,14 +35,14 @@ impl<A> Watch<A> {
         Watch { state: Mutex::new(state), changed: Condvar::new() }
     }
 
-    /// Has `armed` watched from now on.
+    /// Starts watching `armed`.
     pub(crate) fn arm(&self, armed: A) {
         lock(&self.state).armed = Some(armed);
         self.changed.notify_all();
     }
 
-    /// Changes what is watched, when no act is under way. False when one still is after `limit`: then it is changed
-    /// all the same.
+    /// Changes the watched value once no action is in progress. After `limit` it changes the value anyway and returns
+    /// false.
     pub(crate) fn edit(&self, limit: Duration, edit: impl FnOnce(&mut A)) -> bool {
         let (mut state, timeout) = self
             .changed
@@ -54,7 +54,7 @@ impl<A> Watch<A> {
         !(timeout.timed_out() && state.acting)
     }
 
-    /// Has nothing watched any more.
+    /// Stops watching.
     pub(crate) fn disarm(&self) {
         lock(&self.state).armed = None;
     }
@@ -65,11 +65,11 @@ impl<A> Watch<A> {
         self.changed.notify_all();
     }
 
-    /// The life of the watching thread. `look` runs under the lock, `act` outside it.
-    pub(crate) fn run<Q>(&self, mut look: impl FnMut(&A) -> WatchDecision<Q>, mut act: impl FnMut(Q)) {
+    /// Body of the watching thread. `decide` runs under the lock, `act` outside it.
+    pub(crate) fn run<Q>(&self, mut decide: impl FnMut(&A) -> WatchDecision<Q>, mut act: impl FnMut(Q)) {
         let mut state = lock(&self.state);
         while !state.quit {
-            state = match state.armed.as_ref().map_or(WatchDecision::Idle, &mut look) {
+            state = match state.armed.as_ref().map_or(WatchDecision::Idle, &mut decide) {
                 WatchDecision::Idle => self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
                 WatchDecision::Wait(time) => {
                     self.changed.wait_timeout(state, time).unwrap_or_else(PoisonError::into_inner).0

@@ -1,4 +1,4 @@
-//! What a card says about itself.
+//! Properties of a device.
 
 use std::ffi::{CStr, c_char};
 
@@ -8,7 +8,7 @@ use super::{RealDriver, check, out};
 use crate::api::{Code, DeviceInfo, RawResult};
 
 impl RealDriver {
-    /// The driver's number for a device.
+    /// Returns the driver's handle of a device.
     pub(super) fn device(&self, ordinal: u32) -> RawResult<i32> {
         let ordinal = i32::try_from(ordinal).map_err(|_| Code::INVALID_DEVICE)?;
         out!(self, cuDeviceGet(ordinal))
@@ -20,10 +20,10 @@ impl RealDriver {
             let value: i32 = out!(self, cuDeviceGetAttribute(a as i32, device))?;
             Ok(u32::try_from(value).unwrap_or(0))
         };
-        // Newer drivers have dropped some attributes; those are unknown, not an error.
+        // Newer drivers have dropped some attributes. A missing one counts as unknown, not as an error.
         let optional = |a| attribute(a).unwrap_or(0);
         let mut info = DeviceInfo::named(&self.text(|buf, len| {
-            // SAFETY: `buf` has `len` bytes, and the driver writes at most that many with a closing zero.
+            // SAFETY: `buf` has `len` bytes, and the driver writes at most that many, including the terminating zero.
             check(unsafe { (self.table.cuDeviceGetName)(buf, len, device) })
         })?);
         info.compute = (
@@ -47,12 +47,12 @@ impl RealDriver {
             })
             .unwrap_or_default();
         info.uuid = out!(self, cuDeviceGetUuid_v2(device)).unwrap_or_default();
-        // Not whether it can read the host's pages: cards with memory of their own can, too.
+        // Not the pageable-access attribute: GPUs with memory of their own can read the host's pages too.
         info.unified = optional(Attribute::CU_DEVICE_ATTRIBUTE_INTEGRATED) != 0;
         Ok(info)
     }
 
-    /// A string that the driver writes into a buffer.
+    /// Reads a string that the driver writes into a buffer.
     fn text(&self, fill: impl FnOnce(*mut c_char, i32) -> RawResult<()>) -> RawResult<String> {
         let mut buf = [0_u8; 256];
         fill(buf.as_mut_ptr().cast(), buf.len() as i32 - 1)?;

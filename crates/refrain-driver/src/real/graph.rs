@@ -17,7 +17,7 @@ const PROGRAMMATIC: sys::CUgraphEdgeData = sys::CUgraphEdgeData {
 };
 
 impl RealDriver {
-    /// Adds a node with its full dependencies and then its programmatic ones; on a failure the node is gone again.
+    /// Adds a node with its full dependencies, then its programmatic ones. A failure removes the node again.
     pub(super) fn add_node(
         &self,
         graph: GraphHandle,
@@ -32,7 +32,7 @@ impl RealDriver {
         if !early.is_empty() {
             let to = vec![node; early.len()];
             let data = vec![PROGRAMMATIC; early.len()];
-            // SAFETY: the three lists are equally long and outlive the call; all nodes are of this live graph.
+            // SAFETY: the three lists are equally long and outlive the call; all nodes belong to this live graph.
             let code = unsafe {
                 (self.table.cuGraphAddDependencies_v2)(
                     graph.0,
@@ -78,11 +78,11 @@ impl RealDriver {
             ctx: std::ptr::null_mut(),
         };
         let node = self.add_node(graph, deps, |node, on| {
-            // SAFETY: `kernel`, `packed` and `params` outlive the call, which copies them; graph, function and nodes
-            // are live, and the parameters name live memory (see `raw_driver`; in this crate `Launch::pack`).
+            // SAFETY: `kernel`, `packed` and `params` outlive the call, which copies them; graph, function and nodes are
+            // live, and the parameters point to live memory (see `raw_driver`; in this crate `Launch::pack`).
             unsafe { (self.table.cuGraphAddKernelNode_v2)(node, graph.0, on.as_ptr(), on.len(), &kernel) }
         })?;
-        // In a graph the edge says that a kernel may start early, not the node.
+        // In a graph, the edge states that a kernel may start early, not the node.
         let (attrs, n_attrs) = attributes(&LaunchConfig { programmatic: false, ..*config });
         for attribute in &attrs[..n_attrs] {
             // SAFETY: the node is live, and the value outlives the call.
@@ -169,11 +169,11 @@ impl RealDriver {
 
     pub(super) fn nodes(&self, graph: GraphHandle) -> RawResult<Vec<(NodeHandle, NodeKind)>> {
         let mut n = 0;
-        // SAFETY: with a null list the driver only counts.
+        // SAFETY: with a null list the driver only returns the count.
         check(unsafe { (self.table.cuGraphGetNodes)(graph.0, std::ptr::null_mut(), &mut n) })?;
         let mut nodes = vec![0_u64; n];
         if n > 0 {
-            // SAFETY: `nodes` has room for `n`, which the driver is told.
+            // SAFETY: `nodes` has space for the `n` entries passed to the driver.
             check(unsafe { (self.table.cuGraphGetNodes)(graph.0, nodes.as_mut_ptr(), &mut n) })?;
         }
         nodes
@@ -181,7 +181,7 @@ impl RealDriver {
             .take(n)
             .map(|node| {
                 let mut kind = 0;
-                // SAFETY: `kind` outlives the call; the node is of a live graph.
+                // SAFETY: `kind` outlives the call; the node belongs to a live graph.
                 check(unsafe { (self.table.cuGraphNodeGetType)(node, &mut kind) })?;
                 Ok((NodeHandle(node), node_kind(kind)))
             })
@@ -191,14 +191,14 @@ impl RealDriver {
     pub(super) fn edges(&self, graph: GraphHandle) -> RawResult<Vec<Edge>> {
         let null = std::ptr::null_mut();
         let mut n = 0;
-        // SAFETY: with null lists the driver only counts.
+        // SAFETY: with null lists the driver only returns the count.
         check(unsafe { (self.table.cuGraphGetEdges_v2)(graph.0, null, null, null.cast(), &mut n) })?;
         if n == 0 {
             return Ok(Vec::new());
         }
         let (mut from, mut to) = (vec![0_u64; n], vec![0_u64; n]);
         let mut data = vec![sys::CUgraphEdgeData { from_port: 0, to_port: 0, type_: 0, reserved: [0; 5] }; n];
-        // SAFETY: the three lists have room for `n`, which the driver is told.
+        // SAFETY: the three lists have space for the `n` entries passed to the driver.
         check(unsafe {
             (self.table.cuGraphGetEdges_v2)(
                 graph.0,

@@ -24,21 +24,21 @@ pub(crate) struct RealDriver {
     path: Option<PathBuf>,
 }
 
-/// Loads the driver and initialises it.
+/// Loads and initialises the driver.
 pub(crate) fn load() -> Result<Arc<dyn Api>, DriverError> {
     let (table, path) = table::open()?;
-    // SAFETY: `cuInit` takes no pointer and may be called any number of times.
+    // SAFETY: `cuInit` takes no pointers and may be called any number of times.
     match unsafe { (table.cuInit)(0) } {
         0 => Ok(Arc::new(RealDriver { table, path })),
         code => Err(DriverError::NoDevice { code: Code(code) }),
     }
 }
 
-/// The raw interface of the real driver, for tests that compare it with the simulation.
+/// Returns the raw interface of the real driver, for tests that compare it with the simulation.
 ///
 /// # Safety
-/// The caller passes only handles that this value returned and that were not destroyed since, to methods of the context
-/// they belong to, and launches kernels only with parameters that name live memory.
+/// The caller passes only handles that this value returned and that are not destroyed, in the context that they belong to,
+/// and launches kernels only with parameters that point to live memory.
 pub unsafe fn raw_driver() -> Result<Arc<dyn Api>, DriverError> {
     load()
 }
@@ -52,24 +52,24 @@ fn check(code: u32) -> RawResult<()> {
 macro_rules! out {
     ($driver:expr, $name:ident ( $($arg:expr),* )) => {{
         let mut out = Default::default();
-        // SAFETY: `out` outlives the call, and the handles are live: whoever holds the driver value keeps that
-        // (see `raw_driver`); in this crate the owned types do.
+        // SAFETY: `out` outlives the call. The holder of the driver value guarantees that the handles are live (see
+        // `raw_driver`); in this crate the owned types do.
         check(unsafe { ($driver.table.$name)(&mut out, $($arg),*) }).map(|()| out)
     }};
 }
 
-/// Calls a function that only takes values.
+/// Calls a function that takes only values.
 macro_rules! call {
     ($driver:expr, $name:ident ( $($arg:expr),* )) => {
-        // SAFETY: the function takes no pointer to host memory, and the handles are live: whoever holds the driver
-        // value keeps that (see `raw_driver`); in this crate the owned types do.
+        // SAFETY: the function takes no pointer to host memory. The holder of the driver value guarantees that the handles
+        // are live (see `raw_driver`); in this crate the owned types do.
         check(unsafe { ($driver.table.$name)($($arg),*) })
     };
 }
 
 use {call, out};
 
-/// Launch attributes of a configuration, and how many there are.
+/// Returns the launch attributes of a configuration and their number.
 fn attributes(config: &LaunchConfig) -> ([sys::CUlaunchAttribute; 3], usize) {
     use sys::CUlaunchAttributeID as Id;
     let attribute = |id, value| sys::CUlaunchAttribute { id, pad: [0; 4], value };
@@ -77,7 +77,7 @@ fn attributes(config: &LaunchConfig) -> ([sys::CUlaunchAttribute; 3], usize) {
     let mut all = [attribute(Id::CU_LAUNCH_ATTRIBUTE_IGNORE, none); 3];
     let mut n = 0;
     let mut push = |id, set: &dyn Fn(&mut sys::CUlaunchAttributeValue)| {
-        // Zeroed first, so that the bytes a smaller member leaves are defined.
+        // Zeroed first, so that bytes beyond a smaller union member are defined.
         let mut value = none;
         set(&mut value);
         all[n] = attribute(id, value);
@@ -99,7 +99,7 @@ fn attributes(config: &LaunchConfig) -> ([sys::CUlaunchAttribute; 3], usize) {
     (all, n)
 }
 
-/// The driver's list form of packed parameters: pointer, size, end.
+/// Packed parameters in the driver's list form: pointer, size, end.
 struct PackedParams {
     size: usize,
     list: [*mut c_void; 5],
@@ -110,7 +110,7 @@ impl PackedParams {
         PackedParams { size: params.len(), list: [std::ptr::null_mut(); 5] }
     }
 
-    /// The list; valid while `self` and `params` stay where they are. Null for a kernel without parameters.
+    /// Returns the list, which is valid while `self` and `params` do not move. Null for a kernel without parameters.
     fn list(&mut self, params: &[u8]) -> *mut *mut c_void {
         if params.is_empty() {
             return std::ptr::null_mut();
@@ -238,12 +238,12 @@ impl Api for RealDriver {
     }
 
     fn memcpy_htod(&self, dst: DevicePtr, src: &[u8]) -> RawResult<()> {
-        // SAFETY: `src` is readable for its length, and a synchronous copy has read it when it returns.
+        // SAFETY: `src` is readable for its length, and a synchronous copy is done reading when it returns.
         check(unsafe { (self.table.cuMemcpyHtoD_v2)(dst.0, src.as_ptr(), src.len()) })
     }
 
     fn memcpy_dtoh(&self, dst: &mut [u8], src: DevicePtr) -> RawResult<()> {
-        // SAFETY: `dst` is writable for its length, and a synchronous copy has written it when it returns.
+        // SAFETY: `dst` is writable for its length, and a synchronous copy is done writing when it returns.
         check(unsafe { (self.table.cuMemcpyDtoH_v2)(dst.as_mut_ptr(), src.0, dst.len()) })
     }
 
@@ -334,7 +334,7 @@ impl Api for RealDriver {
     fn stream_capture_info(&self, stream: StreamHandle) -> RawResult<(CaptureStatus, Option<u64>)> {
         let (mut value, mut id) = (0, 0);
         let null = std::ptr::null_mut();
-        // SAFETY: both results outlive the call, and the driver allows null for the others.
+        // SAFETY: both results outlive the call, and the driver accepts null for the others.
         check(unsafe {
             (self.table.cuStreamGetCaptureInfo_v2)(
                 stream.0,
@@ -355,7 +355,7 @@ impl Api for RealDriver {
         f: RawHostFn,
         user: *mut c_void,
     ) -> RawResult<()> {
-        // SAFETY: the caller keeps `f(user)` callable until it has run.
+        // SAFETY: the caller guarantees that `f(user)` is callable until it has run.
         check(unsafe { (self.table.cuLaunchHostFunc)(stream.0, f, user) })
     }
 
@@ -389,7 +389,7 @@ impl Api for RealDriver {
     }
 
     fn module_load(&self, image: &[u8]) -> RawResult<ModuleHandle> {
-        // PTX must end in a zero; binary images carry their own length and do not mind one.
+        // PTX must be zero-terminated; binary images carry their own length, so a trailing zero does no harm.
         let mut terminated = Vec::with_capacity(image.len() + 1);
         terminated.extend_from_slice(image);
         terminated.push(0);
@@ -403,7 +403,7 @@ impl Api for RealDriver {
     fn module_function(&self, module: ModuleHandle, name: &str) -> RawResult<FunctionHandle> {
         let name = CString::new(name).map_err(|_| Code::NOT_FOUND)?;
         let function: u64 = out!(self, cuModuleGetFunction(module.0, name.as_ptr()))?;
-        // Lazy loading would otherwise put this off to the first launch, which may be in a capture.
+        // Lazy loading would otherwise postpone this to the first launch, which may be inside a capture.
         call!(self, cuFuncLoad(function))?;
         Ok(FunctionHandle(function))
     }
@@ -468,8 +468,8 @@ impl Api for RealDriver {
         };
         let mut packed = PackedParams::new(params);
         let list = packed.list(params);
-        // SAFETY: `launch`, `attrs`, `packed` and `params` outlive the call, which copies them; that the parameters
-        // are laid out for this function and name live memory, the caller keeps (`Launch::pack` in this crate).
+        // SAFETY: `launch`, `attrs`, `packed` and `params` outlive the call, which copies them. The caller guarantees that
+        // the parameters fit this function and point to live memory (`Launch::pack` in this crate).
         check(unsafe { (self.table.cuLaunchKernelEx)(&launch, function.0, std::ptr::null_mut(), list) })
     }
 
@@ -542,7 +542,7 @@ impl Api for RealDriver {
     ) -> RawResult<NodeHandle> {
         let params = sys::CUDA_HOST_NODE_PARAMS { fn_: Some(f), userData: user };
         self.add_node(graph, deps, |node, on| {
-            // SAFETY: all pointers outlive the call; the caller keeps `f(user)` callable for every execution.
+            // SAFETY: all pointers outlive the call; the caller guarantees that `f(user)` is callable at every execution.
             unsafe { (self.table.cuGraphAddHostNode)(node, graph.0, on.as_ptr(), on.len(), &params) }
         })
     }

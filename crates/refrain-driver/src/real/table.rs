@@ -1,8 +1,8 @@
-//! The functions of the driver library, looked up once.
+//! Function table of the driver library, loaded once.
 //!
-//! The library is opened through cudarc, and handles and structures are its `sys` types or numbers of their size. The
-//! functions are looked up here instead of called through `sys`, for two reasons: `sys` panics on a missing library or
-//! symbol, and it declares results as a Rust enum, which a newer driver's code would make undefined behaviour.
+//! The library is opened through cudarc, and handles and structs are its `sys` types or integers of the same size. The
+//! functions are looked up here instead of called through `sys` for two reasons: `sys` panics on a missing library or
+//! symbol, and it declares results as a Rust enum, so an unknown code from a newer driver would be undefined behaviour.
 
 use std::ffi::{c_char, c_int, c_uint, c_ulonglong, c_void};
 use std::path::PathBuf;
@@ -12,28 +12,28 @@ use cudarc::driver::sys;
 use crate::api::RawHostFn;
 use crate::error::DriverError;
 
-/// A handle or device address: the size of a pointer on every platform CUDA supports.
+/// A handle or device address; pointer-sized on every platform that CUDA supports.
 type H = u64;
 
 macro_rules! table {
     ($($since:literal { $($name:ident($($arg:ty),* $(,)?);)* })*) => {
-        /// One pointer per driver function; all return a `CUresult` as a number.
-        #[expect(non_snake_case, reason = "named as the driver names them")]
+        /// One pointer per driver function. All return a `CUresult` as an integer.
+        #[expect(non_snake_case, reason = "the driver's own names")]
         pub(super) struct DriverTable {
             $($(pub(super) $name: unsafe extern "C" fn($($arg),*) -> u32,)*)*
         }
 
         impl DriverTable {
-            /// Looks every function up in the library, which must be present, or names the first that is missing.
+            /// Looks up every function in the library, which must be present. The error names the first missing one.
             fn look_up() -> Result<DriverTable, DriverError> {
-                // SAFETY: opening the driver library runs its initialisers, which is what loading a driver means;
-                // the caller has checked that it is there, so cudarc does not panic.
+                // SAFETY: opening the library runs its initialisers, which are safe to run at any time; the caller has
+                // checked that it is present, so cudarc does not panic.
                 let library = unsafe { sys::culib() };
                 Ok(DriverTable {
                     $($($name: {
                         let symbol = concat!(stringify!($name), "\0").as_bytes();
-                        // SAFETY: the type is the function's C signature from cuda.h, where every handle is a pointer
-                        // and `CUresult` an unsigned int; the library is never closed.
+                        // SAFETY: the type is the function's C signature in cuda.h, where every handle is a pointer and
+                        // `CUresult` an unsigned int; the library is never closed.
                         let found = unsafe { library.get::<unsafe extern "C" fn($($arg),*) -> u32>(symbol) };
                         *found.map_err(|_| DriverError::SymbolMissing {
                             symbol: stringify!($name),
@@ -133,7 +133,7 @@ table! {
 
 /// Opens the driver library.
 pub(super) fn open() -> Result<(DriverTable, Option<PathBuf>), DriverError> {
-    // SAFETY: opens and closes the driver library, whose initialisers and finalisers may run at any time.
+    // SAFETY: opens and closes the driver library, whose initialisers and finalisers are safe to run at any time.
     if !unsafe { sys::is_culib_present() } {
         return Err(DriverError::LibraryMissing { library: "libcuda.so.1" });
     }
@@ -142,17 +142,17 @@ pub(super) fn open() -> Result<(DriverTable, Option<PathBuf>), DriverError> {
     Ok((table, path))
 }
 
-/// The file a function was loaded from.
+/// Returns the file that a function was loaded from.
 #[cfg(unix)]
 fn path_of(function: *const c_void) -> Option<PathBuf> {
     use std::os::unix::ffi::OsStrExt as _;
     let mut info = std::mem::MaybeUninit::<libc::Dl_info>::zeroed();
-    // SAFETY: `dladdr` only looks the address up and fills `info`, which is valid when all zero.
+    // SAFETY: `dladdr` only looks up the address and fills `info`, for which all zeros are valid.
     let (found, info) = unsafe { (libc::dladdr(function, info.as_mut_ptr()), info.assume_init()) };
     if found == 0 || info.dli_fname.is_null() {
         return None;
     }
-    // SAFETY: `dladdr` succeeded, so the name is a C string owned by the loader, which keeps the library open.
+    // SAFETY: `dladdr` succeeded, so the name is a C string owned by the loader, and the library stays open.
     let name = unsafe { std::ffi::CStr::from_ptr(info.dli_fname) };
     Some(PathBuf::from(std::ffi::OsStr::from_bytes(name.to_bytes())))
 }

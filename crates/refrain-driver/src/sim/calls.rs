@@ -1,8 +1,8 @@
-//! The driver calls by name: what faults are attached to and what is counted.
+//! Driver calls by name, for attaching faults and counting.
 
 macro_rules! calls {
     ($($variant:ident $name:literal),* $(,)?) => {
-        /// A driver call: one per method of [`crate::api::Api`] that the real driver would be sent.
+        /// A driver call; one per method of [`crate::api::Api`] that reaches a real driver.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
         #[non_exhaustive]
         pub enum DriverCall {
@@ -10,10 +10,10 @@ macro_rules! calls {
         }
 
         impl DriverCall {
-            /// Every call, in the order of the interface.
+            /// Every call, in the order of [`crate::api::Api`].
             pub const ALL: &'static [DriverCall] = &[$(DriverCall::$variant),*];
 
-            /// The name of the interface's method.
+            /// Name of the method of [`crate::api::Api`].
             #[must_use]
             pub const fn name(self) -> &'static str {
                 match self { $(DriverCall::$variant => $name),* }
@@ -88,7 +88,7 @@ calls! {
 }
 
 impl DriverCall {
-    /// Whether the call hands over device work that runs after it has returned, so that a sticky fault shows later.
+    /// True if the call submits device work that runs after it returns, so that a sticky fault shows later.
     pub(super) const fn runs_later(self) -> bool {
         matches!(
             self,
@@ -101,12 +101,12 @@ impl DriverCall {
         )
     }
 
-    /// Whether the call's work writes bytes, one of which a fault can falsify.
+    /// True if the call's work writes bytes, which a fault can corrupt.
     pub(super) const fn writes(self) -> bool {
         self.runs_later() || matches!(self, DriverCall::MemcpyHtod | DriverCall::MemcpyDtoh)
     }
 
-    /// Whether the call still answers after a sticky fault: those that need no context.
+    /// True if the call needs no context and still succeeds after a sticky fault.
     pub(super) const fn survives_sticky(self) -> bool {
         matches!(self, DriverCall::DriverVersion | DriverCall::DeviceCount | DriverCall::DeviceInfo)
     }
@@ -133,7 +133,7 @@ impl CallSet {
         DriverCall::ALL.iter().all(|&call| !self.contains(call) || test(call))
     }
 
-    /// The calls a script's word names: a method's name, its short form, or a family.
+    /// Calls that a word of a script names: a method name, a short form, or a family of calls.
     pub(super) fn from_word(word: &str) -> Option<CallSet> {
         use DriverCall as C;
         let set: &[DriverCall] = match word {
@@ -169,7 +169,7 @@ impl CallSet {
         Some(CallSet::of(set))
     }
 
-    /// Every word [`CallSet::from_word`] knows besides the methods' names.
+    /// The words that [`CallSet::from_word`] knows in addition to method names.
     pub(super) const SHORT_WORDS: &'static str = "launch, replay, alloc, allocation, copy, upload, download, fill, \
         wait, query, begin_capture, end_capture, is_capturing, add_node, instantiate, module_load, context, call";
 }

@@ -1,10 +1,10 @@
-//! The capture state machine, as measured: which calls a capture takes in, which break it, and with which code.
+//! The capture state machine as measured on a real GPU: which calls a capture records, which break it, and with which code.
 //!
-//! Three kinds of calls matter while a stream is being captured: work on a capturing stream becomes a node; calls the
-//! driver counts as unsafe (allocating, freeing, unloading, instantiating, waiting for anything outside) break captures
-//! by mode and thread; waiting for something that includes a capture breaks it in every mode. Work on the legacy stream
-//! breaks captures of blocking streams. The tables in the conformance test are the specification; what they do not
-//! measure says so where it is decided.
+//! Three kinds of calls matter during a capture. Work on a capturing stream becomes a node. Calls that the driver considers
+//! unsafe (allocating, freeing, unloading, instantiating, waiting for anything outside) break captures depending on mode
+//! and thread. Waiting for something that includes a capture breaks it in every mode. In addition, work on the legacy
+//! stream breaks captures of blocking streams. The tables of the conformance test are the specification; behaviour that
+//! they do not measure is marked in the code.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -26,7 +26,7 @@ pub(super) struct SimCapture {
     origin: StreamHandle,
     broken: bool,
     def: GraphDef,
-    /// For each stream taking part, what its next node waits for.
+    /// For each participating stream, the dependencies of its next node.
     frontiers: BTreeMap<StreamHandle, Vec<Dependency>>,
 }
 
@@ -35,7 +35,7 @@ impl SimCapture {
         self.broken = true;
     }
 
-    pub(super) fn takes_part(&self, stream: StreamHandle) -> bool {
+    pub(super) fn includes(&self, stream: StreamHandle) -> bool {
         self.frontiers.contains_key(&stream)
     }
 
@@ -43,7 +43,7 @@ impl SimCapture {
         if self.broken { CaptureStatus::Invalidated } else { CaptureStatus::Active }
     }
 
-    /// Every forked stream's work is waited for by the origin.
+    /// True if the origin waits for the work of every forked stream.
     fn is_joined(&self) -> bool {
         let origin = self.frontiers.get(&self.origin).map_or(&[][..], Vec::as_slice);
         let joined = self.def.ancestors(origin);
@@ -54,11 +54,11 @@ impl SimCapture {
 
 impl SimState {
     fn capture_id(&self, stream: StreamHandle) -> Option<u64> {
-        self.captures.iter().find(|(_, c)| c.takes_part(stream)).map(|(&id, _)| id)
+        self.captures.iter().find(|(_, c)| c.includes(stream)).map(|(&id, _)| id)
     }
 
-    /// A stream's capture and its id while it is active. Asked of the legacy stream while a blocking one is being
-    /// captured it is an error that, as the driver documents, breaks nothing.
+    /// Capture status of a stream, with the id while active. Querying the legacy stream while a blocking one is being
+    /// captured is an error; per the driver's documentation it breaks nothing.
     pub(super) fn capture_status(&self, stream: StreamHandle) -> RawResult<(CaptureStatus, Option<u64>)> {
         let (ctx, kind) = (self.streams[&stream].ctx, self.streams[&stream].kind);
         if kind == SimStreamKind::Legacy && self.captures.values().any(|c| self.captures_blocking(c, ctx)) {
@@ -83,12 +83,12 @@ impl SimState {
         hit.map(SimCapture::invalidate).count() > 0
     }
 
-    /// What a scripted fault does to the captures that are on.
+    /// Invalidates every active capture, for scripted faults.
     pub(super) fn break_all_captures(&mut self) {
         self.break_captures(|_| true);
     }
 
-    /// Work for the legacy stream would wait for every blocking stream; one that is being captured cannot be.
+    /// Checks work on the legacy stream. It would wait for every blocking stream, which is impossible for a capturing one.
     pub(super) fn check_legacy(&mut self, ctx: CtxHandle) -> RawResult<()> {
         let hit: Vec<u64> =
             self.captures.iter().filter(|(_, c)| self.captures_blocking(c, ctx)).map(|(&id, _)| id).collect();
@@ -98,25 +98,25 @@ impl SimState {
         if hit.is_empty() { Ok(()) } else { Err(Code::STREAM_CAPTURE_IMPLICIT) }
     }
 
-    /// Waiting for, or asking after, a stream.
+    /// Checks a wait for, or a query of, a stream.
     pub(super) fn check_stream_wait(&mut self, stream: StreamHandle) -> RawResult<()> {
         if let Some(capture) = self.capture_id(stream).and_then(|id| self.captures.get_mut(&id)) {
             capture.invalidate();
             return Err(Code::STREAM_CAPTURE_UNSUPPORTED);
         }
-        // The legacy stream stands for all blocking ones.
+        // The legacy stream represents all blocking ones.
         if self.streams[&stream].kind == SimStreamKind::Legacy {
             self.check_legacy(self.streams[&stream].ctx)?;
         }
         self.check_unsafe_call()
     }
 
-    /// Waiting for the whole context, from any thread, in any mode.
+    /// Checks a wait for the whole context, which breaks captures of any thread and mode.
     pub(super) fn check_ctx_wait(&mut self, ctx: CtxHandle) -> RawResult<()> {
         if self.break_captures(|c| c.ctx == ctx) { Err(Code::STREAM_CAPTURE_UNSUPPORTED) } else { Ok(()) }
     }
 
-    /// Waiting for, or asking after, an event.
+    /// Checks a wait for, or a query of, an event.
     pub(super) fn check_event_wait(&mut self, event: EventHandle) -> RawResult<()> {
         if let EventState::Captured { capture, .. } = self.events[&event].state {
             if let Some(c) = self.captures.get_mut(&capture) {
@@ -151,12 +151,12 @@ impl SimState {
         Ok(())
     }
 
-    /// Ends the capture; whatever the answer, the stream is not being captured afterwards, except when it is not the
-    /// stream on which the capture began.
+    /// Ends the capture. Whatever the result, the stream is no longer capturing afterwards, unless the capture began on
+    /// another stream.
     pub(super) fn end_capture(&mut self, stream: StreamHandle) -> RawResult<GraphHandle> {
         let id = self.capture_id(stream).ok_or(Code::ILLEGAL_STATE)?;
         if self.captures[&id].origin != stream {
-            self.break_captures(|c| c.takes_part(stream));
+            self.break_captures(|c| c.includes(stream));
             return Err(Code::STREAM_CAPTURE_UNMATCHED);
         }
         let Some(capture) = self.captures.remove(&id) else { return Err(Code::ILLEGAL_STATE) };
@@ -174,14 +174,14 @@ impl SimState {
         Ok(handle)
     }
 
-    /// Drops a stream's capture without a graph: an end-capture that a script makes fail.
+    /// Drops a stream's capture without creating a graph, for an end-capture that a script makes fail.
     pub(super) fn abandon_capture(&mut self, stream: StreamHandle) {
         if let Some(id) = self.capture_id(stream) {
             self.captures.remove(&id);
         }
     }
 
-    /// The capture a stream's work goes into, if it is being captured.
+    /// The capture that records the stream's work, if any.
     pub(super) fn capturing(&self, stream: StreamHandle) -> RawResult<Option<u64>> {
         match self.capture_id(stream) {
             Some(id) if self.captures[&id].broken => Err(Code::STREAM_CAPTURE_INVALIDATED),
@@ -189,7 +189,7 @@ impl SimState {
         }
     }
 
-    /// Gives work to a stream: a node when it is being captured, else a place in its queue.
+    /// Submits work to a stream: as a node if the stream is capturing, else to its queue.
     pub(super) fn submit(&mut self, stream: StreamHandle, op: SimOp) -> RawResult<Option<u64>> {
         if let Some(id) = self.capturing(stream)? {
             let fault = self.armed.take();
@@ -207,7 +207,7 @@ impl SimState {
         let Some(capture) = self.captures.get_mut(&id) else { return };
         let frontier = capture.frontiers.entry(stream).or_default();
         let mut deps = std::mem::replace(frontier, vec![Dependency { on: handle, kind: EdgeKind::Full }]);
-        // A programmatic launch right behind one kernel becomes a programmatic edge; behind anything else it waits.
+        // A programmatic launch directly after a single kernel becomes a programmatic edge; after anything else it waits.
         if let NodeWork::Op(SimOp::Kernel(k), _) = &work
             && k.config.programmatic
             && let [dep] = deps.as_mut_slice()
@@ -239,10 +239,10 @@ impl SimState {
         Ok(())
     }
 
-    /// `cuStreamWaitEvent`: an ordering between streams, a fork or a join of a capture, or a breach of its isolation.
+    /// `cuStreamWaitEvent`: orders two streams, forks or joins a capture, or violates its isolation.
     pub(super) fn wait_event(&mut self, stream: StreamHandle, event: EventHandle) -> RawResult<()> {
-        let mine = self.capturing(stream)?;
-        match (mine, self.events[&event].state.clone()) {
+        let capture = self.capturing(stream)?;
+        match (capture, self.events[&event].state.clone()) {
             (Some(id), EventState::Captured { capture, frontier }) if capture == id => {
                 self.join_frontier(id, stream, frontier);
                 Ok(())
@@ -280,10 +280,10 @@ impl SimState {
         }
     }
 
-    fn join_frontier(&mut self, id: u64, stream: StreamHandle, more: Vec<Dependency>) {
+    fn join_frontier(&mut self, id: u64, stream: StreamHandle, tips: Vec<Dependency>) {
         if let Some(capture) = self.captures.get_mut(&id) {
             let frontier = capture.frontiers.entry(stream).or_default();
-            for dep in more {
+            for dep in tips {
                 if !frontier.contains(&dep) {
                     frontier.push(dep);
                 }

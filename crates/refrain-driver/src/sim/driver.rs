@@ -1,4 +1,4 @@
-//! The driver interface: each method checks its handles, asks the capture state machine, and hands on.
+//! The driver interface. Each method checks its handles, consults the capture state machine and delegates.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ use crate::api::{
 };
 
 impl SimState {
-    /// Checks a range that a copy or a fill names, when the call is made.
+    /// Checks the range of a copy or fill at the time of the call.
     fn check_range(&mut self, what: &str, ptr: DevicePtr, bytes: u64) -> RawResult<()> {
         if bytes == 0 {
             return Ok(());
@@ -31,7 +31,7 @@ impl SimState {
         })
     }
 
-    /// A host end that is pinned is checked like device memory whenever the copy runs.
+    /// Resolves an end of a copy. A pinned host end becomes a device address, so it is checked whenever the copy runs.
     fn copy_end(&mut self, end: CopyEnd, bytes: u64, pinned_only: bool) -> RawResult<CopyEnd> {
         match end {
             CopyEnd::Device(ptr) => self.check_range("a copy", ptr, bytes).map(|()| end),
@@ -44,7 +44,7 @@ impl SimState {
         }
     }
 
-    /// Something to wait for: the item that records an event and what the host then has seen.
+    /// The queue item that records an event, and the clock that the host has seen after waiting for it.
     fn event_item(&self, event: EventHandle) -> Option<(u64, super::races::Clock)> {
         match &self.events[&event].state {
             EventState::Recorded { item, clock, .. } => Some((*item, clock.clone())),
@@ -69,7 +69,7 @@ impl SimDriver {
         self.queued(state)
     }
 
-    /// A synchronous copy: queued on the legacy stream, and waited for.
+    /// Runs a synchronous copy: queues it on the legacy stream and waits for it.
     fn copy_now(&self, mut state: std::sync::MutexGuard<'_, SimState>, op: SimOp) -> RawResult<()> {
         let legacy = state.stream(StreamHandle::LEGACY)?;
         if let Some(item) = state.submit(legacy, op)? {
@@ -118,7 +118,7 @@ impl Api for SimApi {
             total_bytes: state.memory.info().1,
             l2_bytes: 50 << 20,
             shared_block_bytes: state.shared_block_bytes,
-            // One block leaves a kilobyte to the system.
+            // The system reserves one kilobyte per block.
             shared_sm_bytes: SHARED_SM_BYTES.min(state.shared_block_bytes.saturating_add(1024)),
             pci: format!("0000:{ordinal:02x}:00.0"),
             uuid,
@@ -197,7 +197,7 @@ impl Api for SimApi {
         let mut state = self.enter(DriverCall::Free)?;
         state.ctx()?;
         state.check_unsafe_call()?;
-        // The driver waits for the device before it takes memory away.
+        // The driver waits for the device before it frees memory.
         let mut state = self.drain(state)?;
         state.memory.free(ptr.0).inspect_err(|_| {
             state.report(format!("free of {:#x}, which is not the start of a live allocation", ptr.0));
@@ -272,7 +272,7 @@ impl Api for SimApi {
         state.ctx()?;
         let bytes = dst.len() as u64;
         state.check_range("a copy to the host", src, bytes)?;
-        // Waited for below while `dst` is borrowed; when the context is lost first, nothing queued ever runs again.
+        // Waits below while `dst` is borrowed. If the context is lost first, nothing queued ever runs again.
         let dst = CopyEnd::Host(HostPtr::of(dst.as_mut_ptr()));
         self.copy_now(state, SimOp::Copy { dst, src: CopyEnd::Device(src), bytes })
     }
@@ -290,7 +290,7 @@ impl Api for SimApi {
         let captured = state.capturing(stream)?.is_some();
         let to = state.copy_end(CopyEnd::Device(dst), bytes, false)?;
         let op = match state.copy_end(CopyEnd::Host(src), bytes, false)? {
-            // Pageable memory is read before the call returns, except in a capture.
+            // Outside a capture, pageable memory is read before the call returns.
             CopyEnd::Host(src) if !captured => {
                 let mut data = vec![0; usize::try_from(bytes).map_err(|_| Code::INVALID_VALUE)?];
                 super::memory::read_host(src.0, &mut data);
@@ -314,7 +314,7 @@ impl Api for SimApi {
         let dst = state.copy_end(CopyEnd::Host(dst), bytes, false)?;
         let item = state.submit(stream, SimOp::Copy { dst, src, bytes })?;
         match (item, dst) {
-            // To pageable memory the call returns when the copy is done, except in a capture.
+            // Outside a capture, a copy to pageable memory is done when the call returns.
             (Some(item), CopyEnd::Host(_)) => {
                 let clock = state.streams[&stream].clock.clone();
                 self.wait_for(state, item, &clock).map(drop)
@@ -360,8 +360,8 @@ impl Api for SimApi {
         if state.streams[&stream].kind == SimStreamKind::Legacy {
             return Err(Code::INVALID_HANDLE);
         }
-        // A stream in a capture takes the capture with it; not in the measured table.
-        let capture = state.captures.values_mut().find(|c| c.takes_part(stream));
+        // Destroying a capturing stream breaks the capture; the measured table does not cover this.
+        let capture = state.captures.values_mut().find(|c| c.includes(stream));
         capture.into_iter().for_each(SimCapture::invalidate);
         let idle = state.streams[&stream].queue.is_empty() && !state.streams[&stream].busy;
         if idle {
@@ -651,7 +651,7 @@ impl Api for SimApi {
     fn graph_nodes(&self, graph: GraphHandle) -> RawResult<Vec<(NodeHandle, NodeKind)>> {
         let mut state = self.enter(DriverCall::GraphNodes)?;
         let mut nodes: Vec<_> = state.graph(graph)?.def.nodes.iter().map(|n| (n.handle, n.kind())).collect();
-        // The driver promises no order, so nobody may count on one.
+        // The driver guarantees no order, so tests must not rely on one.
         state.rng.shuffle(&mut nodes);
         Ok(nodes)
     }
@@ -710,14 +710,14 @@ impl Api for SimApi {
         if ctx != state.streams[&stream].ctx {
             return Err(Code::INVALID_HANDLE);
         }
-        // The driver takes no graph launch into a capture; a child node is what does that.
+        // The driver cannot capture a graph launch; that takes a child node.
         if state.capturing(stream)?.is_some() {
             return state.check_stream_wait(stream);
         }
         if state.streams[&stream].kind == SimStreamKind::Legacy {
             state.check_legacy(ctx)?;
         }
-        // Memory that an earlier launch allocated and nobody freed: the graph cannot allocate it again.
+        // The graph cannot allocate memory that an earlier launch allocated and nobody has freed.
         if graph.allocs.iter().any(|&start| state.memory.owner(start).is_some_and(|(_, live)| live)) {
             return Err(Code::INVALID_VALUE);
         }

@@ -1,4 +1,4 @@
-//! Graphs by handle: adding nodes, children, and destroying.
+//! Operations on graphs by handle: adding nodes, looking up children, destroying.
 
 use std::sync::Arc;
 
@@ -46,7 +46,7 @@ impl SimState {
         }
     }
 
-    /// The child graph of a node, borrowed from the graph that the node is in.
+    /// The child graph of a node, borrowed from the node's graph.
     pub(super) fn child_graph(&mut self, node: NodeHandle) -> RawResult<GraphHandle> {
         if let Some(&handle) = self.children.get(&node) {
             return Ok(handle);

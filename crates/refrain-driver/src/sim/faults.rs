@@ -21,7 +21,7 @@ use std::time::Duration;
 use super::calls::{CallSet, DriverCall};
 use crate::api::Code;
 
-/// What a call does instead of, or besides, its work.
+/// Effect of a fault, instead of or in addition to the call's work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Action {
     Fail(Code),
@@ -45,106 +45,108 @@ struct FaultRule {
     calls: CallSet,
     during_capture: bool,
     action: Action,
-    n_seen: u64,
+    n_calls: u64,
     n_fired: u64,
 }
 
-/// A parsed list of faults; empty by default.
+/// A parsed fault script; empty by default.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FaultScript {
     rules: Vec<FaultRule>,
 }
 
-/// Why a fault script cannot be read.
+/// A mistake in a fault script.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum FaultScriptError {
     /// A rule has no `:` between its trigger and its action.
-    #[error("fault rule {rule} (`{text}`) has no `:` between the call and what happens")]
+    #[error("fault rule {rule} (`{text}`) has no `:` between the trigger and the action")]
     NoAction {
-        /// Which rule, from 1.
+        /// Number of the rule, from 1.
         rule: usize,
-        /// Its text.
+        /// Text of the rule.
         text: String,
     },
     /// The part before the colon is not a trigger.
     #[error("fault rule {rule} (`{text}`): `{word}` is not a trigger")]
     BadTrigger {
-        /// Which rule, from 1.
+        /// Number of the rule, from 1.
         rule: usize,
-        /// Its text.
+        /// Text of the rule.
         text: String,
-        /// What was found.
+        /// The offending word.
         word: String,
     },
-    /// No driver call has that name.
+    /// There is no driver call of that name.
     #[error("fault rule {rule} (`{text}`): there is no driver call `{word}`")]
     UnknownCall {
-        /// Which rule, from 1.
+        /// Number of the rule, from 1.
         rule: usize,
-        /// Its text.
+        /// Text of the rule.
         text: String,
-        /// What was found.
+        /// The offending word.
         word: String,
     },
     /// The part after the colon is not an action.
-    #[error("fault rule {rule} (`{text}`): `{word}` is not something that can happen")]
+    #[error("fault rule {rule} (`{text}`): `{word}` is not an action")]
     UnknownAction {
-        /// Which rule, from 1.
+        /// Number of the rule, from 1.
         rule: usize,
-        /// Its text.
+        /// Text of the rule.
         text: String,
-        /// What was found.
+        /// The offending word.
         word: String,
     },
     /// The code is not a driver code.
     #[error("fault rule {rule} (`{text}`): `{word}` is not a driver error code")]
     UnknownCode {
-        /// Which rule, from 1.
+        /// Number of the rule, from 1.
         rule: usize,
-        /// Its text.
+        /// Text of the rule.
         text: String,
-        /// What was found.
+        /// The offending word.
         word: String,
     },
-    /// A wrong byte was asked of a call that writes none.
-    #[error("fault rule {rule} (`{text}`): this call writes no bytes, so none can be wrong")]
+    /// `wrong byte` is attached to a call that writes no bytes.
+    #[error(
+        "fault rule {rule} (`{text}`): this call writes no bytes, so `wrong byte` has nothing to corrupt"
+    )]
     WritesNothing {
-        /// Which rule, from 1.
+        /// Number of the rule, from 1.
         rule: usize,
-        /// Its text.
+        /// Text of the rule.
         text: String,
     },
 }
 
 impl FaultScriptError {
-    /// What to do about it.
+    /// Suggests an action.
     #[must_use]
     pub fn hint(&self) -> String {
         match self {
             Self::NoAction { .. } => "write it as `on 3rd launch: illegal address`".into(),
             Self::BadTrigger { .. } => {
                 "start with `on 3rd CALL`, `on every CALL`, `on every 2nd CALL` or `from 3rd CALL`, \
-                 and end with `during capture` or nothing"
+                 optionally followed by `during capture`"
                     .into()
             }
-            Self::UnknownCall { .. } => format!("one of {}, or a driver interface method", CallSet::SHORT_WORDS),
+            Self::UnknownCall { .. } => format!("use one of {}, or the name of a method of the driver interface", CallSet::SHORT_WORDS),
             Self::UnknownAction { .. } => {
-                "one of `fail CODE`, `out of memory`, `sticky CODE`, `illegal address`, `wrong byte`, `invalidate`, \
+                "use one of `fail CODE`, `out of memory`, `sticky CODE`, `illegal address`, `wrong byte`, `invalidate`, \
                  `hang`, `hang 50 ms`"
                     .into()
             }
-            Self::UnknownCode { .. } => "a number such as 900 or a name such as STREAM_CAPTURE_UNSUPPORTED".into(),
+            Self::UnknownCode { .. } => "use a number such as 900 or a name such as STREAM_CAPTURE_UNSUPPORTED".into(),
             Self::WritesNothing { .. } => "attach `wrong byte` to launch, replay, copy or fill".into(),
         }
     }
 }
 
 impl FaultScript {
-    /// Reads a script; see the module documentation for the language.
+    /// Parses a script. `docs/reference/faults.md` describes the language.
     ///
     /// # Errors
-    /// When a rule cannot be understood; the error names the rule and the word.
+    /// If a rule is malformed; the error names the rule and the word.
     pub fn parse(script: &str) -> Result<FaultScript, FaultScriptError> {
         let texts = script
             .lines()
@@ -155,7 +157,7 @@ impl FaultScript {
         Ok(FaultScript { rules })
     }
 
-    /// True when no fault is scripted.
+    /// True if there are no rules.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.rules.is_empty()
@@ -165,23 +167,23 @@ impl FaultScript {
         self.rules.extend(more.rules);
     }
 
-    /// The rules that never came to happen, as they were written, with how often their call was made.
+    /// The rules that never fired, as written, with the number of matching calls.
     pub(super) fn unused(&self) -> impl Iterator<Item = (&str, u64)> {
-        self.rules.iter().filter(|rule| rule.n_fired == 0).map(|rule| (rule.text.as_str(), rule.n_seen))
+        self.rules.iter().filter(|rule| rule.n_fired == 0).map(|rule| (rule.text.as_str(), rule.n_calls))
     }
 
-    /// Counts one call and returns what happens on it.
+    /// Counts a call and returns the actions that fire on it.
     pub(super) fn fire(&mut self, call: DriverCall, capturing: bool) -> Vec<Action> {
         let mut actions = Vec::new();
         for rule in &mut self.rules {
             if !rule.calls.contains(call) || (rule.during_capture && !capturing) {
                 continue;
             }
-            rule.n_seen += 1;
+            rule.n_calls += 1;
             let fires = match rule.when {
-                When::Nth(n) => rule.n_seen == n,
-                When::EveryNth(n) => rule.n_seen.is_multiple_of(n),
-                When::From(n) => rule.n_seen >= n,
+                When::Nth(n) => rule.n_calls == n,
+                When::EveryNth(n) => rule.n_calls.is_multiple_of(n),
+                When::From(n) => rule.n_calls >= n,
             };
             if fires {
                 rule.n_fired += 1;
@@ -240,7 +242,7 @@ fn parse_rule(rule: usize, text: &str) -> Result<FaultRule, FaultScriptError> {
     if action == Action::WrongByte && !calls.all(DriverCall::writes) {
         return Err(FaultScriptError::WritesNothing { rule, text: owned() });
     }
-    Ok(FaultRule { text: owned(), when, calls, during_capture, action, n_seen: 0, n_fired: 0 })
+    Ok(FaultRule { text: owned(), when, calls, during_capture, action, n_calls: 0, n_fired: 0 })
 }
 
 fn parse_action(rule: usize, text: &str, action: &str) -> Result<Action, FaultScriptError> {
@@ -269,7 +271,7 @@ fn parse_action(rule: usize, text: &str, action: &str) -> Result<Action, FaultSc
     }
 }
 
-/// `3rd`, `3` or `third`.
+/// Parses `3rd`, `3` or `third`.
 fn ordinal(word: &str) -> Option<u64> {
     let named = ["first", "second", "third", "fourth", "fifth"];
     if let Some(i) = named.iter().position(|&name| name == word) {
@@ -281,7 +283,7 @@ fn ordinal(word: &str) -> Option<u64> {
         .flatten()
 }
 
-/// `50ms`, `2s`.
+/// Parses `50ms` or `2s`.
 fn duration(word: &str) -> Option<Duration> {
     match word.strip_suffix("ms") {
         Some(ms) => ms.parse().ok().map(Duration::from_millis),

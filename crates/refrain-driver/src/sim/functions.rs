@@ -1,4 +1,4 @@
-//! Functions of modules: attributes, and whether a launch can be.
+//! Functions of modules: attributes and launch checks.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -89,10 +89,10 @@ impl SimFunction {
     }
 }
 
-/// How many such blocks a multiprocessor holds.
+/// Number of such blocks that fit on one SM.
 pub(super) fn blocks_per_sm(block_threads: u32, shared_bytes: u32) -> u32 {
     let by_threads = MAX_SM_THREADS / block_threads.max(1).next_multiple_of(32);
-    // Each block takes a kilobyte of shared memory for the system.
+    // The system reserves one kilobyte of shared memory per block.
     by_threads.min(SHARED_SM_BYTES / shared_bytes.saturating_add(1024)).min(32)
 }
 
@@ -101,7 +101,7 @@ impl SimState {
         self.functions.get(&handle).ok_or(Code::INVALID_HANDLE)
     }
 
-    /// A launch, checked against the function's limits and parameter layout.
+    /// Builds a launch after checking it against the function's limits and parameter layout.
     pub(super) fn kernel_op(
         &self,
         function: FunctionHandle,
@@ -117,7 +117,7 @@ impl SimState {
         Ok((f.ctx, op))
     }
 
-    /// A kernel that the module's image names and a twin is registered for.
+    /// Looks up a kernel that the module's image contains and that has a registered twin.
     pub(super) fn find_function(&mut self, module: ModuleHandle, name: &str) -> RawResult<FunctionHandle> {
         let found = self.modules.get(&module).ok_or(Code::INVALID_HANDLE)?;
         let ctx = found.ctx;
@@ -129,7 +129,7 @@ impl SimState {
         let twin_sizes: Vec<usize> = twin.params.iter().map(|p| p.size).collect();
         if let Some(sizes) = entry.param_sizes.filter(|sizes| *sizes != twin_sizes) {
             self.report(format!(
-                "kernel {name} has parameters of {sizes:?} bytes, its twin of {twin_sizes:?}"
+                "kernel {name} has parameters of {sizes:?} bytes, but its twin has {twin_sizes:?}"
             ));
             return Err(Code::INVALID_IMAGE);
         }

@@ -1,4 +1,4 @@
-//! Graphs: nodes and edges as they were built, and the flat form that runs in a random legal order.
+//! Graphs: nodes and edges as built, and the flat form that runs in a random legal order.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use super::races::{AccessLog, SimAccess, describe};
 use super::rng::SimRng;
 use crate::api::{Dependency, EdgeKind, GraphHandle, NodeHandle, NodeKind};
 
-/// What a node does.
+/// Work of a node.
 #[derive(Clone)]
 pub(super) enum NodeWork {
     Op(SimOp, Option<WorkFault>),
@@ -38,11 +38,11 @@ pub(super) struct GraphDef {
 
 impl GraphDef {
     pub(super) fn position(&self, node: NodeHandle) -> Option<usize> {
-        // Handles are given out in rising order, and nodes are only appended.
+        // Handles are issued in ascending order, and nodes are only appended.
         self.nodes.binary_search_by_key(&node, |n| n.handle).ok()
     }
 
-    /// The nodes that `of` wait for, directly or not, themselves included.
+    /// Marks the nodes in `of` and everything that they wait for, directly or indirectly.
     pub(super) fn ancestors(&self, of: &[Dependency]) -> Vec<bool> {
         let mut seen = vec![false; self.nodes.len()];
         let mut todo: Vec<usize> = of.iter().filter_map(|d| self.position(d.on)).collect();
@@ -54,7 +54,7 @@ impl GraphDef {
         seen
     }
 
-    /// The same graph with nodes of its own.
+    /// Returns a copy of the graph with new node handles.
     pub(super) fn renamed(&self, next_handle: &mut impl FnMut() -> u64) -> GraphDef {
         let mut nodes: Vec<SimNode> = Vec::with_capacity(self.nodes.len());
         for node in &self.nodes {
@@ -73,10 +73,10 @@ impl GraphDef {
     }
 }
 
-/// A graph the device knows by handle.
+/// A graph with a handle.
 pub(super) struct GraphSlot {
     pub(super) def: Arc<GraphDef>,
-    /// Set for a child seen through its parent: borrowed, not to be destroyed.
+    /// Set for a child obtained through its parent, which is borrowed and must not be destroyed.
     pub(super) parent: Option<GraphHandle>,
 }
 
@@ -86,23 +86,23 @@ struct FlatNode {
     deps: Vec<(usize, EdgeKind)>,
 }
 
-/// A graph ready to run: children inlined, and the order between any two nodes known.
+/// A graph ready to run, with its children inlined and the order between any two nodes known.
 pub(super) struct FlatGraph {
     nodes: Vec<FlatNode>,
-    /// For each point (see [`point`]) the set of points that come before it; empty when all nodes form one chain.
+    /// For each point (see [`point`]), the set of points before it; empty if all nodes form one chain.
     before: Vec<Vec<u64>>,
     chain: bool,
-    /// Addresses that memory nodes of the graph bring to life.
+    /// Addresses that the graph's memory nodes allocate.
     pub(super) allocs: Vec<u64>,
 }
 
-/// A node has two points in time: the start of its early part (0) and the end of its main part (1). They differ only
-/// under programmatic edges.
+/// Index of a point in time. A node has two: the start of its early part (0) and the end of its main part (1). They are
+/// ordered differently only under programmatic edges.
 const fn point(node: usize, main: bool) -> usize {
     2 * node + main as usize
 }
 
-/// The order between nodes is a bit table; past this size races are not looked for.
+/// Maximum number of nodes for which races are checked, since the order is kept as a bit matrix.
 const MAX_CHECKED_NODES: usize = 8192;
 
 impl FlatGraph {
@@ -140,14 +140,14 @@ impl FlatGraph {
         matches!(&self.nodes[i].op, SimOp::Kernel(k) if k.twin.starts_next_late)
     }
 
-    /// What a kernel waits for inside.
+    /// The points that a kernel waits for from inside.
     fn waited(&self, node: usize) -> impl Iterator<Item = usize> {
         let waits = self.waits(node);
         let deps = self.nodes[node].deps.iter();
         deps.filter(move |(_, kind)| waits && *kind == EdgeKind::Programmatic).map(|&(on, _)| point(on, true))
     }
 
-    /// The points directly before a point.
+    /// The direct predecessors of a point.
     fn direct(&self, node: usize, main: bool) -> Vec<usize> {
         if main {
             return self.waited(node).chain([point(node, false)]).collect();
@@ -182,7 +182,7 @@ impl FlatGraph {
         self.before[b][a / 64] >> (a % 64) & 1 == 1
     }
 
-    /// A random order in which the nodes may run.
+    /// Returns a random legal order of the nodes.
     pub(super) fn random_order(&self, rng: &mut SimRng) -> Vec<u32> {
         let n = self.nodes.len();
         if self.chain {
@@ -215,7 +215,7 @@ impl FlatGraph {
         order
     }
 
-    /// Every pair of nodes that touched the same bytes while nothing orders them.
+    /// Reports every unordered pair of nodes that accessed the same bytes.
     pub(super) fn races(&self, logs: &[AccessLog]) -> Vec<String> {
         if self.before.is_empty() {
             return Vec::new();
@@ -248,25 +248,25 @@ impl FlatGraph {
         reports
     }
 
-    /// An early access lies between the two points of its node, so it is after another node's main point only if the
-    /// node's start is.
+    /// An early access lies between the two points of its node, so it follows another node's main point only if its own
+    /// node's start does.
     fn ordered(&self, x: usize, ax: &SimAccess, y: usize, ay: &SimAccess) -> bool {
         self.is_before(point(x, true), point(y, !ay.early))
             || self.is_before(point(y, true), point(x, !ax.early))
     }
 }
 
-/// Appends the nodes of `def`, roots waiting for `entry`; returns the nodes to wait for to be past the whole graph.
+/// Appends the nodes of `def`, whose roots wait for `entry`. Returns the nodes to wait for at the end of the graph.
 fn flatten(def: &GraphDef, entry: &[(usize, EdgeKind)], out: &mut Vec<FlatNode>) -> Vec<usize> {
-    // Where each node ended up: its last point in the flat list.
-    let mut at: Vec<usize> = Vec::with_capacity(def.nodes.len());
+    // Position of each node in the flat list; of a child graph, its last node.
+    let mut positions: Vec<usize> = Vec::with_capacity(def.nodes.len());
     let mut has_dependent = vec![false; def.nodes.len()];
     for node in &def.nodes {
         let mut deps: Vec<(usize, EdgeKind)> = Vec::new();
         for d in &node.deps {
             if let Some(i) = def.position(d.on) {
                 has_dependent[i] = true;
-                deps.push((at[i], d.kind));
+                deps.push((positions[i], d.kind));
             }
         }
         if node.deps.is_empty() {
@@ -281,12 +281,12 @@ fn flatten(def: &GraphDef, entry: &[(usize, EdgeKind)], out: &mut Vec<FlatNode>)
                 out.push(FlatNode { op: SimOp::Empty, fault: None, deps });
             }
         }
-        at.push(out.len() - 1);
+        positions.push(out.len() - 1);
     }
-    (0..at.len()).filter(|&i| !has_dependent[i]).map(|i| at[i]).collect()
+    (0..positions.len()).filter(|&i| !has_dependent[i]).map(|i| positions[i]).collect()
 }
 
-/// One launch of a graph on its way.
+/// One launch of a graph in progress.
 pub(super) struct GraphRun {
     pub(super) graph: Arc<FlatGraph>,
     order: Option<Vec<u32>>,
@@ -300,7 +300,7 @@ impl GraphRun {
         GraphRun { graph, order: None, next: 0, logs }
     }
 
-    /// The next node to run, if any is left.
+    /// Returns the next node to run, if any.
     pub(super) fn advance(&mut self, rng: &mut SimRng) -> Option<usize> {
         let order = self.order.get_or_insert_with(|| self.graph.random_order(rng));
         let node = order.get(self.next).map(|&i| i as usize);
@@ -312,7 +312,7 @@ impl GraphRun {
         self.logs[node] = log;
     }
 
-    /// What the whole run touched, and the races in it.
+    /// Returns all accesses of the run and the races among them.
     pub(super) fn finish(self) -> (AccessLog, Vec<String>) {
         let races = self.graph.races(&self.logs);
         let mut all = AccessLog::default();

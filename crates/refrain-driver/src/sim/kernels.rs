@@ -1,4 +1,4 @@
-//! Kernels as reference functions: what a launch runs here instead of machine code.
+//! Kernels as reference functions, which a launch runs instead of machine code.
 
 use std::borrow::Cow;
 use std::cell::RefCell;
@@ -10,12 +10,12 @@ use super::memory::{Fault, SimLocation, SimMemory, read_pinned};
 use super::races::{AccessLog, SimAccess};
 use crate::api::{Code, DevicePtr, HostPtr, LaunchConfig, ParamInfo};
 
-/// What a twin returns: the first fault ends the kernel, as on a card.
+/// Result of a twin. The first fault ends the kernel, as on a GPU.
 pub type KernelResult<T = ()> = Result<T, Fault>;
 
 type Body = dyn Fn(&mut SimKernel<'_>) -> KernelResult + Send + Sync;
 
-/// The reference function that runs when a kernel of that name is launched.
+/// A reference function that runs when the kernel of that name is launched.
 pub struct Twin {
     pub(super) name: String,
     pub(super) params: Vec<ParamInfo>,
@@ -27,7 +27,8 @@ pub struct Twin {
 }
 
 impl Twin {
-    /// A twin whose parameters have these sizes, each aligned to its size's largest power of two, at most 8.
+    /// Creates a twin with parameters of these sizes, each aligned to the largest power of two that divides its size, up to
+    /// 8.
     pub fn new(
         name: &str,
         param_sizes: &[usize],
@@ -54,21 +55,22 @@ impl Twin {
         }
     }
 
-    /// The kernel never waits for its predecessors when it is launched programmatically: all of it may run early.
+    /// Declares that the kernel never waits for its predecessors when launched programmatically, so all of it may run early.
     #[must_use]
     pub fn never_waits(mut self) -> Twin {
         self.waits = false;
         self
     }
 
-    /// The kernel lets the next one start only behind its own wait: what follows it finds everything before it complete.
+    /// Declares that the kernel lets its successor start only after its own wait, so the successor finds everything before
+    /// this kernel complete.
     #[must_use]
     pub fn starts_next_late(mut self) -> Twin {
         self.starts_next_late = true;
         self
     }
 
-    /// Static shared memory of the kernel in bytes, as its attribute reports it.
+    /// Sets the kernel's static shared memory in bytes, as its attribute reports it.
     #[must_use]
     pub fn static_shared_bytes(mut self, bytes: u32) -> Twin {
         self.static_shared_bytes = bytes;
@@ -76,10 +78,10 @@ impl Twin {
     }
 }
 
-/// One launch as its twin sees it: parameters, shape, and checked access to memory.
+/// A launch as its twin sees it: parameters, shape and checked memory access.
 ///
-/// Every access is checked against live allocations and written down, so that unordered launches over the same bytes
-/// are found. An access that misses returns a [`Fault`]; the context is lost whether or not the twin passes it on.
+/// Every access is checked against live allocations and logged, so that unordered launches over the same bytes are
+/// found. An out-of-bounds access returns a [`Fault`]; the context is lost even if the twin does not propagate it.
 pub struct SimKernel<'a> {
     name: &'a str,
     config: &'a LaunchConfig,
@@ -120,16 +122,16 @@ impl<'a> SimKernel<'a> {
         self.name
     }
 
-    /// Grid, block, shared memory and the rest of the launch.
+    /// The launch configuration.
     #[must_use]
     pub fn config(&self) -> &LaunchConfig {
         self.config
     }
 
-    /// The `i`-th parameter.
+    /// Returns the `i`-th parameter.
     ///
     /// # Errors
-    /// When there is no such parameter or it has another size: a mistake in the twin.
+    /// If there is no such parameter or its size differs, which is a mistake in the twin.
     pub fn arg<T: Pod>(&self, i: usize) -> KernelResult<T> {
         let info = self.layout.get(i).filter(|info| info.size == size_of::<T>());
         let bytes = info.and_then(|info| self.params.get(info.offset..info.offset + info.size));
@@ -137,7 +139,7 @@ impl<'a> SimKernel<'a> {
             self.record(Fault::new(
                 Code::LAUNCH_FAILED,
                 format!(
-                    "the twin reads parameter {i} as {} bytes, it is {:?}",
+                    "the twin reads parameter {i} as {} bytes, but it is {:?}",
                     size_of::<T>(),
                     self.layout.get(i)
                 ),
@@ -145,18 +147,18 @@ impl<'a> SimKernel<'a> {
         })
     }
 
-    /// The `i`-th parameter as an address.
+    /// Returns the `i`-th parameter as an address.
     ///
     /// # Errors
-    /// When it is not an 8-byte parameter.
+    /// If it is not an 8-byte parameter.
     pub fn ptr(&self, i: usize) -> KernelResult<DevicePtr> {
         self.arg(i).map(DevicePtr)
     }
 
-    /// `n` elements at `ptr`, borrowed where they lie in device memory.
+    /// Reads `n` elements at `ptr`, borrowed if they are in device memory.
     ///
     /// # Errors
-    /// A fault when a byte of them is not in one live allocation, or `ptr` is not aligned for `T`.
+    /// A fault if they do not lie within one live allocation, or if `ptr` is not aligned for `T`.
     pub fn view<T: Pod>(&self, ptr: DevicePtr, n: usize) -> KernelResult<Cow<'_, [T]>> {
         if n == 0 {
             return Ok(Cow::Borrowed(&[]));
@@ -177,7 +179,7 @@ impl<'a> SimKernel<'a> {
         }
     }
 
-    /// `n` elements at `ptr`, copied.
+    /// Reads `n` elements at `ptr` into a vector.
     ///
     /// # Errors
     /// As [`SimKernel::view`].
@@ -185,7 +187,7 @@ impl<'a> SimKernel<'a> {
         self.view(ptr, n).map(Cow::into_owned)
     }
 
-    /// The element at `ptr`.
+    /// Reads the element at `ptr`.
     ///
     /// # Errors
     /// As [`SimKernel::view`].
@@ -196,7 +198,7 @@ impl<'a> SimKernel<'a> {
     /// Writes elements at `ptr`.
     ///
     /// # Errors
-    /// As [`SimKernel::view`]; nothing is written then.
+    /// As [`SimKernel::view`]; then nothing is written.
     pub fn write<T: Pod>(&mut self, ptr: DevicePtr, values: &[T]) -> KernelResult {
         if values.is_empty() {
             return Ok(());
@@ -213,7 +215,7 @@ impl<'a> SimKernel<'a> {
         self.write(ptr, &[value])
     }
 
-    /// Reads `n` elements, lets `change` work on them, and writes them back.
+    /// Reads `n` elements, applies `change` and writes them back.
     ///
     /// # Errors
     /// As [`SimKernel::view`].
@@ -228,7 +230,7 @@ impl<'a> SimKernel<'a> {
         self.write(ptr, &values)
     }
 
-    /// A 64-bit load that synchronises with a release store of the host or another kernel.
+    /// Loads 64 bits with acquire, to synchronise with a release store of the host or another kernel.
     ///
     /// # Errors
     /// As [`SimKernel::view`].
@@ -236,15 +238,15 @@ impl<'a> SimKernel<'a> {
         match self.check::<u64>(ptr, 1, false)? {
             SimLocation::Device { .. } => self.read_one(ptr),
             SimLocation::Pinned { addr } => {
-                // SAFETY: the word was located in live pinned memory and is aligned; host and device touch such memory only
-                // through `pinned`.
+                // SAFETY: the word was located in live pinned memory and is aligned; host and device access such memory
+                // only through `pinned`.
                 Ok(unsafe { crate::pinned::word(HostPtr(addr)) }.load(Ordering::Acquire))
             }
         }
     }
 
-    /// A 64-bit store after which everything written before is visible to whoever acquires it: a ring's sequence number in
-    /// pinned memory.
+    /// Stores 64 bits with release, such as a ring's sequence number in pinned memory. Earlier writes are visible to whoever
+    /// loads the value with acquire.
     ///
     /// # Errors
     /// As [`SimKernel::write`].
@@ -259,13 +261,13 @@ impl<'a> SimKernel<'a> {
         Ok(())
     }
 
-    /// What the kernel does before it waits for the launches it depends on programmatically.
+    /// Runs the part of the kernel before it waits for its programmatic dependencies.
     ///
-    /// Without this a twin counts as waiting first thing. What `early` touches is checked against everything those
-    /// launches touch.
+    /// A twin that does not call this waits at its very start. Accesses of `early` are checked against all accesses of the
+    /// launches that it depends on.
     ///
     /// # Errors
-    /// Those of `early`.
+    /// The errors of `early`.
     pub fn before_wait<T>(&mut self, early: impl FnOnce(&mut Self) -> KernelResult<T>) -> KernelResult<T> {
         let was = std::mem::replace(&mut self.early, true);
         let result = early(self);
