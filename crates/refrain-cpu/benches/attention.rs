@@ -56,7 +56,7 @@ fn nanos(time: Duration) -> f64 {
     time.as_secs_f64() * 1e9
 }
 
-/// A low percentile of the time of `f`: other programs on the machine only ever add time.
+/// Returns a low percentile of the time of `f`: interference from other programs only adds time.
 fn low(mut f: impl FnMut()) -> Duration {
     let mut times: Vec<Duration> = (0..200)
         .map(|_| {

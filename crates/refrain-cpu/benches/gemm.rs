@@ -1,7 +1,7 @@
-//! Speed of products of values: `cargo bench -p refrain-cpu --bench gemm`.
+//! Speed of matrix products of values: `cargo bench -p refrain-cpu --bench gemm`.
 //!
-//! Prints GFLOP/s for the products of a training step of a small model, forward and backward, with one thread and with
-//! all, beside what a loop of nothing but `fma` reaches. Argument: `level=NAME` to force a level.
+//! Prints GFLOP/s for the matrix products of a training step of a small model, forward and backward, with one
+//! thread and with all, next to the peak of a loop of `fma`. Argument: `level=NAME` to force a level.
 
 use std::hint::black_box;
 use std::sync::LazyLock;
@@ -63,7 +63,7 @@ fn measure(pool: &Pool, level: Level, layout: &str, [m, k, n]: [usize; 3], dtype
     2.0 * (m * k * n) as f64 / best / 1e9
 }
 
-/// Seconds; of one thread those that it ran, so that other programs do not count.
+/// Returns seconds: CPU time for one thread, so that other programs do not count, otherwise wall time.
 fn now(pool: &Pool) -> f64 {
     static START: LazyLock<Instant> = LazyLock::new(Instant::now);
     let ran = || std::fs::read_to_string("/proc/thread-self/schedstat").ok()?.split(' ').next()?.parse().ok();

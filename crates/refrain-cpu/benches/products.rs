@@ -1,8 +1,9 @@
-//! Speed of the products beside the machine's read bandwidth: `cargo bench -p refrain-cpu --bench products`.
+//! Speed of matrix products compared with the machine's read bandwidth:
+//! `cargo bench -p refrain-cpu --bench products`.
 //!
-//! Prints, for each weight type, GB/s of weights for one activation row (decode), from memory and from the cache (which
-//! is what the instructions alone allow), and GFLOP/s for 128 rows (prefill), with one thread and with all.
-//! Arguments: names of types to measure (all if none), `level=NAME` to force a level.
+//! Prints, for each weight type, GB/s of weights for one activation row (decode), from memory and from the
+//! cache (the limit of the instructions alone), and GFLOP/s for 128 rows (prefill), with one thread and with
+//! all. Arguments: names of types to measure (default: all), `level=NAME` to force a level.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
@@ -15,7 +16,7 @@ use refrain_tensor::DType;
 
 /// Larger than any cache, so that weights come from memory as they do between two tokens.
 const WEIGHT_BYTES: usize = SLICE_BYTES * N_SLICES;
-/// Measured one by one: short enough to run undisturbed on a busy machine now and then.
+/// Measured one by one: short enough that some runs are undisturbed on a busy machine.
 const SLICE_BYTES: usize = 4 << 20;
 const N_SLICES: usize = 40;
 const K: usize = 2048;
@@ -95,13 +96,13 @@ fn time(f: impl FnOnce()) -> Duration {
     begin.elapsed()
 }
 
-/// A low percentile: other programs on the machine only ever add time.
+/// Returns a low percentile: interference from other programs only adds time.
 fn low(mut times: Vec<Duration>) -> Duration {
     times.sort();
     times[times.len() / 10]
 }
 
-/// The time that a product of `m` rows with one of the matrices takes.
+/// Measures a product of `m` rows with one of the matrices.
 fn time_products(
     pool: &Pool,
     level: Level,
@@ -111,7 +112,7 @@ fn time_products(
 ) -> Duration {
     let kind = slices[0].act_kind();
     let row_bytes = act_bytes(kind, K).expect("whole blocks");
-    // On a cache line, as the backend has them.
+    // Aligned to a cache line, as in the backend.
     let mut lines = vec![0u8; m * row_bytes + 64];
     let begin = lines.as_ptr().align_offset(64);
     let prepared = &mut lines[begin..][..m * row_bytes];
@@ -155,7 +156,7 @@ fn read_bandwidth(pool: &Pool) -> f64 {
     SLICE_BYTES as f64 / low(times).as_secs_f64() / 1e9
 }
 
-/// Bytes that are valid blocks of any type, though their scales may be large: half floats that are not infinite.
+/// Random bytes that are valid blocks of any type, though their scales may be large: no half float is infinite.
 fn random_bytes(n: usize) -> Vec<u8> {
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;
     let mut bytes = vec![0u8; n];

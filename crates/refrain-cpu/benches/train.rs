@@ -1,7 +1,7 @@
 //! Speed of a training step: `cargo bench -p refrain-cpu --bench train [-- f32|bf16] [steps=N] [threads=N] [rows=N]`.
 //!
-//! Prints ms for each step of a llama of ten million weights over 32 sequences of 256 tokens (or as many rows as asked
-//! for), and which kernels take them. `tools/bench_train_torch.py` runs the same step in PyTorch.
+//! Prints ms per step of a ten-million-parameter Llama over 32 sequences of 256 tokens (or `rows` rows), and
+//! the kernels that take the time. `tools/bench_train_torch.py` runs the same step in PyTorch.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -96,8 +96,8 @@ fn main() {
     }
 }
 
-/// Milliseconds that this process ran on a CPU, where the system tells: with one thread they tell more on a machine that
-/// is busy with other things.
+/// Returns the CPU time of this process in milliseconds, if the system reports it. With one thread, it is more
+/// precise than wall time on a busy machine.
 fn cpu_ms() -> u64 {
     let stat = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
     let after_name = stat.rsplit(')').next().unwrap_or_default();

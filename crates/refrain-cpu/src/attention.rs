@@ -1,4 +1,4 @@
-//! The paged KV cache: appending to it and attending over it.
+//! The paged KV cache: appends and attention.
 
 use crate::compile::Paging;
 use crate::pool::Pool;
@@ -8,7 +8,7 @@ use refrain_graph::{Attention, RunError};
 use refrain_tensor::DType;
 use std::ops::Range;
 
-/// Where the rows of a step lie in the cache. Made once the control block was found to point inside it.
+/// Cache locations of a step's rows. Constructed only after all indices in the control block were checked.
 pub(crate) struct CachePages<'a> {
     paging: &'a Paging,
     positions: &'a [i32],
@@ -17,7 +17,7 @@ pub(crate) struct CachePages<'a> {
 }
 
 impl<'a> CachePages<'a> {
-    /// Refuses positions, sequences and blocks outside the cache.
+    /// Refuses positions, sequences and blocks that are out of range.
     pub(crate) fn new(
         paging: &'a Paging,
         control: &'a [i32],
@@ -52,13 +52,13 @@ impl<'a> CachePages<'a> {
         self.tables[seq as usize * self.paging.max_blocks + column] as usize
     }
 
-    /// The first element of a head's rows in a block.
+    /// First element of a head's rows in a block.
     fn start(&self, block: usize, kv_head: usize) -> usize {
         (block * self.paging.n_kv_heads + kv_head) * self.paging.kv_block * self.paging.head_dim
     }
 }
 
-/// Writes the rows of a step into the cache.
+/// Writes a step's rows to the cache.
 pub(crate) fn kv_append(level: Level, pages: &CachePages<'_>, dtype: DType, x: &[f32], cache: &mut [u8]) {
     let Paging { n_kv_heads, kv_block, head_dim, .. } = *pages.paging;
     for (row, (&position, &seq)) in pages.positions.iter().zip(pages.seqs).enumerate() {
@@ -79,7 +79,7 @@ pub(crate) fn kv_append(level: Level, pages: &CachePages<'_>, dtype: DType, x: &
     }
 }
 
-/// Keys and values of a layer.
+/// Key and value caches of a layer.
 #[derive(Clone, Copy)]
 pub(crate) struct Caches<'a> {
     pub dtype: DType,
@@ -99,12 +99,12 @@ impl<'a> Caches<'a> {
     }
 }
 
-/// Queries that one task handles at most: those that share a KV head.
+/// Maximum number of query heads per task; they share a KV head.
 const MAX_GROUP: usize = 32;
 
-/// Attention of every row over its own positions. A task is a row and some of its heads; what it computes does not
-/// depend on how many heads it has.
-#[expect(clippy::too_many_arguments, reason = "one call, from the one place that runs calls")]
+/// Attention of every row over the positions of its sequence. A task is a row and some of its heads; the result
+/// does not depend on the split.
+#[expect(clippy::too_many_arguments, reason = "called from one place only")]
 pub(crate) fn attend(
     pool: &Pool,
     level: Level,
@@ -117,7 +117,7 @@ pub(crate) fn attend(
 ) {
     let Paging { n_kv_heads, head_dim, .. } = *pages.paging;
     let group = n_heads / n_kv_heads;
-    // A whole group reads each key once; single heads keep all threads busy when there are few of them.
+    // A whole group reads each key once. Single heads keep all threads busy when there are few tasks.
     let n_tasks = pages.positions.len() * n_kv_heads;
     let heads = if n_tasks >= 2 * pool.n_threads() && group <= MAX_GROUP { group } else { 1 };
     pool.chunks_mut(out, heads * head_dim, |task, out| {

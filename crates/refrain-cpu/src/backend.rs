@@ -1,4 +1,4 @@
-//! The CPU behind the [`Backend`] trait.
+//! The [`Backend`] implementation for the CPU.
 
 use crate::compile::{CpuProgram, fuses, is_cache_dtype};
 use crate::experts::Sorted;
@@ -16,26 +16,26 @@ use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// What can go wrong inside the backend.
+/// Errors within the backend.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CpuError {
-    /// Activations that do not fit a product.
+    /// Activations of the wrong size or format for a matrix product.
     #[error(transparent)]
     Acts(#[from] ActError),
-    /// A weight that is not a matrix where one is needed.
+    /// A weight that must be a matrix but is not.
     #[error("the weight is not a matrix")]
     NotAMatrix,
-    /// The reference version refused.
+    /// The reference implementation refused the operands.
     #[error(transparent)]
     Reference(#[from] ReferenceError),
-    /// Bytes that do not fit their type.
+    /// Bytes that do not match their type.
     #[error(transparent)]
     Tensor(#[from] TensorError),
-    /// The system has no memory for a state.
-    #[error("{bytes} bytes for a state cannot be had")]
+    /// Not enough memory for a state.
+    #[error("cannot allocate {bytes} bytes for a state")]
     NoMemory {
-        /// Bytes asked for.
+        /// Requested size.
         bytes: usize,
     },
 }
@@ -48,12 +48,13 @@ pub struct CpuBackend {
 }
 
 impl CpuBackend {
-    /// A backend with `n_threads` threads, the caller included, and the best instructions this processor has.
+    /// Returns a backend with `n_threads` threads, including the caller, and the best instruction set of this
+    /// processor.
     pub fn new(n_threads: usize) -> Result<CpuBackend, PoolError> {
         Ok(CpuBackend::with_pool(Arc::new(Pool::new(n_threads)?)))
     }
 
-    /// The same with threads that all backends of this process share that ask for as many ([`Pool::shared`]).
+    /// Like [`CpuBackend::new`], but on the pool of that size that the process shares ([`Pool::shared`]).
     pub fn shared(n_threads: usize) -> Result<CpuBackend, PoolError> {
         Ok(CpuBackend::with_pool(Pool::shared(n_threads)?))
     }
@@ -62,19 +63,19 @@ impl CpuBackend {
         CpuBackend { pool, level: Level::detect(), repack: true }
     }
 
-    /// The same with the instructions of another level that this processor has.
+    /// Uses another instruction set that this processor supports.
     pub fn with_level(mut self, level: Level) -> CpuBackend {
         self.level = level;
         self
     }
 
-    /// Whether weights are repacked when they are loaded.
+    /// Sets whether to repack weights when they are loaded.
     pub fn with_repacking(mut self, repack: bool) -> CpuBackend {
         self.repack = repack;
         self
     }
 
-    /// Threads in use.
+    /// Number of threads in use.
     pub fn n_threads(&self) -> usize {
         self.pool.n_threads()
     }
@@ -83,7 +84,7 @@ impl CpuBackend {
         &self.pool
     }
 
-    /// Runs a compiled graph and tells how long each of its calls took, in the order of [`CpuCompiled::kernels`].
+    /// Runs a compiled graph and returns the time of each call, in the order of [`CpuCompiled::kernels`].
     pub fn run_timed(
         &mut self,
         compiled: &mut CpuCompiled,
@@ -99,13 +100,13 @@ impl CpuBackend {
         Ok(times)
     }
 
-    /// Instructions in use.
+    /// Instruction set in use.
     pub fn level(&self) -> Level {
         self.level
     }
 }
 
-/// A graph made ready for the CPU.
+/// A graph compiled for the CPU.
 pub struct CpuCompiled {
     pub(crate) plan: Plan,
     pub(crate) program: CpuProgram,
@@ -114,12 +115,13 @@ pub struct CpuCompiled {
 }
 
 impl CpuCompiled {
-    /// Each call with the label of its (first) step and the kernel that runs it.
+    /// Each call's kernel, with the label of its (first) step.
     pub fn kernels(&self) -> impl Iterator<Item = (&str, &'static str)> {
         self.program.calls.iter().map(|c| (self.plan.steps()[c.step].label.as_str(), c.kernel.name()))
     }
 
-    /// Fills the arena with a value. No step may depend on what the arena held before it, so nothing changes.
+    /// Fills the arena with a value. Results do not change, because no step depends on the arena's previous
+    /// content.
     pub fn poison(&mut self, value: f32) {
         bytemuck::cast_slice_mut(&mut self.arena).fill(value);
     }
@@ -135,15 +137,15 @@ impl Backend for CpuBackend {
     }
 
     fn supports(&self, query: &Query<'_>) -> Support {
-        // Values between ops are floats or 32-bit integers; weights may be of any type.
+        // Values between ops are floats or 32-bit integers; weights may have any dtype.
         let is_value = |dtype: DType| is_cache_dtype(dtype) || dtype.block_bytes() == 4;
         match query.outputs.iter().find(|t| !is_value(t.dtype)) {
             Some(t) if matches!(query.op, Op::KvAppend) => {
-                Support::No(format!("the cache is {t}, F16, BF16 and F32 have kernels"))
+                Support::No(format!("the cache is {t}, but only F16, BF16 and F32 have kernels"))
             }
-            Some(t) if !matches!(query.op, Op::View(_)) => {
-                Support::No(format!("its output is {t}, values between ops are floats or 32-bit integers"))
-            }
+            Some(t) if !matches!(query.op, Op::View(_)) => Support::No(format!(
+                "its output is {t}, but values between ops must be floats or 32-bit integers"
+            )),
             _ => Support::Yes,
         }
     }
@@ -154,12 +156,12 @@ impl Backend for CpuBackend {
 
     fn load(&self, weights: &[Weight], tensors: Vec<HostTensor>) -> Result<CpuWeights, RunError> {
         if weights.len() != tensors.len() {
-            let because = format!("{} are named, {} are given", weights.len(), tensors.len());
+            let because = format!("the model has {}, but {} were passed", weights.len(), tensors.len());
             return Err(RunError::Mismatch { what: "weights", because });
         }
         for (weight, tensor) in weights.iter().zip(&tensors) {
             if !tensor.layout().is_contiguous() || tensor.layout().offset() != 0 {
-                let because = format!("{} is a view, not a tensor of its own", weight.name);
+                let because = format!("{} is a view, but must be a contiguous tensor", weight.name);
                 return Err(RunError::Mismatch { what: "weights", because });
             }
             if weight.ty.dtype != tensor.dtype() || weight.ty.shape != tensor.shape() {
@@ -175,15 +177,15 @@ impl Backend for CpuBackend {
     }
 
     fn allocate(&self, states: &[State]) -> Result<CpuStates, RunError> {
-        CpuStates::new(states).map_err(|bytes| no_memory("making states", bytes))
+        CpuStates::new(states).map_err(|bytes| no_memory("allocating states", bytes))
     }
 
     fn resize(&self, states: &mut CpuStates, to: &[State]) -> Result<(), RunError> {
         if states.len() != to.len() {
-            let because = format!("there are {}, sizes are given for {}", states.len(), to.len());
+            let because = format!("there are {}, but sizes were passed for {}", states.len(), to.len());
             return Err(RunError::Mismatch { what: "states", because });
         }
-        states.resize(to).map_err(|bytes| no_memory("growing states", bytes))
+        states.resize(to).map_err(|bytes| no_memory("resizing states", bytes))
     }
 
     fn read_state(
@@ -280,14 +282,17 @@ impl Backend for CpuBackend {
         let size = operand.dtype.block_bytes();
         let n = operand.layout.shape().n_elements() * size;
         if into.len() != n {
-            return Err(mismatch(format!("output {output} has {n} bytes, {} were asked for", into.len())));
+            return Err(mismatch(format!(
+                "output {output} has {n} bytes, but {} were requested",
+                into.len()
+            )));
         }
         let bytes: &[u8] = &bytemuck::cast_slice(&compiled.arena)[offset..offset + buffer.bytes];
         if operand.layout.is_contiguous() {
             let start = operand.layout.offset() * size;
             into.copy_from_slice(&bytes[start..start + n]);
         } else {
-            // The output is a view: its elements are gathered.
+            // The output is a view: gather its elements.
             for (to, i) in into.chunks_exact_mut(size).zip(operand.layout.indices()) {
                 to.copy_from_slice(&bytes[size * i..][..size]);
             }
@@ -304,21 +309,21 @@ fn check_io(compiled: &CpuCompiled, io: &Io<'_, CpuBackend>) -> Result<(), RunEr
     let mismatch = |what, because| Err(RunError::Mismatch { what, because });
     let need = compiled.plan.control().bytes();
     if io.control.len() != need {
-        return mismatch("inputs", format!("{need} bytes are needed, got {}", io.control.len()));
+        return mismatch("inputs", format!("need {need} bytes, got {}", io.control.len()));
     }
     if bytemuck::try_cast_slice::<u8, u32>(io.control).is_err() {
-        return mismatch("inputs", "their bytes are not aligned to 4".into());
+        return mismatch("inputs", "they are not 4-byte aligned".into());
     }
     let in_plan = |f: fn(Place) -> Option<usize>| {
         compiled.plan.buffers().iter().filter_map(|b| f(b.place)).max().map_or(0, |n| n + 1)
     };
     let n_weights = in_plan(|p| if let Place::Weight(id) = p { Some(id.idx()) } else { None });
     if io.weights.len() < n_weights {
-        return mismatch("weights", format!("{n_weights} are needed, got {}", io.weights.len()));
+        return mismatch("weights", format!("need {n_weights}, got {}", io.weights.len()));
     }
     let n_states = in_plan(|p| if let Place::State(id) = p { Some(id.idx()) } else { None });
     if io.states.len() < n_states {
-        return mismatch("states", format!("{n_states} are needed, got {}", io.states.len()));
+        return mismatch("states", format!("need {n_states}, got {}", io.states.len()));
     }
     Ok(())
 }

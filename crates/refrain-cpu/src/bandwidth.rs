@@ -1,19 +1,19 @@
-//! What this machine's memory can deliver: the bound of decoding.
+//! Measurement of the memory bandwidth, which bounds decoding.
 
 use crate::backend::CpuBackend;
 use crate::pool::{Chunks, static_range};
 use crate::simd;
 use std::time::Instant;
 
-/// Far more than any cache holds.
+/// Much larger than any cache.
 const BYTES: usize = 512 << 20;
 const PASSES: usize = 5;
 
 impl CpuBackend {
-    /// Bytes per second that the backend's threads read from memory together, at best.
+    /// Returns the best measured read bandwidth of all the backend's threads together, in bytes per second.
     pub fn read_bandwidth(&self) -> f64 {
         let mut memory = vec![0.0f32; BYTES / 4];
-        // Pages that were never written may all be one page of zeros.
+        // Touch the pages: until written, all of them may map to one page of zeros.
         let chunks = Chunks::new(&mut memory, 1 << 20);
         self.pool().run(|_, _| {
             while let Some((i, chunk)) = chunks.next() {

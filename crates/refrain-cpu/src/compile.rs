@@ -1,6 +1,6 @@
-//! Steps of a plan into calls of kernels.
+//! Compilation of a plan's steps into kernel calls.
 
-use crate::experts::{ExpertCall, MAX_GROUPS, ROUTE_FLOATS, RouteCall, Then};
+use crate::experts::{ExpertCall, ExpertEpilogue, MAX_GROUPS, ROUTE_FLOATS, RouteCall};
 use crate::memory::MAX_OUTS;
 use crate::recurrent::{DeltaOperands, MAX_K_DIM, MAX_WIDTH, SlotPaging};
 use crate::simd::{ActKind, act_bytes, act_kind};
@@ -12,7 +12,7 @@ use refrain_graph::{
 use refrain_tensor::DType;
 use std::ops::{Deref, Range};
 
-/// Where an operand lies. Ranges count 32-bit elements.
+/// Location of an operand. Ranges count 32-bit elements.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Loc {
     Arena(Range<usize>),
@@ -20,14 +20,14 @@ pub(crate) enum Loc {
     Weight(WeightId),
 }
 
-/// One of the products that share activations.
+/// One of several matrix products that share their activations.
 #[derive(Clone, Debug)]
 pub(crate) struct ProductOutput {
     pub weight: WeightId,
     pub out: Range<usize>, // [m, n]
 }
 
-/// Which rows of the cache belong to which token.
+/// Locations of each token's rows in the cache.
 #[derive(Clone, Debug)]
 pub(crate) struct Paging {
     pub positions: Range<usize>, // control: [n]
@@ -40,18 +40,18 @@ pub(crate) struct Paging {
     pub head_dim: usize,
 }
 
-/// Rows of the arena, each of consecutive elements.
+/// Layout of rows in the arena. Elements of a row are contiguous.
 #[derive(Clone, Debug)]
-pub(crate) struct RowsAt {
+pub(crate) struct RowLayout {
     pub start: usize,
     pub stride: usize,
-    /// Elements of a row.
+    /// Elements per row.
     pub len: usize,
     pub n: usize,
 }
 
-impl RowsAt {
-    /// From the first element to the last.
+impl RowLayout {
+    /// Range from the first element to the last.
     pub(crate) fn range(&self) -> Range<usize> {
         let n_before = self.n.saturating_sub(1) * self.stride;
         self.start..self.start + if self.n == 0 { 0 } else { n_before + self.len }
@@ -99,7 +99,7 @@ pub(crate) enum Kernel {
         x: Range<usize>,
         out: Range<usize>,
     },
-    /// `b` is as long as the output, or one row of it that is repeated.
+    /// `b` has the size of the output, or is one row that is broadcast.
     Binary {
         f: Binary,
         a: Range<usize>,
@@ -138,7 +138,7 @@ pub(crate) enum Kernel {
     },
     ShortConv {
         state: usize,
-        x: RowsAt,
+        x: RowLayout,
         w: WeightId,
         silu: bool,
         out: Range<usize>,
@@ -162,9 +162,9 @@ pub(crate) enum Kernel {
     },
     Route(Box<RouteCall>),
     Experts(Box<ExpertCall>),
-    /// Operands of any float type that lie anywhere.
+    /// Operands of any float dtype, at any location.
     Value(Box<ValueCall>),
-    /// The reference version of an op, or a host function.
+    /// The reference implementation of an op, or a host function.
     Reference,
 }
 
@@ -192,7 +192,7 @@ impl Kernel {
     }
 }
 
-/// A kernel and the (first) step it stands for.
+/// A kernel, and the (first) step that it runs.
 #[derive(Clone, Debug)]
 pub(crate) struct KernelCall {
     pub kernel: Kernel,
@@ -206,12 +206,12 @@ pub(crate) struct AngleTable {
     pub positions: Range<usize>,
     pub magnitude: f32,
     pub n_dims: usize,
-    /// Whether sines are negative: heads turn back.
+    /// Whether to negate the sines, which rotates back.
     pub back: bool,
 }
 
 impl AngleTable {
-    /// The number of a table among all, to which it is added if it is new.
+    /// Returns the index of a table, adding it if it is new.
     pub(crate) fn find(tables: &mut Vec<AngleTable>, table: AngleTable) -> usize {
         let known = tables.iter().position(|t| *t == table);
         known.unwrap_or_else(|| {
@@ -221,24 +221,24 @@ impl AngleTable {
     }
 }
 
-/// The calls of a plan, and what they need besides the arena.
+/// The calls of a plan, and the scratch sizes they need.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct CpuProgram {
     pub calls: Vec<KernelCall>,
     pub tables: Vec<AngleTable>,
-    /// The largest set of prepared activations.
+    /// Size of the largest set of prepared activations.
     pub acts_bytes: usize,
-    /// The most floats that a call on values or experts needs.
+    /// Maximum scratch floats of a value call or an expert call.
     pub value_floats: usize,
-    /// The most choices that rows make among experts, and the most experts.
+    /// Maximum number of expert choices of all rows, and maximum number of experts.
     pub choices: [usize; 2],
 }
 
 impl CpuProgram {
     pub(crate) fn new(plan: &Plan, weights: &[Weight], n_threads: usize) -> CpuProgram {
         let mut program = CpuProgram::default();
-        let learns = plan.steps().iter().any(|step| matches!(step.op, Op::Train(_)));
-        let plan = &Shaped { plan, weights, learns };
+        let is_training = plan.steps().iter().any(|step| matches!(step.op, Op::Train(_)));
+        let plan = &Shaped { plan, weights, is_training };
         for group in plan.groups() {
             let n_calls = program.calls.len();
             for step in group.steps.clone() {
@@ -256,7 +256,7 @@ impl CpuProgram {
                     program.value_floats = program.value_floats.max(ROUTE_FLOATS * call.n_experts);
                 }
                 if let Kernel::Experts(call) = &kernel {
-                    program.make_room(call);
+                    program.reserve(call);
                 }
                 program.push(KernelCall { kernel, step }, n_calls);
             }
@@ -264,7 +264,7 @@ impl CpuProgram {
         program
     }
 
-    fn make_room(&mut self, call: &ExpertCall) {
+    fn reserve(&mut self, call: &ExpertCall) {
         let act_bytes = act_bytes(call.kind, call.k).unwrap_or(0);
         self.acts_bytes = self.acts_bytes.max(call.n_acts() * act_bytes);
         self.value_floats = self.value_floats.max(call.floats());
@@ -272,8 +272,8 @@ impl CpuProgram {
         self.choices[1] = self.choices[1].max(call.n_experts);
     }
 
-    /// Products of one group become one call, or share the activations that the one before prepared. Calls of the group
-    /// begin at `first`.
+    /// Merges matrix products of one group into one call, or lets a call reuse the activations that the
+    /// previous one prepared. Calls of the group start at index `first`.
     fn push(&mut self, mut call: KernelCall, first: usize) {
         let Kernel::Products { x, k, kind, prepared, parts } = &mut call.kernel else {
             self.calls.push(call);
@@ -296,7 +296,7 @@ impl CpuProgram {
     }
 }
 
-/// Products of the same rows share a call. Everything else runs one step at a time.
+/// Matrix products of the same rows share a call. Everything else runs one step at a time.
 pub(crate) fn fuses(query: &GroupQuery<'_>) -> Fusion {
     match query.kind {
         GroupKind::Products(Products { producer: None, parts, gate: None })
@@ -316,8 +316,8 @@ pub(crate) fn fuses(query: &GroupQuery<'_>) -> Fusion {
 struct Shaped<'a> {
     plan: &'a Plan,
     weights: &'a [Weight],
-    /// Whether it is a training step, whose products have many rows each.
-    learns: bool,
+    /// Whether this is a training step, whose matrix products have many rows.
+    is_training: bool,
 }
 
 impl Deref for Shaped<'_> {
@@ -328,7 +328,7 @@ impl Deref for Shaped<'_> {
     }
 }
 
-/// Where a dense operand lies; `None` for other layouts.
+/// Location of a contiguous operand; `None` for other layouts.
 fn dense(plan: &Shaped<'_>, operand: &Operand) -> Option<Loc> {
     if !operand.layout.is_contiguous() || operand.dtype.block_bytes() != 4 {
         return None;
@@ -355,7 +355,7 @@ fn control(plan: &Shaped<'_>, operand: &Operand) -> Option<Range<usize>> {
     }
 }
 
-/// A weight seen whole and as it is.
+/// A weight in its original shape and layout.
 fn whole_weight(plan: &Shaped<'_>, operand: &Operand) -> Option<WeightId> {
     let Place::Weight(id) = plan.buffer(operand.buffer).place else { return None };
     let whole = operand.layout.is_contiguous() && operand.layout.offset() == 0;
@@ -366,7 +366,7 @@ fn vector_weight(plan: &Shaped<'_>, operand: &Operand) -> Option<WeightId> {
     whole_weight(plan, operand).filter(|_| operand.layout.shape().rank() == 1)
 }
 
-/// A vector of weights under any shape.
+/// A weight vector in any shape.
 fn flat_weight(plan: &Shaped<'_>, operand: &Operand) -> Option<WeightId> {
     let Place::Weight(id) = plan.buffer(operand.buffer).place else { return None };
     let shape = plan.weights[id.idx()].ty.shape;
@@ -374,8 +374,8 @@ fn flat_weight(plan: &Shaped<'_>, operand: &Operand) -> Option<WeightId> {
     (whole && shape.rank() == 1).then_some(id)
 }
 
-/// Rows of F32 in the arena, of which each is dense.
-fn rows_at(plan: &Shaped<'_>, operand: &Operand) -> Option<RowsAt> {
+/// F32 rows in the arena, each contiguous.
+fn rows_at(plan: &Shaped<'_>, operand: &Operand) -> Option<RowLayout> {
     let Place::Arena { offset } = plan.buffer(operand.buffer).place else { return None };
     let shape = operand.layout.shape();
     let (&n, inner) = shape.dims().split_first()?;
@@ -383,7 +383,7 @@ fn rows_at(plan: &Shaped<'_>, operand: &Operand) -> Option<RowsAt> {
     let is_row = operand.dtype == DType::F32 && row.is_contiguous();
     let stride = operand.layout.strides()[0];
     let start = offset / 4 + operand.layout.offset();
-    is_row.then(|| RowsAt { start, stride, len: inner.iter().product(), n })
+    is_row.then(|| RowLayout { start, stride, len: inner.iter().product(), n })
 }
 
 fn slot_paging(
@@ -404,12 +404,12 @@ fn state(plan: &Shaped<'_>, operand: &Operand) -> Option<usize> {
     (operand.layout.is_contiguous() && is_cache_dtype(operand.dtype)).then(|| id.idx())
 }
 
-/// Whether a KV cache may have elements of this type.
+/// Whether KV caches support this element type.
 pub(crate) fn is_cache_dtype(dtype: DType) -> bool {
     matches!(dtype, DType::F16 | DType::BF16 | DType::F32)
 }
 
-/// The kernel for a step; `None` when its layout has none.
+/// Returns the kernel of a step; `None` if none supports its layouts.
 fn kernel(plan: &Shaped<'_>, step_idx: usize, tables: &mut Vec<AngleTable>) -> Option<Kernel> {
     let step = &plan.steps()[step_idx];
     let (ins, outs) = (&step.inputs, &step.outputs);
@@ -498,7 +498,7 @@ fn kernel(plan: &Shaped<'_>, step_idx: usize, tables: &mut Vec<AngleTable>) -> O
             fits.then_some(Kernel::GatedDelta { delta, state, operands, decay, dt_bias, out, paging })
         }
         Op::Moe(op) => experts(plan, op, ins, outs),
-        // A mask and a list of the most probable run the reference version.
+        // Sampling with a mask or with the most probable tokens runs the reference implementation.
         Op::Sample(sample) if *sample != refrain_graph::Sample::default() => None,
         Op::Sample(_) => {
             let inputs = [&ins[1], &ins[2], &ins[3], &ins[4], &ins[5]];
@@ -528,10 +528,10 @@ fn kernel(plan: &Shaped<'_>, step_idx: usize, tables: &mut Vec<AngleTable>) -> O
     }
 }
 
-/// A product of dense rows with a whole weight matrix, transposed. Training steps multiply floats as they do states, which
-/// is faster for many rows.
+/// Matrix product of contiguous rows with a whole, transposed weight. Training steps multiply float weights
+/// like states, which is faster for many rows.
 fn products(plan: &Shaped<'_>, ins: &[Operand], out: Range<usize>) -> Option<Kernel> {
-    if plan.learns && ins[1].dtype.is_float() {
+    if plan.is_training && ins[1].dtype.is_float() {
         return None;
     }
     let x = arena(plan, &ins[0])?;
@@ -543,7 +543,7 @@ fn products(plan: &Shaped<'_>, ins: &[Operand], out: Range<usize>) -> Option<Ker
     Some(Kernel::Products { x, k, kind, prepared: false, parts: vec![ProductOutput { weight, out }] })
 }
 
-/// A router, or products with experts.
+/// A router, or matrix products with experts.
 fn experts(plan: &Shaped<'_>, op: &MoeOp, ins: &[Operand], outs: &[Operand]) -> Option<Kernel> {
     let vectors = |operands: &[Operand]| -> Option<Vec<WeightId>> {
         operands.iter().map(|operand| whole_weight(plan, operand)).collect()
@@ -567,23 +567,23 @@ fn experts(plan: &Shaped<'_>, op: &MoeOp, ins: &[Operand], outs: &[Operand]) -> 
         }
         MoeOp::Gated(gate) => {
             let (weights, biases) = ins[2..].split_at(gate.n_weights());
-            expert_call(plan, ins, [weights, biases], &outs[0], Then::Gated(*gate))
+            expert_call(plan, ins, [weights, biases], &outs[0], ExpertEpilogue::Gated(*gate))
         }
         MoeOp::Summed { .. } => {
             let (weights, biases) = ins[3..].split_at(1);
             let factors = dense(plan, &ins[2])?;
-            expert_call(plan, ins, [weights, biases], &outs[0], Then::Summed(factors))
+            expert_call(plan, ins, [weights, biases], &outs[0], ExpertEpilogue::Summed(factors))
         }
     }
 }
 
-/// Products of F32 rows with whole weights.
+/// Matrix products of F32 rows with the weights of experts.
 fn expert_call(
     plan: &Shaped<'_>,
     ins: &[Operand],
     [weights, biases]: [&[Operand]; 2],
     out: &Operand,
-    then: Then,
+    epilogue: ExpertEpilogue,
 ) -> Option<Kernel> {
     let whole = |operands: &[Operand]| -> Option<Vec<WeightId>> {
         operands.iter().map(|operand| whole_weight(plan, operand)).collect()
@@ -608,7 +608,7 @@ fn expert_call(
         n_experts,
         n_rows,
         out: arena(plan, out)?,
-        then,
+        epilogue,
     };
     Some(Kernel::Experts(Box::new(call)))
 }
@@ -619,7 +619,7 @@ fn binary(plan: &Shaped<'_>, f: Binary, ins: &[Operand], out: Range<usize>) -> O
         Some(id) => (Loc::Weight(id), ins[1].layout.shape().n_elements()),
         None => (Loc::Arena(arena(plan, &ins[1])?), ins[1].layout.shape().n_elements()),
     };
-    // As large as the output, or its last dimension repeated: all outer dimensions are 1 then.
+    // Same size as the output, or a broadcast last dimension with all outer dimensions 1.
     let (a_shape, b_shape) = (ins[0].layout.shape(), ins[1].layout.shape());
     let is_row = b_shape.dim_back(0) == row && a_shape.dim_back(0) == row;
     (row == out.len() || is_row).then_some(Kernel::Binary { f, a, b, out, row })

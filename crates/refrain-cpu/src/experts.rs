@@ -1,4 +1,4 @@
-//! Mixtures of experts: routing, rows sorted by expert, and what becomes of the products.
+//! Mixtures of experts: routing, sorting rows by expert, and the epilogue of the matrix products.
 
 use crate::compile::Loc;
 use crate::rows;
@@ -8,45 +8,45 @@ use crate::simd::{
 use refrain_graph::{ExpertActivation, ExpertGate, Gate, Route, RouteScore, RunError, WeightId};
 use std::ops::Range;
 
-/// Products of rows with experts.
+/// Matrix products of rows with experts.
 #[derive(Clone, Debug)]
 pub(crate) struct ExpertCall {
     pub x: Loc,   // [n, k] or [n, n_choices, k]
     pub ids: Loc, // [n, n_choices]
     pub kind: ActKind,
     pub n_choices: usize,
-    /// Columns of an expert's matrices.
+    /// Columns of each expert's matrices.
     pub k: usize,
     pub weights: Vec<WeightId>, // [n_experts, n_rows, k]
     pub biases: Vec<WeightId>,  // [n_experts, n_rows]; none or as many
     pub n_experts: usize,
-    /// Rows of an expert's matrices.
+    /// Rows of each expert's matrices.
     pub n_rows: usize,
     pub out: Range<usize>,
-    pub then: Then,
+    pub epilogue: ExpertEpilogue,
 }
 
-/// What the products become.
+/// Epilogue of the matrix products.
 #[derive(Clone, Debug)]
-pub(crate) enum Then {
+pub(crate) enum ExpertEpilogue {
     /// `out[n, n_choices, f]`
     Gated(ExpertGate),
-    /// `out[n, n_rows]`, with the weights of the choices `[n, n_choices]`.
+    /// `out[n, n_rows]`, with the choices' weights `[n, n_choices]`.
     Summed(Loc),
 }
 
 impl ExpertCall {
-    /// Choices of all rows.
+    /// Number of choices of all rows.
     pub(crate) fn n_pairs(&self) -> usize {
         len(&self.ids)
     }
 
-    /// Rows of activations.
+    /// Number of activation rows.
     pub(crate) fn n_acts(&self) -> usize {
         len(&self.x) / self.k.max(1)
     }
 
-    /// Floats of scratch: the products.
+    /// Floats of scratch for the matrix products.
     pub(crate) fn floats(&self) -> usize {
         self.n_pairs() * self.n_rows * self.weights.len()
     }
@@ -59,23 +59,23 @@ fn len(loc: &Loc) -> usize {
     }
 }
 
-/// Choices sorted by expert. Lives from run to run.
+/// Choices sorted by expert. Persists across runs.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Sorted {
-    /// Row of activations of each sorted row.
+    /// Activation row of each sorted row.
     acts: Vec<u32>,
     groups: Vec<ExpertRows>,
-    /// Sorted row of each choice; none for an empty one.
+    /// Sorted row of each choice; [`NO_ROW`] for an empty choice.
     place: Vec<u32>,
-    /// First sorted row of each expert, then where the next one goes.
+    /// First sorted row of each expert; during the sort, the next free one.
     next: Vec<u32>,
 }
 
-/// The sorted row of an empty choice.
-const NOWHERE: u32 = u32::MAX;
+/// Sorted row of an empty choice.
+const NO_ROW: u32 = u32::MAX;
 
 impl Sorted {
-    /// So large that sorting needs no memory.
+    /// Reserves memory, so that sorting does not allocate.
     pub(crate) fn reserve(&mut self, n_pairs: usize, n_experts: usize) {
         let more = |len: usize, to: usize| to.saturating_sub(len);
         self.acts.reserve(more(self.acts.len(), n_pairs));
@@ -84,7 +84,7 @@ impl Sorted {
         self.groups.reserve(more(self.groups.len(), n_experts.min(n_pairs)));
     }
 
-    /// Sorts choices, those of one expert in their order. A row of activations serves `of_row` choices.
+    /// Sorts the choices by expert, stably. Each activation row has `of_row` choices.
     fn sort(&mut self, label: &str, ids: &[i32], n_experts: usize, of_row: usize) -> Result<(), RunError> {
         self.next.clear();
         self.next.resize(n_experts + 1, 0);
@@ -108,7 +108,7 @@ impl Sorted {
         self.place.clear();
         for (pair, &id) in ids.iter().enumerate() {
             let Ok(expert) = usize::try_from(id) else {
-                self.place.push(NOWHERE);
+                self.place.push(NO_ROW);
                 continue;
             };
             let at = self.next[expert];
@@ -120,12 +120,12 @@ impl Sorted {
     }
 }
 
-/// What a call reads and where its products go.
+/// Inputs and outputs of an expert call.
 pub(crate) struct ExpertRun<'a> {
     pub label: &'a str,
     pub x: &'a [f32],
     pub ids: &'a [i32],
-    /// Of the choices; empty where they are not asked for.
+    /// Weights of the choices; empty if the epilogue does not use them.
     pub factors: &'a [f32],
     pub weights: [Option<simd::WeightMatrix<'a>>; 2],
     pub biases: [Option<ExpertBias<'a>>; 2],
@@ -135,7 +135,7 @@ pub(crate) struct ExpertRun<'a> {
 }
 
 impl ExpertRun<'_> {
-    /// Runs all products of a call, and what they become.
+    /// Runs the matrix products of a call and its epilogue.
     pub(crate) fn run(
         self,
         pool: &crate::pool::Pool,
@@ -170,11 +170,11 @@ impl ExpertRun<'_> {
         }
         let (first, second) = self.products.split_at(each);
         let row = |at: u32| at as usize * n..(at as usize + 1) * n;
-        match &call.then {
-            Then::Gated(gate) => {
+        match &call.epilogue {
+            ExpertEpilogue::Gated(gate) => {
                 let f = if gate.joined { n / 2 } else { n };
                 each_row(pool, out, f, |pair, out| match sorted.place[pair] {
-                    NOWHERE => out.fill(0.0),
+                    NO_ROW => out.fill(0.0),
                     at => {
                         let range = row(at);
                         let (g, u) = match gate.joined {
@@ -185,11 +185,11 @@ impl ExpertRun<'_> {
                     }
                 });
             }
-            Then::Summed(_) => each_row(pool, out, n, |token, out| {
+            ExpertEpilogue::Summed(_) => each_row(pool, out, n, |token, out| {
                 out.fill(0.0);
                 for pair in token * call.n_choices..(token + 1) * call.n_choices {
                     let at = sorted.place[pair];
-                    if at != NOWHERE {
+                    if at != NO_ROW {
                         let factor = self.factors[pair];
                         out.iter_mut().zip(&first[row(at)]).for_each(|(sum, y)| *sum += factor * y);
                     }
@@ -200,15 +200,15 @@ impl ExpertRun<'_> {
     }
 }
 
-/// Why products with experts failed.
+/// Why an expert call failed.
 pub(crate) enum ExpertFault {
-    /// An id names no expert.
+    /// An id is not that of an expert.
     Ids(RunError),
     Acts(simd::ActError),
     NotAMatrix,
 }
 
-// Outputs smaller than this are not worth waking threads for.
+// Below this many elements, waking threads costs more than it saves.
 const PARALLEL_ELEMENTS: usize = 16 * 1024;
 
 fn each_row(pool: &crate::pool::Pool, out: &mut [f32], width: usize, f: impl Fn(usize, &mut [f32]) + Sync) {
@@ -242,7 +242,7 @@ fn activate(level: Level, f: ExpertActivation, gate: &[f32], up: &[f32], out: &m
     }
 }
 
-/// Routing of rows.
+/// Routing of a step's rows.
 #[derive(Clone, Debug)]
 pub(crate) struct RouteCall {
     pub route: Route,
@@ -254,10 +254,11 @@ pub(crate) struct RouteCall {
     pub weights: Range<usize>,    // [n, n_choices]
 }
 
-/// Numbers that routing a row needs, for each expert: scores, and what is compared.
+/// Scratch floats per expert for routing one row: scores and comparison values.
 pub(crate) const ROUTE_FLOATS: usize = 2;
 
-/// The choices of one row, as [`Route`] defines them; `ids` get their bits. `scratch` has [`ROUTE_FLOATS`] for each expert.
+/// Computes the choices of one row as [`Route`] defines them; `ids` are stored as bits. `scratch` holds
+/// [`ROUTE_FLOATS`] per expert.
 pub(crate) fn route_row(
     route: &Route,
     logits: &[f32],
@@ -299,7 +300,7 @@ pub(crate) fn route_row(
     if let Some(groups) = route.groups {
         drop_groups(groups.n_groups, groups.n_kept, groups.n_best, compared);
     }
-    // What was taken or dropped is a NaN, which no comparison finds larger.
+    // Chosen and dropped experts are NaN, which never wins a comparison.
     for (slot, weight) in ids.iter_mut().zip(weights.iter_mut()) {
         let best = largest(compared).unwrap_or(0);
         compared[best] = f32::NAN;
@@ -321,7 +322,7 @@ pub(crate) fn route_row(
     }
 }
 
-/// The first of the largest numbers that are not NaN.
+/// Index of the first maximum, ignoring NaN.
 fn largest(values: &[f32]) -> Option<usize> {
     let mut best: Option<usize> = None;
     for (i, v) in values.iter().enumerate().filter(|(_, v)| !v.is_nan()) {
@@ -332,12 +333,12 @@ fn largest(values: &[f32]) -> Option<usize> {
     best
 }
 
-/// Makes all but the best groups NaN.
+/// Sets all but the best groups to NaN.
 fn drop_groups(n_groups: usize, n_kept: usize, n_best: usize, compared: &mut [f32]) {
     let size = compared.len() / n_groups;
     let worth = |group: &[f32]| {
         let mut sum = 0.0;
-        // The sum of the best, without sorting: each is larger than the one before, or equal and later.
+        // Sums the best values without sorting, in descending order; equal values in index order.
         let mut last: Option<(f32, usize)> = None;
         for _ in 0..n_best {
             let mut best: Option<(f32, usize)> = None;
@@ -372,5 +373,5 @@ fn drop_groups(n_groups: usize, n_kept: usize, n_best: usize, compared: &mut [f3
     }
 }
 
-/// Groups that fit on the stack.
+/// Maximum number of groups, which are kept on the stack.
 pub(crate) const MAX_GROUPS: usize = 64;

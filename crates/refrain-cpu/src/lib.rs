@@ -1,11 +1,11 @@
-//! The CPU backend: SIMD kernels and a thread pool made for them.
+//! The CPU backend: SIMD kernels and a thread pool built for them.
 //!
-//! A compiled graph is a list of calls over one arena. Products with weights take the weights as
-//! the file has them, or repacked without loss into the order in which they are read. Training steps, whose weights are
-//! states and whose values may be F16 or BF16, have kernels of their own (`values`). An op in a layout that has no
-//! kernel of its own runs as its reference version; [`CpuCompiled::kernels`] tells which calls do.
+//! A compiled graph is a list of kernel calls over one arena. Matrix products read weights in their file
+//! layout, or losslessly repacked in the order of access. Training steps, whose weights are states and whose
+//! values may be F16 or BF16, have separate kernels (`values`). An op in a layout without a kernel runs its
+//! reference implementation; [`CpuCompiled::kernels`] reports which calls do.
 //!
-//! Invariant: no slow path is hidden; `unsafe` lives in `simd` and `pool` alone.
+//! Invariant: slow paths are reported; `unsafe` is confined to `simd` and `pool`.
 //! Invariant: results do not depend on the number of threads.
 #![deny(unsafe_code)]
 #![deny(clippy::wildcard_enum_match_arm)]
@@ -15,18 +15,18 @@ pub mod pool;
 #[allow(unsafe_code)]
 pub mod simd;
 
-mod weights; // where weights lie
+mod weights; // weights and states in memory
 mod memory; // slices of the arena
-mod compile; // steps into calls
+mod compile; // steps to kernel calls
 mod experts; // mixtures of experts
-mod run; // calls, one after another
+mod run; // execution of calls
 mod attention; // the KV cache
-mod recurrent; // slots
-mod rows; // ops on rows
-mod values; // operands of any float type, for training
-mod sample; // choosing a token
-mod backend; // all of it behind the trait
-mod bandwidth; // what memory can deliver
+mod recurrent; // recurrent layers
+mod rows; // elementwise and row ops
+mod values; // kernels of training steps
+mod sample; // sampling
+mod backend; // the Backend implementation
+mod bandwidth; // memory bandwidth
 
 pub use backend::{CpuBackend, CpuCompiled, CpuError};
 pub use sample::sample_row;

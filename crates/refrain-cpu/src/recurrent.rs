@@ -1,13 +1,13 @@
-//! Recurrent layers over their slots.
+//! Recurrent layers, whose state is in slots.
 
-use crate::compile::RowsAt;
+use crate::compile::RowLayout;
 use crate::memory::Carved;
 use crate::pool::Pool;
 use crate::simd::{self, DeltaHead, Level};
 use refrain_graph::{GatedDelta, RunError};
 use std::ops::Range;
 
-/// Which slots belong to which row. Ranges count words of the control block.
+/// Locations of each row's slots. Ranges count words of the control block.
 #[derive(Clone, Debug)]
 pub(crate) struct SlotPaging {
     pub positions: Range<usize>, // [n]
@@ -16,16 +16,16 @@ pub(crate) struct SlotPaging {
     pub n_slots: usize,
 }
 
-/// Rows of one sequence that stand together.
+/// Consecutive rows of one sequence.
 pub(crate) struct SequenceChunk {
     rows: Range<usize>,
-    /// Where its state is; `None` for one that begins.
+    /// Slot to read; `None` for a sequence that starts.
     read: Option<usize>,
     write: usize,
 }
 
 impl SlotPaging {
-    /// The piece that begins at the first row from `from` on that is no padding. Refuses numbers that point outside.
+    /// Returns the first chunk at or after row `from`, skipping padding. Refuses indices that are out of range.
     fn next(&self, control: &[i32], from: usize, label: &str) -> Result<Option<SequenceChunk>, RunError> {
         let (positions, seqs) = (&control[self.positions.clone()], &control[self.seqs.clone()]);
         let slots = &control[self.slots.clone()];
@@ -44,7 +44,7 @@ impl SlotPaging {
             return refuse("slot", slot, self.n_slots);
         }
         if versions[0] == versions[1] {
-            return refuse("second version of a slot", versions[1], self.n_slots);
+            return refuse("second slot of a sequence", versions[1], self.n_slots);
         }
         let goes_on = |&row: &usize| positions[row] >= 0 && seqs[row] == seq;
         let n_rows = (first..positions.len()).take_while(goes_on).count();
@@ -55,7 +55,7 @@ impl SlotPaging {
         }))
     }
 
-    /// Calls `f` with each piece.
+    /// Calls `f` with each chunk.
     pub(crate) fn each(
         &self,
         control: &[i32],
@@ -63,16 +63,16 @@ impl SlotPaging {
         mut f: impl FnMut(&SequenceChunk),
     ) -> Result<(), RunError> {
         let mut from = 0;
-        while let Some(piece) = self.next(control, from, label)? {
-            f(&piece);
-            from = piece.rows.end;
+        while let Some(chunk) = self.next(control, from, label)? {
+            f(&chunk);
+            from = chunk.rows.end;
         }
         Ok(())
     }
 }
 
 impl SequenceChunk {
-    /// The slot that is read, if any, and the one that is written.
+    /// Returns the slot to read, if any, and the slot to write.
     fn slots<'s>(&self, state: &'s mut [f32], len: usize) -> (Option<&'s [f32]>, &'s mut [f32]) {
         let Some(read) = self.read else { return (None, &mut state[self.write * len..][..len]) };
         let (low, high) = state.split_at_mut(read.max(self.write) * len);
@@ -83,38 +83,38 @@ impl SequenceChunk {
     }
 }
 
-/// The widest filter there is a kernel for.
+/// Maximum filter width.
 pub(crate) const MAX_WIDTH: usize = 8;
 
-/// A convolution of one piece: `y[n, d]`, `w[width, d]`, a state of `[n_slots, width - 1, d]`.
+/// Short convolution of one chunk: `y[n, d]`, `w[width, d]`, a state of `[n_slots, width - 1, d]`.
 pub(crate) fn short_conv(
     pool: &Pool,
     level: Level,
-    piece: &SequenceChunk,
+    chunk: &SequenceChunk,
     (x, w, silu): (ArenaRows<'_>, &[f32], bool),
     state: &mut [f32],
     y: &mut [f32],
 ) {
     let d = x.at.len;
     let n_before = w.len() / d.max(1) - 1;
-    let (read, write) = piece.slots(state, n_before * d);
-    let first = piece.rows.start;
-    // The input `lag` rows before row `i` of the piece; empty for zeros.
+    let (read, write) = chunk.slots(state, n_before * d);
+    let first = chunk.rows.start;
+    // Input `lag` rows before row `i` of the chunk; empty means zeros.
     let input = |i: usize, lag: usize| match i.checked_sub(lag) {
         Some(i) => x.row(first + i),
         None => read.map_or(&[][..], |slot| &slot[(n_before + i - lag) * d..][..d]),
     };
-    let rows = &mut y[first * d..piece.rows.end * d];
+    let rows = &mut y[first * d..chunk.rows.end * d];
     let one = |i: usize, out: &mut [f32]| {
         let seen: [&[f32]; MAX_WIDTH] =
             std::array::from_fn(|j| if j <= n_before { input(i, n_before - j) } else { &[] });
         simd::short_conv_row(level, &seen[..=n_before], w, silu, out);
     };
-    match piece.rows.len() {
+    match chunk.rows.len() {
         1 => one(0, rows),
         _ => pool.chunks_mut(rows, d, one),
     }
-    let n = piece.rows.len();
+    let n = chunk.rows.len();
     for (j, to) in write.chunks_exact_mut(d).enumerate() {
         let from = input(n - 1, n_before - 1 - j);
         match from.is_empty() {
@@ -124,30 +124,30 @@ pub(crate) fn short_conv(
     }
 }
 
-/// Longest keys there is a kernel for.
+/// Maximum key dimension.
 pub(crate) const MAX_K_DIM: usize = 256;
 
 /// Operands of the gated delta rule.
 #[derive(Clone, Debug)]
 pub(crate) struct DeltaOperands {
-    pub q: RowsAt, // [n, n_key_heads, k_dim]
-    pub k: RowsAt,
-    pub v: RowsAt, // [n, n_heads, v_dim]
-    pub a: RowsAt, // [n, n_heads]
-    pub b: RowsAt,
+    pub q: RowLayout, // [n, n_key_heads, k_dim]
+    pub k: RowLayout,
+    pub v: RowLayout, // [n, n_heads, v_dim]
+    pub a: RowLayout, // [n, n_heads]
+    pub b: RowLayout,
     pub n_key_heads: usize,
     pub n_heads: usize,
 }
 
-/// Rows of the arena.
+/// Rows in the arena.
 #[derive(Clone, Copy)]
 pub(crate) struct ArenaRows<'a> {
-    at: &'a RowsAt,
+    at: &'a RowLayout,
     data: &'a [f32],
 }
 
 impl<'a> ArenaRows<'a> {
-    pub(crate) fn new(carved: &Carved<'a>, at: &'a RowsAt) -> ArenaRows<'a> {
+    pub(crate) fn new(carved: &Carved<'a>, at: &'a RowLayout) -> ArenaRows<'a> {
         let Some(data) = carved.read(&at.range()) else {
             unreachable!("a recurrent layer never overwrites its inputs")
         };
@@ -159,10 +159,10 @@ impl<'a> ArenaRows<'a> {
     }
 }
 
-/// The gated delta rule over one piece, row by row and in each row head by head.
+/// The gated delta rule over one chunk, row by row; the heads of a row run in parallel.
 pub(crate) fn gated_delta(
     (pool, level): (&Pool, Level),
-    piece: &SequenceChunk,
+    chunk: &SequenceChunk,
     (delta, operands): (&GatedDelta, &DeltaOperands),
     [q, k, v, a, b]: [ArenaRows<'_>; 5],
     [decay, dt_bias]: [&[f32]; 2],
@@ -172,11 +172,11 @@ pub(crate) fn gated_delta(
     let &DeltaOperands { n_key_heads, n_heads, .. } = operands;
     let (k_dim, v_dim) = (q.at.len / n_key_heads, v.at.len / n_heads);
     let head_len = k_dim * v_dim;
-    let (mut read, write) = piece.slots(state, n_heads * head_len);
+    let (mut read, write) = chunk.slots(state, n_heads * head_len);
     if read.is_none() {
         write.fill(0.0);
     }
-    for row in piece.rows.clone() {
+    for row in chunk.rows.clone() {
         let (q, k, v, a, b) = (q.row(row), k.row(row), v.row(row), a.row(row), b.row(row));
         let y = &mut y[row * n_heads * v_dim..][..n_heads * v_dim];
         let before = read.take();

@@ -1,6 +1,6 @@
-//! Ops on elements and rows, in place where the plan lets an output take an input's bytes.
+//! Elementwise and row ops, in place where the plan lets an output overwrite an input.
 //!
-//! An input that is `None` is what the output already holds.
+//! An input that is `None` is already in the output.
 
 use crate::simd::{self, Level};
 use refrain_graph::{Binary, Gate, Rope, RopeStyle, Unary};
@@ -23,18 +23,18 @@ pub(crate) fn unary(level: Level, f: Unary, x: &mut [f32]) {
 }
 
 fn silu(v: f32) -> f32 {
-    // Written so that the exponential never overflows: far to the left the result is tiny, not zero.
+    // The exponential never overflows in this form; for very negative `v` the result is tiny, not zero.
     let e = (-v.abs()).exp();
     if v < 0.0 { v * e / (1.0 + e) } else { v / (1.0 + e) }
 }
 
 fn gelu_tanh(v: f32) -> f32 {
-    // The square root of 2 / pi.
+    // `sqrt(2 / pi)`
     const ROOT: f32 = 0.797_884_6;
     0.5 * v * (1.0 + (ROOT * (v + 0.044_715 * v * v * v)).tanh())
 }
 
-/// `out = f(a, b)`; `b` is as long as the output, or a row of `row` elements that is repeated.
+/// `out = f(a, b)`; `b` has the size of the output, or is a row of `row` elements that is broadcast.
 pub(crate) fn binary(
     level: Level,
     f: Binary,
@@ -77,7 +77,7 @@ pub(crate) fn gate(level: Level, f: Gate, gate: Option<&[f32]>, up: Option<&[f32
         (Gate::GeluTanh, Some(g), Some(u)) => simd::gelu_tanh_mul(level, g, u, out),
         (Gate::Silu, None, Some(u)) => simd::silu_mul_inplace(level, out, u),
         (Gate::GeluTanh, None, Some(u)) => simd::gelu_tanh_mul_inplace(level, out, u),
-        // The plan offers the gate's bytes before those of `up`, so these two are rare.
+        // These two cases are rare: the plan overwrites the gate rather than `up`.
         (f, Some(g), None) => out.iter_mut().zip(g).for_each(|(o, g)| *o *= activation(f)(*g)),
         (f, None, None) => out.iter_mut().for_each(|o| *o *= activation(f)(*o)),
     }
@@ -90,7 +90,7 @@ fn activation(f: Gate) -> fn(f32) -> f32 {
     }
 }
 
-/// Rotates the heads of one token in place. `angles` holds `n_dims / 2` cosines, then as many sines.
+/// Rotates the heads of one token in place. `angles` holds `n_dims / 2` cosines, then the sines.
 pub(crate) fn rope(level: Level, rope: &Rope, heads: &mut [f32], head_dim: usize, angles: &[f32]) {
     let (cos, sin) = angles.split_at(angles.len() / 2);
     for head in heads.chunks_exact_mut(head_dim) {
@@ -101,8 +101,7 @@ pub(crate) fn rope(level: Level, rope: &Rope, heads: &mut [f32], head_dim: usize
     }
 }
 
-/// Fills the angles of one token. In f64, so that large positions keep their angles.
-/// `sign` is on the sines.
+/// Computes the angles of one token, in f64 to keep large positions exact. `sign` multiplies the sines.
 pub(crate) fn rope_angles(angles: &mut [f32], position: i32, inv_freq: &[f32], [magnitude, sign]: [f32; 2]) {
     let (cosines, sines) = angles.split_at_mut(inv_freq.len());
     for ((c, s), &freq) in cosines.iter_mut().zip(sines).zip(inv_freq) {
@@ -124,7 +123,7 @@ pub(crate) fn derivative(f: Unary, x: f32) -> f32 {
         Unary::Sigmoid => sigmoid(x) * sigmoid(-x),
         Unary::Silu => sigmoid(x) * (1.0 + x * sigmoid(-x)),
         Unary::GeluTanh => {
-            // x sigmoid(2 u) with u = √(2/π) (x + 0.044715 x³).
+            // `x sigmoid(2 u)` with `u = √(2/π) (x + 0.044715 x³)`
             let twice = 1.595_769 * (x + 0.044_715 * x * x * x);
             let slope = 1.595_769 * (1.0 + 3.0 * 0.044_715 * x * x);
             sigmoid(twice) + x * sigmoid(twice) * sigmoid(-twice) * slope

@@ -1,9 +1,9 @@
-//! Runs the calls of a compiled graph, one after another.
+//! Executes the calls of a compiled graph in order.
 
 use crate::attention::{CachePages, Caches, attend, kv_append};
 use crate::backend::{CpuCompiled, CpuError};
 use crate::compile::{AngleTable, Kernel, KernelCall, Loc};
-use crate::experts::{ExpertCall, ExpertFault, ExpertRun, RouteCall, Sorted, Then, route_row};
+use crate::experts::{ExpertCall, ExpertEpilogue, ExpertFault, ExpertRun, RouteCall, Sorted, route_row};
 use crate::memory::{Carved, carve};
 use crate::pool::Pool;
 use crate::recurrent::{self, ArenaRows};
@@ -17,15 +17,15 @@ use refrain_reference::{In, Out, ReferenceError, Sampling};
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
-/// Memory that calls share and that lives from run to run, so that no run allocates.
+/// Scratch memory shared by all calls. Persists across runs, so that no run allocates.
 #[derive(Default)]
 pub(crate) struct RunScratch {
-    /// Prepared activations, as cache lines so that they are aligned.
+    /// Prepared activations, aligned to cache lines.
     pub acts: Vec<AlignedLine>,
-    /// Cosines and sines, one table after another; `[n, n_dims]` each.
+    /// Cosines and sines, one table per entry; `[n, n_dims]` each.
     pub angles: Vec<Vec<f32>>,
     pub candidates: Candidates,
-    /// What calls on values need, and products with experts.
+    /// Scratch of value calls and expert calls.
     pub values: Vec<AlignedLine>,
     /// Rows sorted by expert.
     pub sorted: Sorted,
@@ -35,7 +35,7 @@ pub(crate) struct RunScratch {
 #[repr(C, align(64))]
 pub(crate) struct AlignedLine([u32; 16]);
 
-/// What a call may touch.
+/// Everything that calls access besides the arena.
 pub(crate) struct Executor<'a> {
     pub pool: &'a Pool,
     pub level: Level,
@@ -44,11 +44,11 @@ pub(crate) struct Executor<'a> {
     pub control: &'a [u8],
 }
 
-// Rows shorter than this in all are not worth waking threads for.
+// Below this many elements, waking threads costs more than it saves.
 const PARALLEL_ELEMENTS: usize = 16 * 1024;
 
 impl Executor<'_> {
-    /// Runs all calls, and notes how long each took where that is asked for.
+    /// Runs all calls, and records the time of each if `times` is given.
     pub(crate) fn run(
         &mut self,
         compiled: &mut CpuCompiled,
@@ -106,7 +106,9 @@ impl Executor<'_> {
                 let outs: [Range<usize>; 4] =
                     std::array::from_fn(|i| parts.get(i).map_or(0..0, |p| p.out.clone()));
                 let carved = carve(arena, &outs[..parts.len()]);
-                let Some(x) = carved.read(x) else { unreachable!("a product never overwrites its input") };
+                let Some(x) = carved.read(x) else {
+                    unreachable!("a matrix product never overwrites its input")
+                };
                 let m = x.len() / k;
                 let bytes = simd::act_bytes(*kind, *k).unwrap_or(0) * m;
                 let acts = &mut bytemuck::cast_slice_mut(&mut scratch.acts)[..bytes];
@@ -170,12 +172,12 @@ impl Executor<'_> {
                 let b = match b {
                     Loc::Weight(id) => Some(self.vector(*id)),
                     Loc::Arena(range) => carved.read(range),
-                    Loc::Control(_) => unreachable!("compiled for weights and the arena alone"),
+                    Loc::Control(_) => unreachable!("compiled for weights and the arena only"),
                 };
-                let piece = if *row == carved.outs[0].len() { 1024 } else { *row };
-                self.rows(carved.outs[0], piece, |at, out| {
+                let chunk = if *row == carved.outs[0].len() { 1024 } else { *row };
+                self.rows(carved.outs[0], chunk, |at, out| {
                     let range = at..at + out.len();
-                    let b = if *row == piece { b } else { b.map(|b| &b[range.clone()]) };
+                    let b = if *row == chunk { b } else { b.map(|b| &b[range.clone()]) };
                     rows::binary(level, *f, a.map(|a| &a[range.clone()]), b, out.len(), out);
                 });
             }
@@ -201,7 +203,7 @@ impl Executor<'_> {
                 let angles = &scratch.angles[*table];
                 let positions = self.words();
                 let token = n_heads * head_dim;
-                // Padding rows have a negative position and are left as they are.
+                // Padding rows have a negative position and are left unchanged.
                 let first = self.position_slot(plan, call.step);
                 self.rows(carved.outs[0], token, |at, heads| {
                     let row = at / token;
@@ -239,8 +241,8 @@ impl Executor<'_> {
                 let [y, ..] = carved.outs;
                 y.fill(0.0);
                 let slots: &mut [f32] = bytemuck::cast_slice_mut(self.states.get_mut(*state));
-                paging.each(words, label, |piece| {
-                    recurrent::short_conv(self.pool, level, piece, (x, w, *silu), slots, y);
+                paging.each(words, label, |chunk| {
+                    recurrent::short_conv(self.pool, level, chunk, (x, w, *silu), slots, y);
                 })?;
             }
             Kernel::GatedDelta { delta, state, operands, decay, dt_bias, out, paging } => {
@@ -256,8 +258,8 @@ impl Executor<'_> {
                 let [y, ..] = carved.outs;
                 y.fill(0.0);
                 let slots: &mut [f32] = bytemuck::cast_slice_mut(self.states.get_mut(*state));
-                paging.each(words, label, |piece| {
-                    recurrent::gated_delta((self.pool, level), piece, (delta, o), rows, heads, slots, y);
+                paging.each(words, label, |chunk| {
+                    recurrent::gated_delta((self.pool, level), chunk, (delta, o), rows, heads, slots, y);
                 })?;
             }
             Kernel::Sample { logits, control, token, logprob, vocab } => {
@@ -283,7 +285,7 @@ impl Executor<'_> {
         Ok(())
     }
 
-    /// Calls `f(first element, rows)` for whole rows of an output, on all threads if there is enough of it.
+    /// Calls `f(first element, rows)` on whole rows of an output, in parallel if it is large enough.
     fn rows(&self, out: &mut [f32], row: usize, f: impl Fn(usize, &mut [f32]) + Sync) {
         if out.len() < PARALLEL_ELEMENTS {
             for (i, out) in out.chunks_mut(row.max(1)).enumerate() {
@@ -304,7 +306,7 @@ impl Executor<'_> {
         }
     }
 
-    /// The sum takes `a`'s bytes or its own; the norm takes `b`'s bytes or its own.
+    /// The sum may overwrite `a`, and the norm may overwrite `b`.
     fn add_rms_norm(&self, arena: &mut [f32], [a, b, sum, out]: [&Range<usize>; 4], w: &[f32], eps: f32) {
         let mut carved = carve(arena, &[sum.clone(), out.clone()]);
         let (a, b) = (carved.read(a), carved.read(b));
@@ -387,9 +389,9 @@ impl Executor<'_> {
             label,
             x: self.read(&carved, &call.x),
             ids: bytemuck::cast_slice(self.read(&carved, &call.ids)),
-            factors: match &call.then {
-                Then::Gated(_) => &[],
-                Then::Summed(factors) => self.read(&carved, factors),
+            factors: match &call.epilogue {
+                ExpertEpilogue::Gated(_) => &[],
+                ExpertEpilogue::Summed(factors) => self.read(&carved, factors),
             },
             weights: std::array::from_fn(|i| call.weights.get(i).and_then(|id| self.weights.matrix(*id))),
             biases: std::array::from_fn(|i| call.biases.get(i).and_then(bias)),
@@ -405,15 +407,15 @@ impl Executor<'_> {
         })
     }
 
-    /// An operand of 4-byte elements that no output covers.
+    /// An operand of 4-byte elements that no output overlaps.
     fn read<'s>(&'s self, carved: &Carved<'s>, at: &Loc) -> &'s [f32] {
         match at {
             Loc::Arena(range) => match carved.read(range) {
                 Some(values) => values,
-                None => unreachable!("its output never takes the bytes of an input"),
+                None => unreachable!("the output never overwrites an input"),
             },
             Loc::Control(range) => &bytemuck::cast_slice(self.control)[range.clone()],
-            Loc::Weight(_) => unreachable!("compiled for the arena and the control block alone"),
+            Loc::Weight(_) => unreachable!("compiled for the arena and the control block only"),
         }
     }
 
@@ -450,13 +452,13 @@ impl Executor<'_> {
         }
     }
 
-    /// The reference version, or a host function, over the inputs where they lie.
+    /// Runs the reference implementation, or a host function, on the inputs in place.
     fn reference(&mut self, plan: &Plan, step: usize, arena: &mut [f32]) -> Result<(), RunError> {
         let step = &plan.steps()[step];
         let updated = step.op.state_updates();
         let arena_bytes: &[u8] = bytemuck::cast_slice(arena);
         let mut inputs: Vec<(&refrain_graph::Operand, &[u8])> = Vec::new();
-        // States that the step changes come as outputs that hold what is there.
+        // States that the step changes are passed as outputs with their current content.
         let read =
             step.inputs.iter().enumerate().filter(|(i, _)| updated.iter().all(|(_, input)| input != i));
         for (_, operand) in read {
@@ -473,7 +475,7 @@ impl Executor<'_> {
             inputs.push((operand, bytes));
         }
         let dtype_of = |operand: &refrain_graph::Operand| match plan.buffer(operand.buffer).place {
-            // Vectors were decoded when they were loaded.
+            // Vectors were converted to F32 when loaded.
             Place::Weight(id) if matches!(self.weights.entry(id), WeightEntry::Vector(_)) => {
                 refrain_tensor::DType::F32
             }
@@ -506,7 +508,7 @@ impl Executor<'_> {
     }
 }
 
-/// The row that an id names; `None` for padding.
+/// Row that an id selects; `None` for padding.
 pub(crate) fn row_of(label: &str, id: i32, n_rows: usize) -> Result<Option<usize>, RunError> {
     match usize::try_from(id) {
         Err(_) => Ok(None),

@@ -1,10 +1,10 @@
-//! Choosing a token: the reference's choice, without its sort of the whole vocabulary.
+//! Sampling with the same choice as the reference implementation, but without sorting the whole vocabulary.
 
 use crate::simd::{self, Level};
 use refrain_graph::SampleParam;
 use refrain_reference::{Sampling, apply_bias_and_penalties, uniform};
 
-/// Room for one row, kept between tokens so that none allocates.
+/// Scratch for one row, reused so that sampling does not allocate.
 #[derive(Default)]
 pub(crate) struct Candidates {
     logits: Vec<f32>,
@@ -15,12 +15,12 @@ pub(crate) struct Candidates {
     weights: Vec<f64>,
 }
 
-/// The token that [`refrain_reference::sample_row`] chooses, and the logarithm of its probability to about 1e-5.
+/// Returns the token that [`refrain_reference::sample_row`] chooses, and its log-probability to about 1e-5.
 pub fn sample_row(level: Level, logits: &[f32], sampling: &Sampling<'_>) -> (usize, f32) {
     choose(level, logits, sampling, &mut Candidates::default())
 }
 
-/// Logits may be an output of the graph too, so they are changed in a copy.
+/// Works on a copy of the logits, which may also be an output of the graph.
 pub(crate) fn choose(
     level: Level,
     logits: &[f32],
@@ -37,7 +37,7 @@ pub(crate) fn choose(
     let param = |p: SampleParam| sampling.params[p as usize];
     let temperature = param(SampleParam::Temperature);
     let greedy = temperature.is_nan() || temperature <= 0.0;
-    // With nothing or something infinite on top, there is nothing to weigh.
+    // If the maximum is infinite or there are no logits, no distribution exists.
     if !max.is_finite() {
         return (best, f32::NAN);
     }
@@ -60,26 +60,26 @@ pub(crate) fn choose(
         sum += **w;
         sum > target
     });
-    // Rounding can leave the target a hair above the last sum.
+    // Rounding can leave the target slightly above the last sum.
     let id = chosen.map_or(ids[ids.len() - 1], |(&id, _)| id) as usize;
     (id, logprob(logits[id]))
 }
 
-/// Elements whose largest is looked at together.
+/// Number of elements per entry of `maxima`.
 const CHUNK: usize = 256;
 
 impl Candidates {
     fn load(&mut self, logits: &[f32]) {
         self.logits.clear();
         self.logits.extend_from_slice(logits);
-        // How many candidates there are differs from token to token; room for all is made once.
+        // The number of candidates varies between tokens; reserve the maximum once.
         self.ids.clear();
         self.ids.reserve(logits.len());
         self.weights.clear();
         self.weights.reserve(logits.len());
     }
 
-    /// The logarithm of the sum of all `e^(logit - max)`.
+    /// Logarithm of the sum of `e^(logit - max)`.
     fn log_sum_exp(&mut self, level: Level, max: f32) -> f32 {
         self.exps.clear();
         self.exps.extend(self.logits.iter().map(|l| l - max));
@@ -87,13 +87,13 @@ impl Candidates {
         simd::sum(level, &self.exps).ln()
     }
 
-    /// Leaves the candidates in `ids`, from the most to the least probable, and tells how many the filters keep.
+    /// Leaves the candidates in `ids`, most probable first, and returns how many the filters keep.
     fn keep(&mut self, level: Level, max: f32, sampling: &Sampling<'_>) -> usize {
         let param = |p: SampleParam| sampling.params[p as usize];
         let (top_k, top_p) = (param(SampleParam::TopK) as usize, param(SampleParam::TopP));
         let (min_p, vocab) = (param(SampleParam::MinP), self.logits.len());
         let unfiltered = top_k == 0 && top_p >= 1.0 && min_p <= 0.0;
-        // Prefixes of growing length, until one holds every token that the filters keep.
+        // Sorts prefixes of increasing length, until one contains every token that the filters keep.
         let mut n_sorted = match top_k {
             _ if unfiltered => vocab,
             0 => 64.min(vocab),
@@ -104,7 +104,7 @@ impl Candidates {
             let weight = |id: u32| (f64::from(self.logits[id as usize]) - f64::from(max)).exp();
             let among = match (top_k, top_p < 1.0) {
                 (_, false) => 1.0,
-                // In the order of ids, as the reference adds them.
+                // Adds in the order of ids, like the reference.
                 (0, true) => self.logits.iter().map(|&l| (f64::from(l) - f64::from(max)).exp()).sum(),
                 (_, true) => self.ids.iter().map(|&id| weight(id)).sum(),
             };
@@ -116,7 +116,7 @@ impl Candidates {
         }
     }
 
-    /// Puts the `n` largest logits' ids into `ids`, in order; ties go to the smaller id.
+    /// Puts the ids of the `n` largest logits into `ids`, sorted; ties go to the smaller id.
     fn sort_top(&mut self, level: Level, n: usize) {
         let Candidates { logits, maxima, sorted_maxima, ids, .. } = self;
         let by_rank = |a: &u32, b: &u32| logits[*b as usize].total_cmp(&logits[*a as usize]).then(a.cmp(b));
@@ -124,8 +124,8 @@ impl Candidates {
         maxima.clear();
         maxima.extend(logits.chunks(CHUNK).map(|c| simd::max(level, c)));
         if maxima.len() > n {
-            // Each chunk's largest is one of the logits, so the n-th largest of them is at most the n-th largest of
-            // all: nothing below it can be among the n largest.
+            // Each chunk's maximum is one of the logits, so the n-th largest maximum is at most the n-th
+            // largest logit: no logit below it can be among the top n.
             sorted_maxima.clear();
             sorted_maxima.extend_from_slice(maxima);
             let (_, least, _) = sorted_maxima.select_nth_unstable_by(n - 1, |a, b| b.total_cmp(a));
@@ -147,7 +147,7 @@ impl Candidates {
     }
 }
 
-/// How many of the sorted candidates top-p and min-p keep; `None` when candidates beyond these may be kept too.
+/// Number of sorted candidates that top-p and min-p keep; `None` if more candidates are needed to decide.
 fn kept(
     sorted: &[u32],
     weight: impl Fn(u32) -> f64,

@@ -1,14 +1,14 @@
-//! Where weights and states lie.
+//! Weights and states in memory.
 
 use crate::pool::Pool;
 use crate::simd::{Level, PackedMatrix, WeightError, WeightMatrix, pack};
 use refrain_graph::{RunError, SlotLayout, State, StateId, WeightId};
 use refrain_tensor::{DType, HostTensor, TensorError};
 
-/// Fresh zeros take no memory until they are written, a page at a time.
+/// Fresh zero pages take no memory until they are written, one page at a time.
 const PAGE_WORDS: usize = 4096 / 8;
 
-/// The weights of a model, ready for products.
+/// Weights of a model, ready for matrix products.
 pub struct CpuWeights {
     entries: Vec<WeightEntry>,
 }
@@ -16,7 +16,7 @@ pub struct CpuWeights {
 pub(crate) enum WeightEntry {
     /// Norms, biases and tables, as floats.
     Vector(Vec<f32>),
-    /// A matrix over the file's bytes, with a repacked copy where products are faster from it.
+    /// A matrix in the file's bytes, with a repacked copy if that is faster.
     Matrix { tensor: HostTensor, packed: Option<Box<PackedMatrix>> },
 }
 
@@ -36,7 +36,7 @@ impl CpuWeights {
                 _ => None,
             };
             if packed.is_some() {
-                // One tensor at a time, so that file and copy are never both in memory as a whole.
+                // One tensor at a time, so that the file and the copies are never both entirely in memory.
                 tensor.bytes().release();
             }
             Ok(WeightEntry::Matrix { tensor, packed })
@@ -52,7 +52,8 @@ impl CpuWeights {
         &self.entries[id.idx()]
     }
 
-    /// The matrix of a product; those of all experts, one after another, for a weight of three dimensions.
+    /// The weight as a matrix. A weight of three dimensions gives the matrices of all experts, one after
+    /// another.
     pub(crate) fn matrix(&self, id: WeightId) -> Option<WeightMatrix<'_>> {
         match self.entry(id) {
             WeightEntry::Matrix { packed: Some(packed), .. } => Some(packed.matrix()),
@@ -61,7 +62,7 @@ impl CpuWeights {
         }
     }
 
-    /// Bytes that repacked copies take beside the file.
+    /// Bytes of the repacked copies, in addition to the file.
     pub fn packed_bytes(&self) -> usize {
         self.entries
             .iter()
@@ -72,7 +73,7 @@ impl CpuWeights {
             .sum()
     }
 
-    /// For each matrix, its type, its layout in memory and its bytes.
+    /// Dtype, memory layout and size of each matrix.
     pub(crate) fn layouts(&self) -> impl Iterator<Item = (DType, &'static str, usize)> {
         self.entries.iter().filter_map(|e| match e {
             WeightEntry::Matrix { tensor, packed: Some(packed) } => {
@@ -90,7 +91,7 @@ fn matrix_of(tensor: &HostTensor) -> Option<Result<WeightMatrix<'_>, WeightError
     let shape = tensor.shape();
     let (n_rows, k) = match *shape.dims() {
         [n_rows, k] => (n_rows, k),
-        // Experts one after another.
+        // Matrices of the experts, one after another.
         [n_experts, n_rows, k] => (n_experts.checked_mul(n_rows)?, k),
         _ => return None,
     };
@@ -99,11 +100,12 @@ fn matrix_of(tensor: &HostTensor) -> Option<Result<WeightMatrix<'_>, WeightError
 }
 
 fn zeros(n_bytes: usize) -> Result<Vec<u64>, usize> {
-    // Zeros from the system, which take no memory until they are written; `vec![0; n]` would abort where there are none.
+    // The system's zero pages take no memory until they are written. Unlike `vec![0; n]`, this does not abort
+    // when memory runs out.
     bytemuck::try_zeroed_vec(n_bytes.div_ceil(8)).map_err(|()| n_bytes)
 }
 
-/// The states of a model.
+/// States of a model.
 pub struct CpuStates {
     // Words, so that every element type is aligned.
     words: Vec<Vec<u64>>,
@@ -111,18 +113,18 @@ pub struct CpuStates {
 }
 
 impl CpuStates {
-    /// Fails with the bytes that could not be had.
+    /// Fails with the number of bytes that could not be allocated.
     pub(crate) fn new(states: &[State]) -> Result<CpuStates, usize> {
         let layouts: Vec<SlotLayout> = states.iter().map(SlotLayout::of).collect();
         let words = layouts.iter().map(|layout| zeros(layout.bytes())).collect::<Result<_, _>>()?;
         Ok(CpuStates { words, layouts })
     }
 
-    /// Gives each state another size and keeps what it holds. Fails with the bytes that could not be had; some states
-    /// may be larger then, which no graph minds.
+    /// Resizes each state and keeps its content. Fails with the number of bytes that could not be allocated;
+    /// some states may have grown by then, which does not affect any graph.
     ///
-    /// One state at a time, so that old and new are never both in memory as a whole, and only pages that were written:
-    /// the rest of the new memory stays untouched.
+    /// Copies one state at a time, so that old and new states are never both entirely in memory, and only pages
+    /// that were written: the rest of the new memory stays untouched.
     pub(crate) fn resize(&mut self, to: &[State]) -> Result<(), usize> {
         for ((words, layout), state) in self.words.iter_mut().zip(&mut self.layouts).zip(to) {
             let other = SlotLayout::of(state);
@@ -146,15 +148,15 @@ impl CpuStates {
         self.words.len()
     }
 
-    /// Where the slots of a state lie.
+    /// Slot layout of a state.
     pub(crate) fn layout(&self, id: StateId) -> Result<SlotLayout, RunError> {
         self.layouts.get(id.idx()).copied().ok_or_else(|| {
-            let because = format!("there are {}, asked for number {}", self.len(), id.idx());
+            let because = format!("there are {}, but state {} was requested", self.len(), id.idx());
             RunError::Mismatch { what: "states", because }
         })
     }
 
-    /// What a state holds.
+    /// Content of a state.
     pub fn bytes(&self, id: StateId) -> &[u8] {
         self.get(id.idx())
     }
@@ -163,14 +165,14 @@ impl CpuStates {
         &bytemuck::cast_slice(&self.words[idx])[..self.layouts[idx].bytes()]
     }
 
-    /// Several states at once; `None` when two are the same.
+    /// Several states at once; `None` if two are the same.
     pub(crate) fn several_mut<const N: usize>(&mut self, idx: [usize; N]) -> Option<[&mut [u8]; N]> {
         let layouts = &self.layouts;
         let mut lens = idx.iter().map(|&idx| layouts[idx].bytes());
         let words = self.words.get_disjoint_mut(idx).ok()?;
         Some(words.map(|words| match lens.next() {
             Some(len) => &mut bytemuck::cast_slice_mut(words)[..len],
-            None => unreachable!("as many lengths as states"),
+            None => unreachable!("one length per state"),
         }))
     }
 
@@ -185,19 +187,19 @@ mod tests {
     use crate::CpuBackend;
     use refrain_graph::{Backend, StateEdit, StatePart, TensorType};
 
-    /// Two caches; a block has three pages and a half.
+    /// Two caches; a block is three and a half pages.
     fn caches(n_blocks: usize) -> Vec<State> {
         let ty = TensorType::new(DType::F16, [n_blocks, 7, 16, 64]);
         ["k", "v"].map(|name| State::paged(name, ty)).to_vec()
     }
 
     #[test]
-    fn states_that_grow_keep_what_they_hold_and_are_zero_behind_it() {
+    fn grown_states_keep_their_content_and_are_zero_after_it() {
         let backend = CpuBackend::new(1).unwrap();
         let mut states = backend.allocate(&caches(3)).unwrap();
         for idx in 0..2 {
             for (i, byte) in states.get_mut(idx).iter_mut().enumerate() {
-                // Some pages stay untouched, others are written in part.
+                // Leaves some pages untouched and writes parts of others.
                 *byte = if i % 9000 < 3000 { (i % 251) as u8 + idx as u8 } else { 0 };
             }
         }
@@ -216,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn slots_are_copied_and_cleared_and_a_refused_edit_leaves_all_as_it_was() {
+    fn slots_are_copied_and_cleared_and_a_refused_edit_changes_nothing() {
         let mut backend = CpuBackend::new(1).unwrap();
         let state = State::whole("slots", TensorType::new(DType::F16, [4, 3]));
         let id = StateId::from_idx(0);

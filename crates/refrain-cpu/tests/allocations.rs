@@ -1,4 +1,4 @@
-//! A step allocates nothing once it is compiled.
+//! A compiled step does not allocate.
 
 use refrain_cpu::CpuBackend;
 use refrain_graph::{Backend, ControlBlock, Io, SAMPLE_PARAMS, fuse};
@@ -24,7 +24,7 @@ fn a_decoded_token_allocates_nothing() {
     let [tokens, positions, tables] = ["tokens", "positions", "tables"].map(find);
     let [params, rng] = ["params", "rng"].map(find);
     control.set_i32(tables, &[0, 1, 2, 3]).unwrap();
-    // Temperature, top-k, top-p and min-p as they usually are.
+    // Common values of temperature, top-k, top-p and min-p.
     let mut row = [0.0; SAMPLE_PARAMS];
     row[..5].copy_from_slice(&[0.8, 40.0, 0.95, 0.05, 1.0]);
     control.set_f32(params, &row).unwrap();
@@ -35,7 +35,7 @@ fn a_decoded_token_allocates_nothing() {
         let io = Io { weights: &weights, states: &mut states, control: control.bytes() };
         backend.run(&mut compiled, io).unwrap();
     };
-    // The first steps may grow what is kept from step to step.
+    // The first steps may grow buffers that persist across steps.
     (0..3).for_each(|i| step(i, &mut control));
     let ((), n) = ALLOCATOR.count(|| (3..40).for_each(|i| step(i, &mut control)));
     assert_eq!(n, 0, "37 steps made {n} allocations");

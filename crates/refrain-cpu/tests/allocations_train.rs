@@ -1,4 +1,4 @@
-//! A training step allocates nothing once it is compiled. A file of its own: allocations of all threads are counted.
+//! A compiled training step does not allocate. In a separate file, because allocations of all threads count.
 
 use refrain_cpu::CpuBackend;
 use refrain_graph::{Backend, ControlBlock, Io};
@@ -30,7 +30,7 @@ fn a_training_step_allocates_nothing_and_has_a_kernel_for_every_call() {
         let mut states = backend.allocate(&model.train_states(&spec).states).unwrap();
         let mut compiled = backend.compile(&step.graph).unwrap();
         let slow: Vec<_> = compiled.kernels().filter(|(_, kernel)| *kernel == "reference").collect();
-        assert!(slow.is_empty(), "{dtype}: {slow:?} run their reference version");
+        assert!(slow.is_empty(), "{dtype}: {slow:?} run their reference implementation");
         let mut control = ControlBlock::new(backend.plan(&compiled).control());
         let ids: Vec<i32> = (0..n_tokens as i32).collect();
         for input in [step.inputs.tokens, step.inputs.targets, step.inputs.positions] {

@@ -10,7 +10,7 @@ use refrain_tensor::{Bytes, DType, HostTensor};
 use refrain_testkit::{Arg, Case, Feed, Tol, cases, check_all};
 use std::collections::{BTreeSet, HashMap};
 
-/// Why a case did not run.
+/// Why a case failed or was skipped.
 enum Trouble {
     Unsupported,
     Other(String),
@@ -25,7 +25,8 @@ impl std::fmt::Display for Trouble {
     }
 }
 
-/// Runs a graph twice over a poisoned arena, once where a state goes on from what it was; the kernels that ran are added to `seen`.
+/// Runs a graph twice over a poisoned arena; the second run continues with the states of the first where there
+/// are any. Adds the kernels that ran to `seen`.
 fn run(
     backend: &mut CpuBackend,
     graph: &Graph,
@@ -65,7 +66,7 @@ fn run(
     Ok(outputs)
 }
 
-/// The same case with its float inputs brought into the arena first, where a model's values are.
+/// The same case with its float inputs copied to the arena first, where a model's values are.
 fn through_arena(case: &Case) -> Case {
     let graph = &case.graph;
     let mut builder = GraphBuilder::new(graph.weights().to_vec(), graph.states().to_vec());
@@ -76,7 +77,7 @@ fn through_arena(case: &Case) -> Case {
             ValueOrigin::Input(i) => {
                 let input = &graph.inputs()[i.idx()];
                 let made = builder.input(&input.name, input.ty).unwrap();
-                // A sampler's parameters stay in the control block; only its logits are computed.
+                // Sampling parameters stay in the control block; only the logits are computed.
                 let moved =
                     input.ty.dtype == DType::F32 && (i.idx() == 0 || !matches!(case.op, Op::Sample(_)));
                 if moved { builder.unary(Unary::Affine { mul: 1.0, add: 0.0 }, made).unwrap() } else { made }
@@ -98,15 +99,16 @@ fn through_arena(case: &Case) -> Case {
     Case { graph: builder.finish(), ..case.clone() }
 }
 
-/// Products with quantised weights round their activations to 8 bits, which puts an error of about 0.7 % of a typical
-/// output on each. Cases have few outputs, all of which may be small. That the integer part is exact is tested beside
-/// the kernels. Those with BF16 weights round them to BF16, by at most 2^-9 of each.
+/// Adjusts tolerances. Matrix products with quantised weights round their activations to 8 bits, an error of
+/// about 0.7 % of a typical output, and cases have few outputs, all of which may be small. The kernels' own
+/// tests check that the integer part is exact. Products with BF16 weights round activations to BF16, an error
+/// of at most 2^-9 each.
 fn on_this_backend(case: &Case) -> Case {
     let has = |is: fn(DType) -> bool| case.graph.weights().iter().any(|w| is(w.ty.dtype));
     let tol = match case.op {
         Op::MatMul if has(DType::is_quantized) => Tol::Whole(8e-2),
         Op::MatMul if has(|d| d == DType::BF16) => Tol::Whole(1e-2),
-        // The product of two of them, for the gate.
+        // The gate multiplies two such products.
         Op::Moe(_) if has(DType::is_quantized) => Tol::Whole(1.5e-1),
         Op::Moe(_) if has(|d| d == DType::BF16) => Tol::Whole(4e-2),
         _ => case.tol,
@@ -127,7 +129,7 @@ fn every_case_agrees_with_the_reference_at_every_level() {
                 _ => supported.push(case),
             }
         }
-        // The others have an output that is a bare input, or store what only weights are.
+        // The others have an output that is a bare input, or values of a dtype that only weights have.
         assert!(supported.len() >= 600, "{} ran, {n_unsupported} did not", supported.len());
         check_all(&supported, |graph, feed| run(&mut backend, graph, feed, &mut seen));
         let kernels = [
@@ -186,14 +188,14 @@ fn thread_counts_and_levels_give_the_same_bits() {
     }
 }
 
-/// What flows back through a product with a quantised weight meets the weight as it lies.
+/// The backward pass of a matrix product with a quantised weight reads that weight untransposed.
 #[test]
-fn products_with_quantised_weights_that_are_not_turned_decode_them() {
+fn products_with_untransposed_quantised_weights_decode_them() {
     let mut quantised = Vec::new();
     for dtype in DType::ALL.into_iter().filter(|d| d.is_quantized()) {
         for (m, k, n) in [(37, 40, 512), (3, 700, 256)] {
             let args = vec![Arg::float(DType::F32, [m, k]), Arg::weight(dtype, [k, n])];
-            let name = format!("{dtype} {m} x {k} x {n}, not turned");
+            let name = format!("{dtype} {m} x {k} x {n}, not transposed");
             quantised.push(through_arena(&Case::one_node(name, Op::MatMul, Tol::Whole(1e-5), args)));
         }
     }

@@ -1,4 +1,4 @@
-//! Functions on the host in the middle of a plan.
+//! Host functions in a plan.
 
 use refrain_cpu::CpuBackend;
 use refrain_graph::{
@@ -8,7 +8,7 @@ use refrain_graph::{TensorType, Unary};
 use refrain_tensor::DType;
 use std::sync::Arc;
 
-/// Answers 42, but to negative numbers.
+/// Answers 42, except to negative numbers.
 struct Oracle;
 
 impl HostFn for Oracle {
@@ -19,7 +19,7 @@ impl HostFn for Oracle {
     fn call(&self, inputs: &[HostBuf<'_>], outputs: &mut [&mut [u8]]) -> Result<(), HostCallError> {
         let asked = f32::from_le_bytes(inputs[0].bytes.try_into().unwrap());
         if asked < 0.0 {
-            return Err(HostCallError(format!("{asked} is no question")));
+            return Err(HostCallError(format!("{asked} is not a valid question")));
         }
         outputs[0].copy_from_slice(&42f32.to_le_bytes());
         Ok(())
@@ -27,7 +27,7 @@ impl HostFn for Oracle {
 }
 
 #[test]
-fn a_host_function_that_fails_is_told_in_its_own_words() {
+fn the_error_of_a_host_function_is_reported_unchanged() {
     let call = HostCall { name: "oracle", because: "it is far away", function: Arc::new(Oracle) };
     let mut builder = GraphBuilder::new(vec![], vec![]);
     builder.scope("blk.2");
@@ -50,5 +50,5 @@ fn a_host_function_that_fails_is_told_in_its_own_words() {
     ask(-1.0).unwrap();
     let error = ask(1.0).unwrap_err();
     assert!(matches!(error, RunError::Host { .. }), "{error}");
-    assert_eq!(error.to_string(), "blk.2.ask: -1 is no question");
+    assert_eq!(error.to_string(), "blk.2.ask: -1 is not a valid question");
 }

@@ -1,4 +1,4 @@
-//! A KV cache takes memory as it is filled.
+//! A KV cache takes memory only as it fills.
 #![cfg(target_os = "linux")]
 
 use refrain_cpu::CpuBackend;
@@ -11,14 +11,14 @@ fn resident_bytes() -> usize {
     line.trim().strip_suffix("kB").unwrap().trim().parse::<usize>().unwrap() * 1024
 }
 
-/// Caches of 60 layers, one MiB each for every 32 blocks.
+/// Caches of 60 layers, one MiB per 32 blocks each.
 fn caches(n_blocks: usize) -> Vec<State> {
     let ty = TensorType::new(DType::F16, [n_blocks, 4, 64, 64]);
     (0..60).map(|i| State::paged(format!("cache {i}"), ty)).collect()
 }
 
 #[test]
-fn states_that_nobody_has_written_take_no_memory_and_growing_them_takes_none() {
+fn unwritten_states_take_no_memory_and_neither_does_growing_them() {
     let backend = CpuBackend::new(1).unwrap();
     let before = resident_bytes();
     let mut states = backend.allocate(&caches(32)).unwrap();

@@ -1,6 +1,6 @@
-//! How regions of the pool start and end, run through interleavings (up to a bound on preemptions) and every value that
-//! the memory model lets a load see. loom also reports two unordered touches of an `UnsafeCell`, and threads that wait
-//! for ever: a lost wake-up.
+//! Start and end of the pool's regions, in all interleavings (up to a bound on preemptions) and with every
+//! value that the memory model allows a load to return. loom also reports unordered accesses to an `UnsafeCell`
+//! and threads that wait forever: a lost wake-up.
 
 #[path = "loom_common/mod.rs"]
 mod sync;
@@ -10,7 +10,7 @@ mod sync;
 mod region;
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::Arc; // not loom's, so that it orders nothing in a model
+use std::sync::Arc; // not loom's, so that it does not order anything in a model
 
 use loom::cell::UnsafeCell;
 use loom::sync::atomic::{AtomicBool, Ordering};
@@ -18,8 +18,8 @@ use loom::thread::{self, JoinHandle, Thread};
 
 use region::PoolShared;
 
-/// A thread that is joined by spinning. An `unpark` may come late, after the one it was meant for has gone on, and then
-/// loom's own `join` would take it for the end of the thread.
+/// A thread that is joined by spinning. An `unpark` may arrive late, after its thread has moved on, and loom's
+/// own `join` would take it for the end of the thread.
 struct Joined {
     handle: JoinHandle<()>,
     ended: Arc<AtomicBool>,
@@ -44,7 +44,7 @@ impl Joined {
     }
 }
 
-/// The pool without the parts that have nothing to do with other threads.
+/// The pool, reduced to its synchronisation.
 struct Pool {
     shared: Arc<PoolShared>,
     workers: Vec<Joined>,
@@ -73,10 +73,10 @@ impl Pool {
     }
 }
 
-/// One cell for each thread of a region, as the rows of an output are.
+/// One cell per thread of a region, like the rows of an output.
 struct Rows(Vec<UnsafeCell<usize>>);
 
-// SAFETY: that no cell is touched by two threads at once is what loom checks.
+// SAFETY: loom checks that no two threads access a cell at the same time.
 unsafe impl Sync for Rows {}
 
 impl Rows {
@@ -109,7 +109,7 @@ fn regions(n_threads: usize, n_regions: usize) {
             assert_eq!(n, n_threads);
             rows.add(thread_idx, value);
         });
-        assert_eq!(rows.values(), vec![value; n_threads], "every thread has left the region, once");
+        assert_eq!(rows.values(), vec![value; n_threads], "every thread has run the region once");
     }
     pool.end();
 }
@@ -125,7 +125,7 @@ fn a_region_wakes_and_waits_for_two_workers() {
 }
 
 #[test]
-fn a_region_is_published_and_ended_by_acquire_and_release_alone() {
+fn acquire_and_release_suffice_to_start_and_end_a_region() {
     sync::FENCED.set(false);
     sync::PARKS_RETURN_EARLY.set(true);
     model(3, || regions(2, 2));
@@ -133,7 +133,7 @@ fn a_region_is_published_and_ended_by_acquire_and_release_alone() {
 
 #[test]
 #[should_panic(expected = "deadlock")]
-fn a_wake_up_that_is_lost_without_sequential_consistency_is_found() {
+fn a_wake_up_lost_without_sequential_consistency_is_detected() {
     sync::FENCED.set(false);
     model(3, || regions(2, 1));
 }
@@ -157,7 +157,7 @@ fn a_pool_that_never_ran_ends() {
 }
 
 #[test]
-fn a_panic_on_a_worker_comes_to_the_caller_and_the_pool_goes_on() {
+fn a_panic_on_a_worker_reaches_the_caller_and_the_pool_stays_usable() {
     model(3, || {
         let pool = Pool::new(2);
         let rows = Rows::new(2);
@@ -177,7 +177,7 @@ fn a_panic_on_a_worker_comes_to_the_caller_and_the_pool_goes_on() {
 }
 
 #[test]
-fn a_panic_on_the_caller_leaves_only_after_the_workers() {
+fn a_panic_on_the_caller_propagates_only_after_the_workers_have_left() {
     model(3, || {
         let pool = Pool::new(2);
         let rows = Rows::new(2);
@@ -194,7 +194,7 @@ fn a_panic_on_the_caller_leaves_only_after_the_workers() {
 }
 
 #[test]
-fn of_two_callers_at_once_each_has_its_region_run_whole() {
+fn concurrent_callers_each_have_their_region_completed() {
     model(2, || {
         let pool = Arc::new(Pool::new(2));
         let region = |pool: &Pool| {

@@ -23,7 +23,7 @@ fn every_thread_runs_a_region_once() {
 }
 
 #[test]
-fn what_a_region_wrote_is_seen_by_the_next() {
+fn the_next_region_sees_the_writes_of_a_region() {
     let pool = Pool::new(3).unwrap();
     let mut data = vec![0u64; 4096];
     let step = pool.step();
@@ -39,7 +39,7 @@ fn what_a_region_wrote_is_seen_by_the_next() {
 }
 
 #[test]
-fn steps_and_idle_times_in_any_mix_lose_no_region() {
+fn no_mix_of_steps_and_idle_times_loses_a_region() {
     let pool = Pool::new(4).unwrap();
     let total = AtomicU64::new(0);
     let mut want = 0;
@@ -52,7 +52,7 @@ fn steps_and_idle_times_in_any_mix_lose_no_region() {
             want += 10;
         }
         if round % 11 == 0 {
-            // Long enough for the workers to park, so that waking them is in the mix too.
+            // Long enough for the workers to park, so that waking them is tested too.
             std::thread::sleep(Duration::from_millis(2));
         }
         drop(step);
@@ -61,7 +61,7 @@ fn steps_and_idle_times_in_any_mix_lose_no_region() {
 }
 
 #[test]
-fn a_slow_worker_is_waited_for() {
+fn a_region_waits_for_a_slow_worker() {
     let pool = Pool::new(2).unwrap();
     let done = AtomicUsize::new(0);
     pool.run(|thread_idx, _| {
@@ -74,7 +74,7 @@ fn a_slow_worker_is_waited_for() {
 }
 
 #[test]
-fn a_panic_on_any_thread_reaches_the_caller_and_the_pool_lives_on() {
+fn a_panic_on_any_thread_reaches_the_caller_and_the_pool_stays_usable() {
     let pool = Pool::new(3).unwrap();
     for guilty in 0..3 {
         let finished = AtomicUsize::new(0);
@@ -100,7 +100,7 @@ fn a_panic_on_any_thread_reaches_the_caller_and_the_pool_lives_on() {
 }
 
 #[test]
-fn a_region_inside_a_region_runs_on_its_own_thread() {
+fn a_nested_region_runs_on_the_calling_thread() {
     let pool = Pool::new(2).unwrap();
     let inner = AtomicUsize::new(0);
     pool.run(|_, _| {
@@ -166,14 +166,14 @@ fn chunks_are_handed_out_once_each() {
 }
 
 #[test]
-fn no_threads_is_refused_and_the_default_fits_the_machine() {
+fn zero_threads_are_refused_and_the_default_fits_the_machine() {
     assert!(matches!(Pool::new(0), Err(PoolError::NoThreads)));
     let n = default_threads();
     assert!(n >= 1 && n <= std::thread::available_parallelism().unwrap().get());
 }
 
 #[test]
-fn those_who_want_as_many_threads_share_a_pool_while_one_of_them_lives() {
+fn users_of_the_same_number_of_threads_share_a_pool_while_one_of_them_lives() {
     let (one, two) = (Pool::shared(3).unwrap(), Pool::shared(3).unwrap());
     assert!(Arc::ptr_eq(&one, &two));
     assert_eq!(Pool::shared(2).unwrap().n_threads(), 2);
@@ -185,7 +185,7 @@ fn those_who_want_as_many_threads_share_a_pool_while_one_of_them_lives() {
 }
 
 #[test]
-fn zipped_chunks_go_together_and_each_thread_has_its_own_part() {
+fn zipped_chunks_match_and_each_thread_has_its_own_part() {
     for n_threads in [1, 2, 5] {
         let pool = Pool::new(n_threads).unwrap();
         let (mut a, mut b) = (vec![0usize; 1003], vec![0usize; 11]);
@@ -198,7 +198,7 @@ fn zipped_chunks_go_together_and_each_thread_has_its_own_part() {
         });
         assert!(a.iter().enumerate().all(|(i, &v)| v == i / 100 + 1), "{a:?}");
         assert!(b.iter().enumerate().all(|(i, &v)| v == i + 1), "{b:?}");
-        assert_eq!(own.iter().sum::<usize>(), 11, "each chunk counted in somebody's part: {own:?}");
+        assert_eq!(own.iter().sum::<usize>(), 11, "each chunk is counted in one thread's part: {own:?}");
         // A slice that is shorter than the others gives empty chunks at the end.
         let n = AtomicUsize::new(0);
         pool.zip_chunks([(&mut a, 500), (&mut b, 1)], &mut own, |chunk_idx, [a, b], _| {

@@ -1,4 +1,4 @@
-//! The sampler chooses what the reference chooses.
+//! The sampler chooses the same tokens as the reference.
 
 use proptest::prelude::*;
 use refrain_cpu::sample_row;

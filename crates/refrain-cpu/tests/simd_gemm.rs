@@ -1,11 +1,12 @@
-//! Products of values against sums in f64, and the same bits at every level and with any number of threads.
+//! Matrix products of values against sums in f64, and the same bits at every level and with any number of
+//! threads.
 
 use half::{bf16, f16};
 use refrain_cpu::pool::Pool;
 use refrain_cpu::simd::{Factor, Level, Rounded, gemm, gemm_scratch};
 use refrain_tensor::{DType, quant};
 
-/// Numbers between -1 and 1 that look random.
+/// Pseudorandom numbers between -1 and 1.
 fn values(n: usize, seed: u32) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9e37_79b9) | 1;
     let mut next = || {
@@ -31,7 +32,7 @@ fn widened(dtype: DType, bytes: &[u8]) -> Vec<f32> {
     values
 }
 
-/// A factor of `len` by `k` with something around it, its elements turned or not.
+/// A factor of `len` by `k` inside a larger matrix, transposed or not.
 fn factor(dtype: DType, bytes: &[u8], len: usize, k: usize, is_turned: bool) -> Factor<'_> {
     let (stride, k_stride) = if is_turned { (1, len + 3) } else { (k + 5, 1) };
     Factor { dtype, bytes, offset: 7, len, stride, k, k_stride }
@@ -42,7 +43,7 @@ fn room(len: usize, k: usize) -> usize {
 }
 
 #[test]
-fn products_agree_with_sums_in_f64_at_every_level_and_with_any_threads() {
+fn products_agree_with_sums_in_f64_at_every_level_and_with_any_number_of_threads() {
     let shapes =
         [(1, 1, 1), (16, 8, 16), (17, 321, 33), (3, 1000, 300), (200, 70, 530), (40, 0, 9), (0, 4, 4)];
     for (m, k, n) in shapes {

@@ -1,4 +1,4 @@
-//! Products at every level, in every layout, against decoded weights in f64 and against each other.
+//! Matrix products at every level, in every layout, against dequantised weights in f64 and against each other.
 
 mod common;
 
@@ -10,7 +10,7 @@ use refrain_cpu::simd::{
 };
 use refrain_tensor::DType;
 
-/// A row length of so many blocks; for floats so many elements, plus a few.
+/// A row length of `n_blocks` blocks; for floats, an odd multiple of `n_blocks`.
 fn length(dtype: DType, n_blocks: usize) -> usize {
     if dtype.is_quantized() { n_blocks * dtype.block_len() } else { 7 * n_blocks }
 }
@@ -19,7 +19,7 @@ fn matrix(dtype: DType, bytes: &[u8], n_rows: usize, k: usize) -> WeightMatrix<'
     WeightMatrix::new(dtype, bytes, n_rows, k, dtype.bytes_for(k).unwrap()).unwrap()
 }
 
-/// The largest magnitude that scale and minimum of a part may have, for scales of at most `d`.
+/// Largest magnitude of scale and minimum of a part, for scales of at most `d`.
 fn magnitude(dtype: DType, d: f64) -> f64 {
     d * match dtype {
         DType::F32 | DType::F16 | DType::BF16 => 1.0,
@@ -36,7 +36,7 @@ fn magnitude(dtype: DType, d: f64) -> f64 {
 }
 
 #[test]
-fn every_level_agrees_with_decoded_weights_in_f64() {
+fn every_level_agrees_with_dequantised_weights_in_f64() {
     let mut random = Random(1);
     for dtype in WEIGHT_TYPES {
         for (n_blocks, n_rows, m) in [(1, 1, 1), (3, 5, 2), (5, 17, 9), (9, 33, 4)] {
@@ -45,13 +45,13 @@ fn every_level_agrees_with_decoded_weights_in_f64() {
             let x = random.floats(m * k);
             let want = reference(dtype, &bytes, n_rows, k, &x);
             let got = product(Level::PORTABLE, &matrix(dtype, &bytes, n_rows, k), &x, m);
-            // k rounded additions, of terms below magnitude each.
+            // k rounded additions of terms below `magnitude`.
             let bound = magnitude(dtype, 0.03) * (k as f64) * f64::from(f32::EPSILON);
             for (i, (&got, &want)) in got.iter().zip(&want).enumerate() {
                 let error = (f64::from(got) - want).abs();
                 assert!(
                     error <= bound,
-                    "{dtype} k={k} output {i}: {got} for {want}, off by {error:e} > {bound:e}"
+                    "{dtype} k={k} output {i}: got {got}, want {want}, off by {error:e} > {bound:e}"
                 );
             }
         }
@@ -111,7 +111,7 @@ fn levels_layouts_and_batch_sizes_give_the_same_bits() {
 }
 
 #[test]
-fn a_large_batch_crosses_the_limits_of_a_pass() {
+fn a_large_batch_takes_several_passes() {
     let mut random = Random(4);
     for (dtype, k) in [(DType::Q4_K, 1024), (DType::Q8_0, 1024), (DType::BF16, 5003), (DType::F16, 3001)] {
         let (n_rows, m) = (18, 261);
@@ -127,8 +127,9 @@ fn a_large_batch_crosses_the_limits_of_a_pass() {
 }
 
 #[test]
-fn bf16_products_round_activations_to_bf16_and_nothing_else() {
-    // The definition, in scalars: 32 lanes of pairs, the odd element of a pair first, one rounding for each addition.
+fn bf16_products_round_only_the_activations_to_bf16() {
+    // The definition, in scalars: 32 lanes of pairs, the odd element of a pair first, one rounding per
+    // addition.
     let mut random = Random(13);
     let round = |x: f32| half::bf16::from_f32(x).to_f32();
     for k in [1, 2, 63, 64, 65, 200, 4100] {
@@ -162,8 +163,8 @@ fn bf16_products_round_activations_to_bf16_and_nothing_else() {
 }
 
 #[test]
-fn subnormal_bf16_values_are_worth_at_most_what_they_are() {
-    // Processors with BF16 dot products take them as zero, the others do not: the difference is below any use.
+fn subnormal_bf16_values_may_be_flushed_to_zero() {
+    // Processors with BF16 dot products flush them to zero, others do not; the difference is negligible.
     let (n_rows, k) = (3, 130);
     for (w, x) in [(1e-39f32, 1.0f32), (1.0, 1e-39), (1e-20, 1e-20), (-1e-39, 1e38), (3e-39, 3e-39)] {
         let bytes: Vec<u8> = (0..n_rows * k).flat_map(|_| half::bf16::from_f32(w).to_le_bytes()).collect();
@@ -173,7 +174,7 @@ fn subnormal_bf16_values_are_worth_at_most_what_they_are() {
                 let exact = f64::from(w) * f64::from(x) * k as f64;
                 assert!(
                     (f64::from(y) - exact).abs() <= most,
-                    "{w:e} by {x:e} at {level}: {y:e} for {exact:e}"
+                    "{w:e} by {x:e} at {level}: got {y:e}, want {exact:e}"
                 );
             }
         }
@@ -181,7 +182,7 @@ fn subnormal_bf16_values_are_worth_at_most_what_they_are() {
 }
 
 #[test]
-fn row_ranges_give_the_rows_of_the_whole() {
+fn row_ranges_give_the_same_rows_as_the_whole() {
     let mut random = Random(5);
     let pool = Pool::new(1).unwrap();
     for dtype in [DType::Q4_1, DType::Q6_K, DType::F16] {
@@ -236,14 +237,15 @@ fn extreme_blocks_stay_exact_in_integers() {
         let k = 2 * dtype.block_len().max(64);
         let n_rows = 17;
         for fill in [0x00, 0xff, 0x80, 0x7f, 0x01] {
-            // All quants and part scales at an extreme, the largest half float or the least as the scale.
+            // All quants and part scales at an extreme, with the largest or the smallest half float as the
+            // scale.
             for scale in [65504.0, -65504.0, 6e-8, 0.0] {
                 let mut bytes = weights_with(dtype, n_rows * k, &mut random, |_| scale);
                 let kept = weights_with(dtype, n_rows * k, &mut Random(8), |_| 1.0);
                 let other = weights_with(dtype, n_rows * k, &mut Random(8), |_| 2.0);
                 for (i, byte) in bytes.iter_mut().enumerate() {
                     let is_scale = kept[i] != other[i];
-                    // The low byte of a half float differs in neither; it sits before the high one.
+                    // The low byte of a half float differs in neither; it precedes the high one.
                     let is_low = kept.get(i + 1).zip(other.get(i + 1)).is_some_and(|(a, b)| a != b);
                     if !is_scale && !is_low {
                         *byte = fill;
@@ -258,7 +260,7 @@ fn extreme_blocks_stay_exact_in_integers() {
                         let bound = magnitude(dtype, f64::from(scale.abs())) * k as f64 * 1e-6;
                         assert!(
                             (f64::from(got) - exact).abs() <= bound,
-                            "{dtype} fill {fill:#x}: {got} for {exact}"
+                            "{dtype} fill {fill:#x}: got {got}, want {exact}"
                         );
                     }
                     for level in Level::available() {
@@ -275,7 +277,7 @@ fn extreme_blocks_stay_exact_in_integers() {
 }
 
 #[test]
-fn bytes_between_rows_are_not_looked_at() {
+fn bytes_between_rows_are_not_read() {
     let mut random = Random(9);
     for dtype in WEIGHT_TYPES {
         let k = length(dtype, 3);
@@ -320,7 +322,7 @@ fn preparing_a_row_is_the_same_at_every_level_and_rounds_to_even() {
     use refrain_cpu::simd::{ActKind, act_bytes, quantize_row};
     let mut random = Random(11);
     let mut x = random.floats(512);
-    // With a largest magnitude of 127 the quants are the values themselves.
+    // With a largest magnitude of 127, the quants are the values themselves.
     x[..4].copy_from_slice(&[127.0, 0.5, 1.5, -2.5]);
     for kind in [ActKind::F32, ActKind::Bf16, ActKind::Q8, ActKind::Q8K] {
         let want = prepare(Level::PORTABLE, kind, &x, 512);
@@ -337,11 +339,11 @@ fn preparing_a_row_is_the_same_at_every_level_and_rounds_to_even() {
 }
 
 #[test]
-fn small_activations_beside_large_ones_keep_finer_steps() {
+fn small_activations_next_to_large_ones_keep_finer_steps() {
     use refrain_cpu::simd::ActKind;
     let mut random = Random(14);
     let mut x = random.floats(256);
-    // Parts of 32 with largest magnitudes of 1, 1/2, 1/4 and so on, and one of zeros.
+    // Parts of 32 with largest magnitudes of 1, 1/2, 1/4 and so on, and one part of zeros.
     let largest = |part: usize| if part == 7 { 0.0 } else { 0.5_f32.powi(part as i32) };
     for (part, x) in x.chunks_exact_mut(32).enumerate() {
         let most = x.iter().fold(0.0_f32, |most, x| most.max(x.abs()));
@@ -351,7 +353,7 @@ fn small_activations_beside_large_ones_keep_finer_steps() {
     for (i, value) in common::prepared_values(ActKind::Q8K, 256, &prepared).into_iter().enumerate() {
         let step = f64::from(largest(i / 32).max(0.125)) / 127.0;
         let error = (value - f64::from(x[i])).abs();
-        assert!(error <= 0.5001 * step, "{i}: {value} for {}, {error} of {step}", x[i]);
+        assert!(error <= 0.5001 * step, "{i}: got {value}, want {}, {error} of {step}", x[i]);
     }
 }
 
@@ -376,7 +378,7 @@ fn packing_loses_nothing() {
 }
 
 #[test]
-fn sizes_that_do_not_fit_are_refused() {
+fn mismatched_sizes_are_refused() {
     let refused = |dtype, n_bytes: usize, n_rows, k, row_bytes| {
         WeightMatrix::new(dtype, &vec![0; n_bytes], n_rows, k, row_bytes).err().unwrap()
     };

@@ -23,7 +23,7 @@ fn close(got: &[f32], want: impl IntoIterator<Item = f64>, relative: f64) {
     assert_eq!(got.len(), want.len());
     for (i, (&got, want)) in got.iter().zip(want).enumerate() {
         let error = (f64::from(got) - want).abs();
-        assert!(error <= relative * want.abs() + 1e-30, "element {i}: {got} for {want}");
+        assert!(error <= relative * want.abs() + 1e-30, "element {i}: got {got}, want {want}");
     }
 }
 
@@ -73,7 +73,7 @@ fn sums_products_and_gates_match_f64() {
 }
 
 #[test]
-fn gates_are_right_at_the_ends() {
+fn gates_are_correct_for_extreme_inputs() {
     let x = [-1e30, -100.0, -20.0, 0.0, 20.0, 100.0, 1e30];
     let ones = [1.0; 7];
     for level in Level::available() {
@@ -87,7 +87,7 @@ fn gates_are_right_at_the_ends() {
 }
 
 #[test]
-fn exp_is_within_one_and_a_half_units_in_the_last_place() {
+fn exp_is_within_1_5_ulp() {
     let x: Vec<f32> = (0..400_000).map(|i| -103.9 + i as f32 * (192.6 / 400_000.0)).collect();
     let got = everywhere(|level| {
         let mut x = x.clone();
@@ -104,7 +104,7 @@ fn exp_is_within_one_and_a_half_units_in_the_last_place() {
         let unit = f64::from(f32::MIN_POSITIVE).max(2f64.powi(want.log2().floor() as i32)) * 2f64.powi(-23);
         worst = worst.max((f64::from(got) - want).abs() / unit);
     }
-    assert!(worst <= 1.5, "{worst} units in the last place");
+    assert!(worst <= 1.5, "{worst} ulp");
     let mut ends = [f32::NEG_INFINITY, -200.0, 0.0, 200.0, f32::INFINITY, f32::NAN];
     simd::exp_inplace(Level::detect(), &mut ends);
     assert_eq!(ends[..5], [0.0, 0.0, 1.0, f32::INFINITY, f32::INFINITY]);
@@ -112,7 +112,7 @@ fn exp_is_within_one_and_a_half_units_in_the_last_place() {
 }
 
 #[test]
-fn reductions_match_f64_and_pass_over_nan() {
+fn reductions_match_f64_and_ignore_nan() {
     let mut random = Random(2);
     for n in LENGTHS {
         let (a, b) = (random.floats(n), random.floats(n));
@@ -132,7 +132,7 @@ fn reductions_match_f64_and_pass_over_nan() {
 }
 
 #[test]
-fn norms_match_f64_alone_and_after_an_addition() {
+fn norms_match_f64_with_and_without_a_preceding_addition() {
     let mut random = Random(3);
     for n in [1, 16, 64, 576, 2048] {
         let (x, delta, w) = (random.floats(n), random.floats(n), random.floats(n));
@@ -161,7 +161,7 @@ fn norms_match_f64_alone_and_after_an_addition() {
 }
 
 #[test]
-fn rotary_positions_turn_the_right_pairs() {
+fn rope_rotates_the_right_pairs() {
     let mut random = Random(4);
     for (head_dim, n) in [(2, 1), (64, 32), (128, 64), (96, 24), (20, 10)] {
         let x = random.floats(head_dim);
@@ -189,7 +189,7 @@ fn rotary_positions_turn_the_right_pairs() {
 }
 
 #[test]
-fn half_floats_convert_as_the_half_crate_does() {
+fn half_floats_convert_like_in_the_half_crate() {
     let mut random = Random(5);
     let mut x: Vec<f32> = random.floats(1000).iter().map(|x| x * 1e5).collect();
     x.extend([0.0, -0.0, 65504.0, 65519.9, 65520.0, 1e-8, 5.9e-8, 6.1e-5, f32::INFINITY, 2049.0, 2051.0]);
@@ -224,7 +224,7 @@ fn softmax_sums_to_one() {
 struct Case {
     head_dim: usize,
     n_keys: usize,
-    /// Elements from key to key.
+    /// Elements between keys.
     stride: usize,
     n_q: usize,
     dtype: DType,
@@ -259,7 +259,7 @@ fn attention_matches_a_plain_softmax_in_f64() {
             })
         };
         let q: Vec<f32> = random.floats(n_q * head_dim).iter().map(|x| x * 4.0).collect();
-        // Query i sees the keys up to its own place, the last sees all; some begin late.
+        // Query i attends to the keys up to its own position, the last query to all; some ranges begin late.
         let visible: Vec<_> = (0..n_q)
             .map(|i| {
                 let end = n_keys - (n_q - 1 - i).min(n_keys);
@@ -305,21 +305,21 @@ fn attention_matches_a_plain_softmax_in_f64() {
                     .sum();
                 let want = if total == 0.0 { 0.0 } else { want / total };
                 let got = f64::from(got[i * head_dim + d]);
-                assert!((got - want).abs() < 3e-6, "query {i} element {d}: {got} for {want}");
+                assert!((got - want).abs() < 3e-6, "query {i} element {d}: got {got}, want {want}");
             }
         }
     }
 }
 
 #[test]
-fn attention_in_blocks_gives_the_bits_of_one_block_and_reads_only_what_is_seen() {
+fn attention_in_blocks_gives_the_bits_of_one_block_and_reads_only_visible_keys() {
     let mut random = Random(8);
     let (head_dim, n_keys, n_q) = (64, 5 * KEY_CHUNK + 9, 4);
     let mut keys = random.floats(n_keys * head_dim);
     let mut values = random.floats(n_keys * head_dim);
     let q = random.floats(n_q * head_dim);
     let seen = n_keys - 5;
-    // What lies behind the last visible key may be anything.
+    // Keys after the last visible one may hold anything.
     keys[seen * head_dim..].fill(f32::NAN);
     values[seen * head_dim..].fill(f32::NAN);
     let run = |block: usize| {

@@ -1,4 +1,4 @@
-//! Training steps: the same bits however work is divided, and numbers that point outside are refused.
+//! Training steps: the same bits however the work is split, and out-of-range indices are refused.
 
 use refrain_cpu::CpuBackend;
 use refrain_cpu::simd::Level;
@@ -9,7 +9,7 @@ use refrain_graph::{
 use refrain_models::{Model, NamedShape, QuantMix, TrainPhase, TrainSpec};
 use refrain_tensor::DType;
 
-/// What all states hold after two steps over three documents and padding.
+/// All states after two steps over three documents and padding.
 fn after_two_steps(model: &Model, spec: &TrainSpec, n_threads: usize, level: Level) -> Vec<Vec<u8>> {
     let mut backend = CpuBackend::new(n_threads).unwrap().with_level(level);
     let step = model.train_graph(spec, TrainPhase::Update).unwrap();
@@ -59,7 +59,7 @@ fn after_two_steps(model: &Model, spec: &TrainSpec, n_threads: usize, level: Lev
 }
 
 #[test]
-fn a_training_step_has_the_same_bits_with_any_threads_and_instructions() {
+fn a_training_step_has_the_same_bits_with_any_threads_and_instruction_set() {
     let model = Model::random(NamedShape::find("llama-10m").unwrap(), QuantMix::All(DType::F32)).unwrap();
     for dtype in [DType::F32, DType::BF16] {
         let spec = TrainSpec {
@@ -72,7 +72,7 @@ fn a_training_step_has_the_same_bits_with_any_threads_and_instructions() {
             recompute: false,
         };
         let one = after_two_steps(&model, &spec, 1, Level::detect());
-        // The plainest level would take half a minute; op cases run at it.
+        // The portable level would take half a minute; the op cases cover it.
         let narrow = Level::available().into_iter().find(|level| *level != Level::PORTABLE);
         for (n_threads, level) in [(3, Level::detect()), (2, narrow.unwrap_or(Level::detect()))] {
             let other = after_two_steps(&model, &spec, n_threads, level);
@@ -82,7 +82,7 @@ fn a_training_step_has_the_same_bits_with_any_threads_and_instructions() {
     }
 }
 
-/// Runs one node over inputs whose integers are given and whose floats are ones.
+/// Runs one node with these integer inputs; float inputs are ones.
 fn run(op: Op, types: &[TensorType], ints: &[i32]) -> Result<(), RunError> {
     let mut builder = GraphBuilder::new(Vec::new(), Vec::new());
     let (mut values, mut ids): (Vec<ValueId>, Vec<(InputId, TensorType)>) = Default::default();
@@ -112,7 +112,7 @@ fn run(op: Op, types: &[TensorType], ints: &[i32]) -> Result<(), RunError> {
 }
 
 #[test]
-fn ids_targets_and_spans_outside_are_refused() {
+fn out_of_range_ids_targets_and_spans_are_refused() {
     let float = |dims: &[usize]| TensorType::new(DType::F32, refrain_tensor::Shape::new(dims).unwrap());
     let ints = |dims: &[usize]| TensorType::new(DType::I32, refrain_tensor::Shape::new(dims).unwrap());
     let loss = || (Op::Train(TrainOp::CrossEntropy), vec![float(&[2, 5]), ints(&[2]), float(&[1])]);
@@ -126,7 +126,7 @@ fn ids_targets_and_spans_outside_are_refused() {
     };
     assert_eq!(refused(loss(), &[-1, 5]), ("row", 5, 5));
     assert_eq!(refused(scatter(), &[3, 0]), ("row", 3, 3));
-    // Past the last row, before the first, and of a document that does not hold the row.
+    // Past the last row, before the first, and a document that does not contain the row.
     assert_eq!(refused(attend(), &[0, 2, 0, 3]), ("span", 3, 3));
     assert_eq!(refused(attend(), &[-1, 2, 0, 2]), ("span", 2, 3));
     assert_eq!(refused(attend(), &[0, 2, 0, 1]), ("span", 1, 3));

@@ -1,4 +1,4 @@
-//! The ledger: every step, how it ran, and why if not as a graph.
+//! The ledger: a record of how every step ran, and why if not as a replay.
 
 use refrain_graph::{Ran, Reason, StepKind};
 use std::collections::BTreeMap;
@@ -8,43 +8,45 @@ use std::time::Duration;
 /// Counts and times of one kind of step.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Tally {
-    /// Steps that ran from recorded graphs alone.
+    /// Steps that ran entirely as graph replays.
     pub replayed: u64,
-    /// Graphs that those launched: as many as there are steps where each is one launch.
+    /// Graphs launched by those steps; equal to `replayed` if every step is one launch.
     pub launches: u64,
-    /// Host steps that ran between them.
+    /// Host steps that ran between those graphs.
     pub host_steps: u64,
     /// Steps that ran eagerly.
     pub eager: u64,
     /// Steps that failed.
     pub failed: u64,
-    /// Steps that were sent ahead and that nobody needed: the text had ended. They are in none of the other counts.
-    pub unused: u64,
-    /// Tokens that went through.
+    /// Steps launched ahead whose results nobody needed because the output had ended. Not part of any other
+    /// count.
+    pub discarded: u64,
+    /// Tokens evaluated.
     pub tokens: u64,
-    /// Wall time of all steps. Where steps are sent ahead, a step's time is from the result before it to its own.
+    /// Wall time of all steps. For steps launched ahead, a step's time runs from the previous result to its
+    /// own.
     pub total: Duration,
     /// The fastest step.
     pub fastest: Option<Duration>,
     /// The slowest step.
     pub slowest: Option<Duration>,
-    /// How often each reason kept a step from being replayed, by its label, with the last one in full.
+    /// Reasons why steps were not replayed, by label: the count and the most recent occurrence in full.
     reasons: BTreeMap<&'static str, (u64, Reason)>,
 }
 
 impl Tally {
-    /// Steps of any outcome that somebody needed.
+    /// Steps that were replayed, ran eagerly or failed.
     pub fn steps(&self) -> u64 {
         self.replayed + self.eager + self.failed
     }
 
-    /// Tokens per second over all steps; `None` when nothing ran.
+    /// Tokens per second over all steps; `None` if nothing ran.
     pub fn tokens_per_second(&self) -> Option<f64> {
         let seconds = self.total.as_secs_f64();
         (seconds > 0.0 && self.tokens > 0).then(|| self.tokens as f64 / seconds)
     }
 
-    /// Each reason with its count and its last appearance.
+    /// Each reason with its count and most recent occurrence.
     pub fn reasons(&self) -> impl Iterator<Item = (&'static str, u64, &Reason)> {
         self.reasons.iter().map(|(label, (n, last))| (*label, *n, last))
     }
@@ -62,9 +64,9 @@ impl fmt::Display for Tally {
         if self.failed > 0 {
             write!(f, ", {} failed", self.failed)?;
         }
-        if self.unused > 0 {
-            let s = if self.unused == 1 { "" } else { "s" };
-            write!(f, ", {} speculative step{s} discarded", self.unused)?;
+        if self.discarded > 0 {
+            let s = if self.discarded == 1 { "" } else { "s" };
+            write!(f, ", {} speculative step{s} discarded", self.discarded)?;
         }
         let mut reasons: Vec<_> = self.reasons().collect();
         reasons.sort_by_key(|(_, n, _)| std::cmp::Reverse(*n));
@@ -80,7 +82,8 @@ impl fmt::Display for Tally {
     }
 }
 
-/// All steps of an engine. Always on: an entry costs some additions, and a map look-up if the step was not replayed.
+/// Ledger of all steps of an engine. Always on: an entry costs a few additions, plus a map lookup if the step
+/// was not replayed.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Ledger {
     tallies: [Tally; StepKind::ALL.len()],
@@ -92,7 +95,7 @@ impl Ledger {
         Ledger::default()
     }
 
-    /// Enters a step that ran.
+    /// Records a step that ran.
     pub fn ran(&mut self, kind: StepKind, n_tokens: usize, took: Duration, ran: &Ran) {
         let tally = self.tally_mut(kind);
         tally.tokens += n_tokens as u64;
@@ -112,7 +115,7 @@ impl Ledger {
         }
     }
 
-    /// Enters a step that failed.
+    /// Records a step that failed.
     pub fn failed(&mut self, kind: StepKind, took: Duration, reason: &Reason) {
         let tally = self.tally_mut(kind);
         tally.failed += 1;
@@ -120,9 +123,9 @@ impl Ledger {
         note(tally, reason);
     }
 
-    /// Enters steps that were sent ahead and not needed.
-    pub fn unused(&mut self, kind: StepKind, n: u64) {
-        self.tally_mut(kind).unused += n;
+    /// Records steps that were launched ahead and discarded.
+    pub fn discarded(&mut self, kind: StepKind, n: u64) {
+        self.tally_mut(kind).discarded += n;
     }
 
     /// Counts and times of one kind of step.
@@ -137,7 +140,7 @@ impl Ledger {
 
 fn note(tally: &mut Tally, reason: &Reason) {
     match tally.reasons.get_mut(reason.label()) {
-        // Most reasons repeat unchanged; comparing is cheaper than cloning one that owns text.
+        // Most reasons repeat unchanged; comparing is cheaper than cloning a reason that owns text.
         Some((n, last)) => {
             *n += 1;
             if last != reason {
@@ -155,7 +158,7 @@ mod tests {
     const MS: Duration = Duration::from_millis(1);
 
     #[test]
-    fn a_summary_names_counts_and_the_reason() {
+    fn a_summary_lists_counts_and_the_reason() {
         let mut ledger = Ledger::new();
         for _ in 0..380 {
             ledger.ran(StepKind::Decode, 1, MS, &Ran::REPLAYED);
@@ -170,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn several_reasons_are_listed_from_the_most_frequent() {
+    fn several_reasons_are_listed_most_frequent_first() {
         let mut ledger = Ledger::new();
         ledger.ran(StepKind::Decode, 1, MS, &Ran::Eager(Reason::Profiling));
         for _ in 0..3 {
@@ -180,7 +183,7 @@ mod tests {
         assert_eq!(
             ledger.tally(StepKind::Decode).to_string(),
             "5 steps, 0 replayed, 4 eager, 1 failed (3 times: graphs are switched off; \
-             once: profiling times each op, which one launch would hide; once: replay failed with error 700)"
+             once: profiling times each op, which a graph launch would hide; once: replay failed with error 700)"
         );
     }
 
@@ -195,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn steps_of_several_launches_are_told_from_those_of_one() {
+    fn steps_with_several_launches_are_counted_apart_from_single_launches() {
         let mut ledger = Ledger::new();
         for _ in 0..2 {
             ledger.ran(StepKind::Decode, 1, MS, &Ran::Replayed { n_launches: 3, n_host_steps: 2 });

@@ -1,6 +1,6 @@
-//! What the machine has to run threads on.
+//! Detection of physical cores.
 
-/// Cores that have at least one hardware thread, where the system tells.
+/// Number of cores with at least one usable hardware thread, if the system reports it.
 pub(super) fn physical_cores() -> Option<usize> {
     let mut siblings = std::collections::BTreeSet::new();
     for entry in std::fs::read_dir("/sys/devices/system/cpu").ok()? {

@@ -1,15 +1,16 @@
-//! One thread pool made for running the steps of a plan.
+//! A thread pool built for running the steps of a plan.
 //!
-//! A step is a few hundred short parallel regions in a row. Between the regions of a step workers spin, so that a
-//! region starts in well under a microsecond; between steps they park and cost nothing. The caller is thread 0.
+//! A step is a few hundred short parallel regions in a row. Between the regions of a step the workers spin, so
+//! that a region starts in well under a microsecond. Between steps they park and cost nothing. The caller is
+//! thread 0.
 //!
-//! Invariant: a region allocates nothing, and returns only after every thread has left it, panics included.
-//! Invariant: the pool has as many threads at work as it was made with, and its callers: one that finds it busy works alone.
+//! Invariant: a region does not allocate, and returns only after every thread has left it, even on panic.
+//! Invariant: at most the pool's threads and its callers run. A caller that finds the pool busy works alone.
 
-mod cores; // how many threads suit the machine
-mod region; // how a region starts and ends
-mod split; // ways to divide work
-mod sync; // what a region is made of
+mod cores; // number of threads for this machine
+mod region; // start and end of a region
+mod split; // dividing work among threads
+mod sync; // atomics, locks, cells, spin limits
 
 pub use split::{Chunks, Zipped, chunk_range, static_range};
 
@@ -18,39 +19,40 @@ use std::thread::{self, JoinHandle, Thread};
 
 use region::PoolShared;
 
-/// Why a pool could not be made.
+/// Why a pool could not be created.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum PoolError {
-    /// A pool needs the caller at least.
-    #[error("a pool needs at least 1 thread, 0 were asked for")]
+    /// A pool needs at least the calling thread.
+    #[error("a pool needs at least 1 thread, but 0 were requested")]
     NoThreads,
     /// The system refused a thread.
     #[error("worker thread {started} of {wanted} could not be started")]
     Spawn {
-        /// Workers running so far.
+        /// Workers started so far.
         started: usize,
-        /// Workers asked for.
+        /// Workers requested.
         wanted: usize,
-        /// What the system said.
+        /// Error from the system.
         #[source]
         source: std::io::Error,
     },
 }
 
 impl PoolError {
-    /// What to do about it.
+    /// Suggested fix, if there is one.
     pub fn hint(&self) -> Option<&'static str> {
         match self {
-            PoolError::NoThreads => Some("pass --threads 1 or more, or leave it out"),
-            PoolError::Spawn { .. } => Some("pass a smaller --threads, or raise the process limit"),
+            PoolError::NoThreads => Some("use at least 1 thread"),
+            PoolError::Spawn { .. } => Some("use fewer threads, or raise the process limit"),
         }
     }
 }
 
-/// Threads that suit this machine: what the scheduler and the cgroup allow, without a second thread per core.
+/// Default number of threads: as many as the scheduler and the cgroup allow, but one per core.
 ///
-/// A second hardware thread on a core adds no memory bandwidth and no multiplier, so it only slows a step down.
+/// A second hardware thread on a core adds neither memory bandwidth nor multipliers, so it only slows a step
+/// down.
 pub fn default_threads() -> usize {
     let allowed = thread::available_parallelism().map_or(1, |n| n.get());
     cores::physical_cores().map_or(allowed, |cores| cores.clamp(1, allowed))
@@ -75,12 +77,12 @@ pub fn default_threads() -> usize {
 pub struct Pool {
     shared: Arc<PoolShared>,
     workers: Vec<JoinHandle<()>>,
-    /// The same threads as `workers`, for waking them without touching the handles.
+    /// The threads of `workers`, to wake them without their join handles.
     wake: Vec<Thread>,
 }
 
 impl Pool {
-    /// A pool of `n_threads`, the caller of [`Pool::run`] included.
+    /// Returns a pool of `n_threads`, including the caller of [`Pool::run`].
     pub fn new(n_threads: usize) -> Result<Pool, PoolError> {
         if n_threads == 0 {
             return Err(PoolError::NoThreads);
@@ -92,7 +94,7 @@ impl Pool {
         };
         for worker_idx in 0..n_threads - 1 {
             let shared = Arc::clone(&pool.shared);
-            // On failure `pool` is dropped, which stops and joins the workers that did start.
+            // On failure `pool` is dropped, which stops and joins the workers that started.
             let handle = thread::Builder::new()
                 .name(format!("refrain-cpu-{}", worker_idx + 1))
                 .spawn(move || region::work(&shared, worker_idx))
@@ -103,9 +105,9 @@ impl Pool {
         Ok(pool)
     }
 
-    /// The pool of `n_threads` that the whole process shares; made for the first who asks, gone with the last.
+    /// Returns the pool of `n_threads` that the whole process shares. It lives from the first to the last user.
     ///
-    /// Callers on several threads may use it at once: a region that finds it busy runs on its caller alone.
+    /// Several threads may use it concurrently: a region that finds it busy runs on its caller alone.
     pub fn shared(n_threads: usize) -> Result<Arc<Pool>, PoolError> {
         static POOLS: Mutex<Vec<(usize, Weak<Pool>)>> = Mutex::new(Vec::new());
         let mut pools = POOLS.lock().unwrap_or_else(PoisonError::into_inner);
@@ -119,12 +121,12 @@ impl Pool {
         Ok(pool)
     }
 
-    /// Threads in the pool, the caller included.
+    /// Number of threads in the pool, including the caller.
     pub fn n_threads(&self) -> usize {
         self.shared.n_threads()
     }
 
-    /// Keeps the workers spinning, not parked, until the guard is dropped. Steps may nest.
+    /// Keeps the workers spinning instead of parking until the guard is dropped. Steps may nest.
     pub fn step(&self) -> StepGuard<'_> {
         self.shared.begin_step(&self.wake);
         StepGuard { pool: self }
@@ -132,17 +134,17 @@ impl Pool {
 
     /// Runs `f(thread_idx, n_threads)` on every thread and returns when all have finished.
     ///
-    /// A region begun while another one is under way, from inside it or from another thread, runs on the calling
-    /// thread alone as `f(0, 1)`: so `f` must take its share from `n_threads`, as [`static_range`] does.
+    /// A region that starts while another is in progress, inside it or on another thread, runs on the calling
+    /// thread alone as `f(0, 1)`. So `f` must derive its share from `n_threads`, as [`static_range`] does.
     ///
     /// # Panics
-    /// If `f` panics on any thread, the first panic is carried to the caller after all threads have finished.
+    /// If `f` panics on any thread, the first panic resumes on the caller after all threads have finished.
     pub fn run<F: Fn(usize, usize) + Sync>(&self, f: F) {
         self.shared.run(&self.wake, f);
     }
 
-    /// Calls `f(chunk_idx, chunk)` for consecutive chunks of `data` of `chunk_len` elements (the last may be
-    /// shorter), spread over the threads. Who computes a chunk is not fixed; what `f` writes must not depend on it.
+    /// Calls `f(chunk_idx, chunk)` on consecutive chunks of `data` of `chunk_len` elements (the last may be
+    /// shorter), in parallel. The assignment of chunks to threads varies, so results must not depend on it.
     pub fn chunks_mut<T: Send, F: Fn(usize, &mut [T]) + Sync>(&self, data: &mut [T], chunk_len: usize, f: F) {
         let chunks = Chunks::new(data, chunk_len);
         self.run(|_, _| {
@@ -152,21 +154,22 @@ impl Pool {
         });
     }
 
-    /// Calls `f(chunk_idx, chunks, own)` for chunk number `chunk_idx` of each slice, spread over the threads; beside each
-    /// slice stands how many elements a chunk of it has. `own` is cut into one part for each thread, which holds what the
-    /// thread left there: who computes a chunk is not fixed, and what `f` writes to the chunks must not depend on it.
+    /// Calls `f(chunk_idx, chunks, local)` with chunk `chunk_idx` of each slice, in parallel. Each slice comes
+    /// with its number of elements per chunk. `local` is split into one part per thread, whose content persists
+    /// between the thread's calls. The assignment of chunks to threads varies, so results must not depend on
+    /// it.
     pub fn zip_chunks<T: Send, O: Send, const N: usize>(
         &self,
         slices: [(&mut [T], usize); N],
-        own: &mut [O],
+        local: &mut [O],
         f: impl Fn(usize, [&mut [T]; N], &mut [O]) + Sync,
     ) {
-        let (chunks, own) = (Zipped::new(slices), split::ThreadParts::new(own, self.n_threads()));
+        let (chunks, local) = (Zipped::new(slices), split::ThreadParts::new(local, self.n_threads()));
         self.run(|thread_idx, _| {
-            // SAFETY: a region calls this once for each thread, whose index is below the number of threads.
-            let own = unsafe { own.part(thread_idx) };
+            // SAFETY: a region calls this once per thread, with an index below the number of threads.
+            let local = unsafe { local.part(thread_idx) };
             while let Some((chunk_idx, chunks)) = chunks.next() {
-                f(chunk_idx, chunks, own);
+                f(chunk_idx, chunks, local);
             }
         });
     }
@@ -176,13 +179,13 @@ impl Drop for Pool {
     fn drop(&mut self) {
         self.shared.stop(&self.wake);
         for worker in self.workers.drain(..) {
-            // A worker catches what its regions throw, so there is no panic to pass on.
+            // Workers catch panics in regions, so there is no panic to propagate.
             let _ = worker.join();
         }
     }
 }
 
-/// While this lives, the pool's workers spin between regions. Made by [`Pool::step`].
+/// Keeps the pool's workers spinning between regions while it lives. Created by [`Pool::step`].
 #[must_use = "the workers park again when the step is dropped"]
 pub struct StepGuard<'a> {
     pool: &'a Pool,

@@ -1,8 +1,8 @@
-//! A parallel region, from both sides: the caller starts it and waits for its end; the workers wait for one, run it
-//! and report back.
+//! A parallel region, on both sides: the caller starts it and waits for its end; workers wait for a region, run
+//! it and report completion.
 //!
-//! Invariant: atomics, locks, cells and threads come from `sync` alone. `tests/loom_pool.rs` compiles this file over
-//! loom's versions of those and runs it through the interleavings that there are.
+//! Invariant: atomics, locks, cells and threads come from `sync` only. `tests/loom_pool.rs` compiles this file
+//! with loom's versions of them and runs it through all interleavings.
 
 use std::any::Any;
 use std::panic::{self, AssertUnwindSafe};
@@ -12,7 +12,7 @@ use super::sync::{
     Thread, UnsafeCell, YIELDS_IN_STEP, spin_loop, thread,
 };
 
-/// A region's closure, type-erased without allocation.
+/// Closure of a region, type-erased without allocation.
 #[derive(Clone, Copy)]
 struct RegionTask {
     data: *const (),
@@ -24,8 +24,8 @@ impl RegionTask {
 
     fn new<F: Fn(usize, usize) + Sync>(f: &F) -> RegionTask {
         unsafe fn call<F: Fn(usize, usize) + Sync>(data: *const (), thread_idx: usize, n_threads: usize) {
-            // SAFETY: `data` came from `&F` in `RegionTask::new`, and `PoolShared::run` keeps that borrow alive for as long as
-            // any worker may call it.
+            // SAFETY: `data` came from `&F` in `RegionTask::new`, and `PoolShared::run` keeps that borrow alive
+            // for as long as any worker may call it.
             let f = unsafe { &*data.cast::<F>() };
             f(thread_idx, n_threads);
         }
@@ -33,16 +33,16 @@ impl RegionTask {
     }
 }
 
-/// What the caller and the workers of one pool share.
+/// State shared by the caller and the workers of a pool.
 pub(super) struct PoolShared {
-    /// Set while a region runs; whoever sets it owns `task`.
+    /// Set while a region runs; the thread that set it owns `task`.
     busy: AtomicBool,
-    /// Moves on by one for each region; a worker runs the task when it sees a number it has not run.
+    /// Incremented for each region; a worker runs the task when it sees a new value.
     epoch: AtomicU32,
     /// Workers that have not finished the current region.
     remaining: AtomicUsize,
     task: UnsafeCell<RegionTask>,
-    /// Number of living `Step` guards.
+    /// Number of live `StepGuard`s.
     in_step: AtomicUsize,
     stop: AtomicBool,
     asleep: Box<[AtomicBool]>,
@@ -59,12 +59,12 @@ unsafe impl Sync for PoolShared {}
 // SAFETY: as above; nothing in it belongs to a particular thread.
 unsafe impl Send for PoolShared {}
 
-/// A lock that a panic elsewhere cannot take away: what these mutexes hold is valid at every point.
+/// Locks even if a panic poisoned the mutex: the values in these mutexes are valid at every point.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The life of worker `worker_idx`.
+/// Main loop of worker `worker_idx`.
 pub(super) fn work(shared: &PoolShared, worker_idx: usize) {
     let mut seen = 0;
     loop {
@@ -72,11 +72,12 @@ pub(super) fn work(shared: &PoolShared, worker_idx: usize) {
         if shared.stop.load(Ordering::SeqCst) {
             return;
         }
-        // SAFETY: the epoch moved and we have not decremented `remaining` yet, so the writer does not touch the
-        // cell (see `unsafe impl Sync`).
+        // SAFETY: the epoch changed and we have not decremented `remaining` yet, so the writer does not touch
+        // the cell (see `unsafe impl Sync`).
         let task = shared.task.with(|task| unsafe { *task });
         let result = panic::catch_unwind(AssertUnwindSafe(|| {
-            // SAFETY: `PoolShared::run` keeps the closure alive until `remaining` is zero, which needs our decrement below.
+            // SAFETY: `PoolShared::run` keeps the closure alive until `remaining` is zero, which needs our
+            // decrement below.
             unsafe { (task.call)(task.data, worker_idx + 1, shared.n_threads) }
         }));
         if let Err(payload) = result {
@@ -84,7 +85,7 @@ pub(super) fn work(shared: &PoolShared, worker_idx: usize) {
         }
         if shared.remaining.fetch_sub(1, Ordering::SeqCst) == 1 && shared.caller_asleep.load(Ordering::SeqCst)
         {
-            // Cloned out of the lock: the caller may be on its way to take it for the next region.
+            // Clone the handle out of the lock: the caller may be about to lock it for the next region.
             let caller = lock(&shared.caller).clone();
             if let Some(caller) = caller {
                 caller.unpark();
@@ -115,7 +116,7 @@ impl PoolShared {
         self.n_threads
     }
 
-    /// Begins a step: `workers` are woken, and spin between regions.
+    /// Begins a step: wakes `workers`, which then spin between regions.
     pub(super) fn begin_step(&self, workers: &[Thread]) {
         self.in_step.fetch_add(1, Ordering::SeqCst);
         self.wake_sleepers(workers);
@@ -125,7 +126,7 @@ impl PoolShared {
         self.in_step.fetch_sub(1, Ordering::SeqCst);
     }
 
-    /// Runs `f` as a region on this thread and all `workers`; as `f(0, 1)` when another region is under way.
+    /// Runs `f` as a region on this thread and all `workers`, or as `f(0, 1)` if another region is in progress.
     pub(super) fn run<F: Fn(usize, usize) + Sync>(&self, workers: &[Thread], f: F) {
         if workers.is_empty() || self.busy.swap(true, Ordering::Acquire) {
             f(0, 1);
@@ -148,7 +149,7 @@ impl PoolShared {
         }
     }
 
-    /// Ends the lives of `workers`; they may be joined then.
+    /// Stops `workers`, which can then be joined.
     pub(super) fn stop(&self, workers: &[Thread]) {
         self.stop.store(true, Ordering::SeqCst);
         self.epoch.fetch_add(1, Ordering::SeqCst);
@@ -157,7 +158,8 @@ impl PoolShared {
 
     fn wake_sleepers(&self, workers: &[Thread]) {
         for (asleep, worker) in self.asleep.iter().zip(workers) {
-            // Pairs with the store in `PoolShared::sleep`: either we see the flag, or the worker sees the new epoch.
+            // Pairs with the store in `PoolShared::sleep`: either we see the flag, or the worker sees the new
+            // epoch.
             if asleep.load(Ordering::SeqCst) {
                 worker.unpark();
             }
@@ -185,12 +187,13 @@ impl PoolShared {
         }
     }
 
-    /// Parks until woken; returns at once if a region began meanwhile. May return early, like `park`.
+    /// Parks until woken; returns immediately if a region has started in the meantime. May return early, like
+    /// `park`.
     fn sleep(&self, seen: u32, worker_idx: usize) {
         let asleep = &self.asleep[worker_idx];
         asleep.store(true, Ordering::SeqCst);
-        // Pairs with `wake_sleepers`: a caller that moved the epoch before our store is seen here, one that moves it
-        // after sees the flag and unparks.
+        // Pairs with `wake_sleepers`: if the caller changed the epoch before our store, we see it here; if it
+        // changes the epoch later, it sees the flag and unparks us.
         if self.epoch.load(Ordering::SeqCst) == seen {
             thread::park();
         }

@@ -1,34 +1,35 @@
-//! Activation rows in the form that products with a weight type want them.
+//! Activation rows, in the format that the matrix products of each weight type need.
 //!
-//! Quantisation is symmetric: a block's scale is `d = max|x| / 127`, its quants are `x * (127 / max|x|)` rounded to
-//! the nearest integer, ties to even, so they lie in `-127..=127`. It is the same bits at every level. A block whose
-//! largest magnitude is below 1e-35 becomes zeros; one that holds an infinity or a NaN gets the scale NaN, so that the
-//! product is NaN too, as it would be in floating point.
+//! Quantisation is symmetric: a block's scale is `d = max|x| / 127`, and its quants are `x * (127 / max|x|)`
+//! rounded to the nearest integer, ties to even, so they are in `-127..=127`. The bits are the same at every
+//! level. A block whose largest magnitude is below 1e-35 becomes zeros. A block with an infinity or a NaN gets
+//! the scale NaN, so that the product is NaN, as it would be in floating point.
 //!
-//! Where 256 elements share a scale, a few large ones would leave the others few steps. So each 32 of them are rounded in
-//! steps that are up to eight times finer, by a power of two, as far as their own largest magnitude allows.
+//! If 256 elements shared one scale, a few large ones would leave little precision for the others. So each
+//! group of 32 elements uses steps that are up to eight times finer, by a power of two, as far as its own
+//! largest magnitude allows.
 
 use refrain_tensor::DType;
 
 use super::Level;
 use super::lanes::{Simd, SimdKernel};
 
-/// How an activation row is stored for a product.
+/// Format of an activation row in a matrix product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ActKind {
-    /// As it is; for F32 and F16 weights.
+    /// Unchanged; for F32 and F16 weights.
     F32,
-    /// Rounded to bfloat16, subnormal numbers to zero; for BF16 weights.
+    /// Rounded to bfloat16, with subnormals flushed to zero; for BF16 weights.
     Bf16,
     /// Blocks of 32 signed bytes with a float scale and their sum; for weights in blocks of 32.
     Q8,
-    /// Blocks of 256 signed bytes with a float scale, a shift for each 32, and sums of 16 and 32; for weights in blocks of
-    /// 256.
+    /// Blocks of 256 signed bytes with a float scale, a shift per 32 elements, and sums over 16 and 32
+    /// elements; for weights in blocks of 256.
     Q8K,
 }
 
 impl ActKind {
-    /// Elements that share a scale; `k` must be whole blocks.
+    /// Number of elements per scale; `k` must be a multiple.
     pub const fn block_len(self) -> usize {
         match self {
             ActKind::F32 | ActKind::Bf16 => 1,
@@ -38,7 +39,7 @@ impl ActKind {
     }
 }
 
-/// The form of the activations in a product with weights of `dtype`, or `None` where there is no such product.
+/// Returns the activation format for weights of `dtype`, or `None` if there is no matrix product for them.
 pub fn act_kind(dtype: DType) -> Option<ActKind> {
     match dtype {
         DType::F32 | DType::F16 => Some(ActKind::F32),
@@ -53,24 +54,25 @@ pub fn act_kind(dtype: DType) -> Option<ActKind> {
     }
 }
 
-/// Bytes of one activation row of `k` elements, a multiple of 64; `None` if `k` is not whole blocks or overflows.
+/// Returns the bytes of one activation row of `k` elements, a multiple of 64; `None` if `k` is not a whole
+/// number of blocks or the size overflows.
 pub fn act_bytes(kind: ActKind, k: usize) -> Option<usize> {
     if !k.is_multiple_of(kind.block_len()) || k > isize::MAX as usize / 16 {
         return None;
     }
     let bytes = match kind {
-        // Whole steps of the product (see `float`), the rest of the last one being zeros.
+        // A whole number of steps of the product (see `float`); the last one is zero-padded.
         ActKind::F32 => k.next_multiple_of(32) * 4,
         ActKind::Bf16 => k.next_multiple_of(64) * 2,
         ActKind::Q8 => Q8Layout::new(k).bytes,
         ActKind::Q8K => Q8KLayout::new(k).bytes,
     };
     let lines = bytes.div_ceil(64);
-    // Rows that lie a multiple of 1 KiB apart would compete for few places in the first-level cache.
+    // Rows at multiples of 1 KiB would compete for the same sets of the L1 cache.
     Some(64 * if lines.is_multiple_of(16) { lines + 1 } else { lines })
 }
 
-/// Where the parts of a [`ActKind::Q8`] row lie, in bytes from its start; the quants are at 0.
+/// Byte offsets of the parts of an [`ActKind::Q8`] row; the quants are at 0.
 #[derive(Clone, Copy)]
 pub(crate) struct Q8Layout {
     /// `f32` scale per block.
@@ -89,12 +91,13 @@ impl Q8Layout {
     }
 }
 
-/// Where the parts of a [`ActKind::Q8K`] row lie, in bytes from its start; the quants are at 0.
+/// Byte offsets of the parts of an [`ActKind::Q8K`] row; the quants are at 0.
 #[derive(Clone, Copy)]
 pub(crate) struct Q8KLayout {
-    /// `f32` scale per block: of the finest steps.
+    /// `f32` scale per block, for the finest steps.
     pub(crate) d: usize,
-    /// 8 `i16` per block: sums of 32 quants in the finest steps, in the order 0 2 1 3 4 6 5 7 (see [`PAIR_ORDER`]).
+    /// 8 `i16` per block: sums of 32 quants in the finest steps, in the order 0 2 1 3 4 6 5 7 (see
+    /// [`PAIR_ORDER`]).
     pub(crate) sums32: usize,
     /// 16 `i16` per block: sums of 16 quants in the finest steps, in the same order within each four.
     pub(crate) sums16: usize,
@@ -102,13 +105,13 @@ pub(crate) struct Q8KLayout {
     pub(crate) bias32: usize,
     /// 16 `i32` per block: -32 times the sum of 16 quants.
     pub(crate) bias16: usize,
-    /// 8 `i32` per block: by how many bits the quants of 32 elements must be shifted left to be in the finest steps.
+    /// 8 `i32` per block: left shift that converts the quants of 32 elements to the finest steps.
     pub(crate) shifts: usize,
     bytes: usize,
 }
 
-/// The finest steps are finer than those of the largest magnitude by so many bits. With one more, sums of 32 quants would
-/// not fit in 16 bits.
+/// Number of bits by which the finest steps are finer than those of the largest magnitude. With one more, sums
+/// of 32 quants would not fit in 16 bits.
 const FINER_BITS: u32 = 3;
 
 impl Q8KLayout {
@@ -126,14 +129,15 @@ impl Q8KLayout {
     }
 }
 
-/// Masking every other byte out of four leaves bytes 0 and 2, then 1 and 3, as 16-bit pairs; sums lie to match.
+/// Masking every other byte of four leaves bytes 0 and 2, then 1 and 3, as 16-bit pairs; the sums are in the
+/// same order.
 const PAIR_ORDER: [usize; 4] = [0, 2, 1, 3];
 
 /// Why an activation row could not be prepared.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ActError {
-    /// The row does not divide into blocks.
+    /// The row is not a whole number of blocks.
     #[error("an activation row of {k} elements is not whole blocks of {block_len}")]
     NotWholeBlocks {
         /// Elements in the row.
@@ -141,17 +145,17 @@ pub enum ActError {
         /// Elements in a block.
         block_len: usize,
     },
-    /// The destination has another size.
-    #[error("the prepared row takes {need} bytes, the buffer has {got}")]
+    /// The destination has the wrong size.
+    #[error("the prepared row needs {need} bytes, but the buffer has {got}")]
     BufferSize {
-        /// What [`act_bytes`] says.
+        /// Size that [`act_bytes`] returns.
         need: usize,
-        /// What was passed.
+        /// Size of the buffer.
         got: usize,
     },
 }
 
-/// Prepares one activation row for products: `dst` must be [`act_bytes`] long.
+/// Prepares one activation row for matrix products; `dst` must have [`act_bytes`] bytes.
 pub fn quantize_row(level: Level, kind: ActKind, src: &[f32], dst: &mut [u8]) -> Result<(), ActError> {
     let need = act_bytes(kind, src.len())
         .ok_or(ActError::NotWholeBlocks { k: src.len(), block_len: kind.block_len() })?;
@@ -183,7 +187,7 @@ impl SimdKernel for RoundBf16<'_> {
 
     #[inline(always)]
     fn run<S: Simd>(self, _: S) {
-        // Plain Rust: the compiler makes the level's vectors of it.
+        // Plain Rust, which the compiler vectorises for the level.
         let (row, padding) = self.dst.split_at_mut(2 * self.src.len());
         for (bytes, x) in row.chunks_exact_mut(2).zip(self.src) {
             bytes.copy_from_slice(&round_bf16(*x).to_le_bytes());
@@ -192,7 +196,7 @@ impl SimdKernel for RoundBf16<'_> {
     }
 }
 
-/// The nearest bfloat16, ties to even; zero for a subnormal number, quiet for a NaN.
+/// The nearest bfloat16, ties to even; zero for subnormals, a quiet NaN for NaNs.
 #[inline(always)]
 fn round_bf16(x: f32) -> u16 {
     let bits = x.to_bits();
@@ -200,7 +204,7 @@ fn round_bf16(x: f32) -> u16 {
     let magnitude = bits & 0x7fff_ffff;
     let is_nan = magnitude > 0x7f80_0000;
     let kept = if is_nan { bits | 0x0040_0000 } else { rounded };
-    // What the dot product instruction does with subnormal numbers.
+    // Flushes subnormals, like the dot product instruction.
     let is_normal = magnitude >= 0x0080_0000;
     ((if is_normal { kept } else { bits & 0x8000_0000 }) >> 16) as u16
 }
@@ -243,7 +247,7 @@ impl SimdKernel for QuantizeQ8K<'_> {
             for (largest, part) in largest.iter_mut().zip(block.chunks_exact(32)) {
                 *largest = amax(s, part);
             }
-            // Magnitudes order as their bits do, with what is not finite above all.
+            // The bits of magnitudes compare like the magnitudes, with infinity and NaN largest.
             let all = f32::from_bits(largest.iter().fold(0, |most, part| most.max(part.to_bits())));
             let (d, inverse) = scales(all);
             let (mut sums16, mut sums32) = ([0i32; 16], [0i32; 8]);
@@ -276,13 +280,13 @@ impl SimdKernel for QuantizeQ8K<'_> {
     }
 }
 
-/// Writes element `idx` of the array that begins at byte `base`.
+/// Writes element `idx` of the array that starts at byte `base`.
 #[inline(always)]
 fn put<const N: usize>(dst: &mut [u8], base: usize, idx: usize, bytes: [u8; N]) {
     dst[base + N * idx..][..N].copy_from_slice(&bytes);
 }
 
-/// The scale and its inverse for quants, from the bits of the largest magnitude.
+/// Returns the scale and the inverse for quants, from the bits of the largest magnitude.
 #[inline(always)]
 fn scales(amax: f32) -> (f32, f32) {
     if !amax.is_finite() {
@@ -294,10 +298,10 @@ fn scales(amax: f32) -> (f32, f32) {
     }
 }
 
-/// The largest magnitude of a block of whole sixteens; not finite if any element is not.
+/// Largest magnitude of a block whose length is a multiple of 16; not finite if any element is not.
 #[inline(always)]
 fn amax<S: Simd>(s: S, block: &[f32]) -> f32 {
-    // Magnitudes order as integers, and every NaN comes out above infinity.
+    // As integers, magnitudes compare correctly and NaN is above infinity.
     let magnitude = s.splat(0x7fff_ffff);
     let mut max = s.splat(0);
     for x in block.chunks_exact(S::LANES) {
@@ -308,14 +312,14 @@ fn amax<S: Simd>(s: S, block: &[f32]) -> f32 {
     f32::from_bits(lanes(s, max)[..S::LANES].iter().fold(0, |a, &b| a.max(b)) as u32)
 }
 
-/// Quantises whole sixteens and returns the sum of the quants.
+/// Quantises a multiple of 16 elements and returns the sum of the quants.
 #[inline(always)]
 fn quantize<S: Simd>(s: S, src: &[f32], inverse: f32, dst: &mut [u8]) -> i32 {
     let inverse_all = s.fsplat(inverse);
     let mut sum = s.splat(0);
     for (x, q) in src.chunks_exact(S::LANES).zip(dst.chunks_exact_mut(S::LANES)) {
-        // SAFETY: `chunks_exact` gives LANES floats to read and LANES bytes to write; a zero inverse stands for a
-        // block whose elements may not be finite, and is kept from them.
+        // SAFETY: `chunks_exact` gives LANES floats to read and LANES bytes to write; a zero inverse marks a
+        // block whose elements may not be finite, so they are not loaded.
         unsafe {
             let x = if inverse == 0.0 { s.fsplat(0.0) } else { s.fload(x.as_ptr()) };
             let quants = s.to_i(s.fmul(x, inverse_all));

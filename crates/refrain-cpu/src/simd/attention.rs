@@ -1,9 +1,9 @@
-//! Attention over a KV cache, block of keys by block of keys, with a running softmax.
+//! Attention over a KV cache, one block of keys at a time, with an online softmax.
 //!
-//! For each query the keys that it sees are taken in chunks of [`KEY_CHUNK`], cut at multiples of it from the first
-//! key of the block. A chunk rescales what was gathered so far by `e^(old max - new max)` and adds its own part. The
-//! result for a query depends on its own keys and on where the chunks are cut, not on the queries beside it: so long
-//! as blocks begin at multiples of [`KEY_CHUNK`], a token gets the same bits alone as in a batch.
+//! The keys that a query attends to are processed in chunks of [`KEY_CHUNK`], aligned to the first key of the
+//! block. Each chunk rescales the accumulators by `e^(old max - new max)` and adds its contribution. The result
+//! for a query depends on its own keys and on the chunk boundaries, not on other queries: if blocks begin at
+//! multiples of [`KEY_CHUNK`], a token gets the same bits alone as in a batch.
 
 use std::ops::Range;
 
@@ -13,17 +13,17 @@ use super::Level;
 use super::lanes::{GROUP, Simd, SimdKernel};
 use super::math;
 
-/// Keys that share one rescaling.
+/// Keys per rescaling.
 pub const KEY_CHUNK: usize = 32;
 
-/// Cached rows of keys or of values.
+/// Cached rows of keys or values.
 #[derive(Clone, Copy)]
 pub enum KvRows<'a> {
     /// Half floats.
     F16(&'a [f16]),
-    /// Floats with an exponent of eight bits and seven of mantissa.
+    /// Bfloat16.
     Bf16(&'a [bf16]),
-    /// Floats.
+    /// Single-precision floats.
     F32(&'a [f32]),
 }
 
@@ -40,44 +40,44 @@ impl KvRows<'_> {
 /// Keys and values of consecutive positions for one KV head.
 #[derive(Clone, Copy)]
 pub struct KvBlock<'a> {
-    /// Row `i` is `head_dim` elements from `i * stride` on.
+    /// Row `i` is the `head_dim` elements from `i * stride`.
     pub keys: KvRows<'a>,
-    /// As `keys`.
+    /// Same layout as `keys`.
     pub values: KvRows<'a>,
-    /// Elements from row to row.
+    /// Elements between rows.
     pub stride: usize,
-    /// Rows.
+    /// Number of rows.
     pub n_keys: usize,
 }
 
-/// How scores become weights.
+/// How scores are computed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Scores {
     /// Factor on `q · k`.
     pub scale: f32,
-    /// `c`, where scores are squashed to `c tanh(score / c)`.
+    /// `c` of the soft cap `c tanh(score / c)`.
     pub softcap: Option<f32>,
 }
 
-/// What has been gathered for `n_q` queries so far.
+/// Accumulators of the online softmax for `n_q` queries.
 pub struct AttendState<'a> {
-    /// `[n_q]`, the largest score.
+    /// `[n_q]`, largest score so far.
     pub max: &'a mut [f32],
-    /// `[n_q]`, the sum of the weights.
+    /// `[n_q]`, sum of the weights.
     pub sum: &'a mut [f32],
-    /// `[n_q, head_dim]`, the weighted sum of the values.
+    /// `[n_q, head_dim]`, weighted sum of the values.
     pub acc: &'a mut [f32],
 }
 
 impl AttendState<'_> {
-    /// Nothing gathered.
+    /// Resets the accumulators.
     pub fn reset(&mut self) {
         self.max.fill(f32::NEG_INFINITY);
         self.sum.fill(0.0);
         self.acc.fill(0.0);
     }
 
-    /// Turns the gathered sums into the result, in place; a query that saw no key gets zeros.
+    /// Normalises the accumulated sums in place; a query without keys gets zeros.
     pub fn finish(&mut self, level: Level) {
         let head_dim = self.acc.len() / self.sum.len().max(1);
         for (acc, &sum) in self.acc.chunks_exact_mut(head_dim.max(1)).zip(self.sum.iter()) {
@@ -87,12 +87,12 @@ impl AttendState<'_> {
     }
 }
 
-/// Adds a block of keys to what has been gathered for `n_q` queries that share a KV head.
+/// Adds a block of keys to the accumulators of `n_q` queries that share a KV head.
 ///
-/// `q` is `[n_q, head_dim]`; query `i` sees keys `visible[i]` of the block. Only those are read.
+/// `q` is `[n_q, head_dim]`; query `i` attends to keys `visible[i]` of the block. Only those are read.
 ///
 /// # Panics
-/// If the sizes do not fit together or a visible range leaves the block.
+/// If sizes do not match or a visible range exceeds the block.
 pub fn attend_block(
     level: Level,
     scores: Scores,
@@ -116,7 +116,7 @@ pub fn attend_block(
     );
     assert!(
         visible.iter().all(|v| v.end <= kv.n_keys),
-        "a visible range leaves the block of {} keys",
+        "a visible range exceeds the block of {} keys",
         kv.n_keys
     );
     let begin = visible.iter().filter(|v| !v.is_empty()).map(|v| v.start).min();
@@ -144,7 +144,7 @@ pub fn attend_block(
     }
 }
 
-/// `Q` queries against at most [`KEY_CHUNK`] keys. `attend_block` has checked all sizes.
+/// `Q` queries and at most [`KEY_CHUNK`] keys. `attend_block` has checked all sizes.
 struct AttendChunk<'a, const Q: usize> {
     scores: Scores,
     q: &'a [f32],
@@ -162,7 +162,7 @@ impl<const Q: usize> SimdKernel for AttendChunk<'_, Q> {
     fn run<S: Simd>(self, s: S) {
         let AttendChunk { scores, q, head_dim, kv, chunk, visible, state } = self;
         let mut weights = [[f32::NEG_INFINITY; KEY_CHUNK]; Q];
-        // The keys that any of the queries sees; a query's own range is a part of it.
+        // Union of the keys that any query attends to; each query's own range is a subset.
         let seen = |r: usize| visible[r].start.max(chunk.start)..visible[r].end.min(chunk.end);
         let mut keys = chunk.end..chunk.end;
         for r in 0..Q {
@@ -200,7 +200,7 @@ impl<const Q: usize> SimdKernel for AttendChunk<'_, Q> {
                 let weights = &mut weights[r][first - chunk.start..][..GROUP];
                 let seen = seen(r);
                 for (i, (weight, dot)) in weights.iter_mut().zip(dots).enumerate() {
-                    // What lies outside is left over from other keys, or nothing.
+                    // Elements outside the range are stale.
                     if seen.start <= first + i && first + i < seen.end {
                         *weight = score(dot, scores);
                     }
@@ -239,7 +239,8 @@ fn score(dot: f32, scores: Scores) -> f32 {
     }
 }
 
-/// Turns scores into weights; returns the factor for what was gathered before with the new maximum, and the sum.
+/// Turns scores into weights. Returns the factor for the previous accumulators with the new maximum, and the
+/// sum of the weights.
 #[inline(always)]
 fn soften<S: Simd>(s: S, weights: &mut [f32; KEY_CHUNK], old_max: f32) -> ((f32, f32), f32) {
     let max = weights.iter().fold(old_max, |a, &b| if b > a { b } else { a });
@@ -261,7 +262,7 @@ fn soften<S: Simd>(s: S, weights: &mut [f32; KEY_CHUNK], old_max: f32) -> ((f32,
     ((factor[0], max), s.sum16(sums))
 }
 
-/// How a row of the cache is read.
+/// Element type of a cache row.
 trait CacheRow {
     const BYTES: usize;
     /// # Safety
@@ -320,7 +321,7 @@ impl CacheRow for FloatRow {
     }
 }
 
-/// Register `g` of the elements `at ..` of a row of `head_dim`, zeros past its end.
+/// Register `g` of 16 elements starting at `at` in a row of `head_dim`, zero-padded at the end.
 #[inline(always)]
 fn row16<S: Simd, R: CacheRow>(s: S, row: *const u8, at: usize, g: usize, head_dim: usize) -> S::F {
     let begin = at + g * S::LANES;
@@ -340,7 +341,7 @@ fn row16<S: Simd, R: CacheRow>(s: S, row: *const u8, at: usize, g: usize, head_d
     unsafe { R::load(s, padded.as_ptr()) }
 }
 
-/// The 16 chains of the products of one key with `Q` queries, into row `slot` of each query's part.
+/// The 16 partial sums of one key with each of `Q` queries, stored in row `slot` of each query's part.
 #[inline(always)]
 fn key_products<S: Simd, R: CacheRow, const Q: usize>(
     s: S,
@@ -380,7 +381,7 @@ fn key_products<S: Simd, R: CacheRow, const Q: usize>(
 
 /// `acc = acc * factor + Σ weight · value` over `keys`, for `Q` queries.
 #[inline(always)]
-#[expect(clippy::too_many_arguments, reason = "a kernel's inner part, called in two places")]
+#[expect(clippy::too_many_arguments, reason = "the inner loop of a kernel, called in two places")]
 fn gather<S: Simd, const Q: usize>(
     s: S,
     weights: &[[f32; KEY_CHUNK]; Q],
@@ -405,7 +406,7 @@ fn gather<S: Simd, const Q: usize>(
 }
 
 #[inline(always)]
-#[expect(clippy::too_many_arguments, reason = "a kernel's inner part, called in two places")]
+#[expect(clippy::too_many_arguments, reason = "the inner loop of a kernel, called in two places")]
 fn gather_rows<S: Simd, R: CacheRow, const Q: usize>(
     s: S,
     weights: &[[f32; KEY_CHUNK]; Q],
@@ -417,13 +418,13 @@ fn gather_rows<S: Simd, R: CacheRow, const Q: usize>(
     head_dim: usize,
     acc: &mut [f32],
 ) {
-    // Four registers of every query at a time: as many chains as there are registers for.
+    // Four registers per query at a time, as many accumulators as fit in the register file.
     const WIDTH: usize = 4;
     for begin in (0..head_dim).step_by(WIDTH * S::LANES) {
         if begin + WIDTH * S::LANES <= head_dim {
             let mut sums = [[s.fsplat(0.0); Q]; WIDTH];
-            // SAFETY: `begin + WIDTH * LANES` is within the rows of the cache and of `acc`, whose sizes `attend_block`
-            // has checked.
+            // SAFETY: `begin + WIDTH * LANES` is within the rows of the cache and of `acc`, whose sizes
+            // `attend_block` has checked.
             unsafe {
                 let acc = acc.as_mut_ptr().add(begin);
                 for (i, sums) in sums.iter_mut().enumerate() {
@@ -447,7 +448,7 @@ fn gather_rows<S: Simd, R: CacheRow, const Q: usize>(
                 }
             }
         } else {
-            // The end of an odd head, one element after the other; the same operations in the same order.
+            // The remainder of a head, element by element, with the same operations in the same order.
             for d in begin..head_dim {
                 for r in 0..Q {
                     let mut sum = acc[r * head_dim + d] * factors[r];

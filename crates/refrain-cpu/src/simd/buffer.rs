@@ -1,9 +1,9 @@
-//! Memory for repacked weights: on cache lines, and on huge pages where the system has them.
+//! Memory for repacked weights: aligned to cache lines, and on huge pages if the system supports them.
 //!
-//! A pass over the weights touches every page once, so with small pages each one costs a walk through the page
-//! tables; on huge pages there is one walk where there were 512.
+//! A pass over the weights touches every page once, so with small pages every page costs a page table walk.
+//! Huge pages need one walk instead of 512.
 
-/// Zeroed bytes on a cache line.
+/// Zero-initialised bytes, aligned to cache lines.
 pub(crate) struct AlignedBuffer {
     memory: Backing,
     n_bytes: usize,
@@ -12,26 +12,27 @@ pub(crate) struct AlignedBuffer {
 enum Backing {
     /// `n_lines` lines.
     Heap(Vec<CacheLine>),
-    /// A mapping of `map_bytes` at `map`, in which the bytes begin at `begin`.
+    /// A mapping of `map_bytes` at `map`; the buffer starts at `begin`.
     #[cfg(target_os = "linux")]
     Mapped { map: *mut u8, map_bytes: usize, begin: *mut u8 },
 }
 
-// SAFETY: a `AlignedBuffer` owns its memory alone, like a `Vec`; the pointers are into a mapping that only `drop` ends.
+// SAFETY: an `AlignedBuffer` owns its memory exclusively, like a `Vec`; the pointers are into a mapping that
+// only `drop` unmaps.
 unsafe impl Send for AlignedBuffer {}
-// SAFETY: as above, and it is changed through `&mut` only.
+// SAFETY: as above; the memory is mutated only through `&mut`.
 unsafe impl Sync for AlignedBuffer {}
 
-/// Sixty-four bytes on a cache line.
+/// One 64-byte cache line.
 #[derive(Clone, Copy)]
 #[repr(align(64))]
 struct CacheLine(#[expect(dead_code, reason = "read as bytes only")] [u8; 64]);
 
-/// Buffers from this size on are worth a mapping of their own.
+/// Minimum size for a separate mapping.
 const HUGE: usize = 2 << 20;
 
 impl AlignedBuffer {
-    /// `n_bytes` zeros, or `None` when there is no memory for them.
+    /// Returns `n_bytes` zeros, or `None` if memory runs out.
     pub(crate) fn zeroed(n_bytes: usize) -> Option<AlignedBuffer> {
         #[cfg(target_os = "linux")]
         if n_bytes >= HUGE {
@@ -50,7 +51,7 @@ impl AlignedBuffer {
             #[cfg(target_os = "linux")]
             Backing::Mapped { begin, .. } => begin.cast_const(),
         };
-        // SAFETY: `zeroed` made at least `n_bytes` initialised bytes there, which live as long as `self`.
+        // SAFETY: `zeroed` allocated at least `n_bytes` initialised bytes there, which live as long as `self`.
         unsafe { std::slice::from_raw_parts(begin, self.n_bytes) }
     }
 
@@ -68,7 +69,7 @@ impl AlignedBuffer {
 #[cfg(target_os = "linux")]
 fn map(n_bytes: usize) -> Option<Backing> {
     let map_bytes = n_bytes.checked_add(HUGE)?;
-    // SAFETY: a new private mapping, nothing of ours is at its address; the kernel gives it filled with zeros.
+    // SAFETY: a new private mapping at an address that the kernel chooses; the kernel fills it with zeros.
     let map = unsafe {
         libc::mmap(
             std::ptr::null_mut(),
@@ -84,8 +85,8 @@ fn map(n_bytes: usize) -> Option<Backing> {
     }
     let map = map.cast::<u8>();
     let begin = map.wrapping_add(map.align_offset(HUGE));
-    // SAFETY: the range lies in the mapping made above (HUGE more than `n_bytes`). This is advice: where huge pages are
-    // switched off it fails and small ones serve.
+    // SAFETY: the range is inside the mapping above (HUGE more than `n_bytes`). This is a hint: if huge pages
+    // are disabled it fails, and small pages work too.
     let _ = unsafe { libc::madvise(begin.cast(), n_bytes, libc::MADV_HUGEPAGE) };
     Some(Backing::Mapped { map, map_bytes, begin })
 }
@@ -96,7 +97,7 @@ impl Drop for AlignedBuffer {
             Backing::Heap(_) => {}
             #[cfg(target_os = "linux")]
             Backing::Mapped { map, map_bytes, .. } => {
-                // SAFETY: the mapping that `map` made, ended once, after the last borrow of it.
+                // SAFETY: the mapping that `map` made, unmapped once, after the last borrow of it.
                 unsafe { libc::munmap(map.cast(), map_bytes) };
             }
         }

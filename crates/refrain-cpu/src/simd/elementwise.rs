@@ -1,6 +1,7 @@
-//! Elementwise operations, norms, rotary positions and conversions on rows.
+//! Elementwise operations, norms, rotary embeddings and conversions of rows.
 //!
-//! Sums run in 16 chains (element i in chain i mod 16), which are then added as [`Simd::sum16`] says.
+//! Sums use 16 accumulators (element i goes to accumulator i mod 16), which are then added as in
+//! [`Simd::sum16`].
 
 use half::{bf16, f16};
 
@@ -8,12 +9,12 @@ use super::Level;
 use super::lanes::{GROUP, Simd, SimdKernel};
 use super::math;
 
-/// A function of two registers.
+/// An elementwise function of two registers.
 trait Map2: Copy {
     fn apply<S: Simd>(self, s: S, a: S::F, b: S::F) -> S::F;
 }
 
-/// `out[i] = f(a[i], b[i])`. The pointers are each valid for `n` floats; `out` may be `a` or `b`.
+/// `out[i] = f(a[i], b[i])`. Each pointer is valid for `n` floats; `out` may be `a` or `b`.
 struct MapRows<F> {
     f: F,
     a: *const f32,
@@ -30,14 +31,15 @@ impl<F: Map2> SimdKernel for MapRows<F> {
         let MapRows { f, a, b, out, n } = self;
         let whole = n / S::LANES * S::LANES;
         for i in (0..whole).step_by(S::LANES) {
-            // SAFETY: `i + LANES <= n`, and the makers of this struct (`map2` and `map2_inplace`) took the pointers
-            // from slices of `n` floats. Each element is read before it is written, so `out` may be an input.
+            // SAFETY: `i + LANES <= n`, and the constructors of this struct (`map2` and `map2_inplace`) took
+            // the pointers from slices of `n` floats. Each element is read before it is written, so `out` may
+            // be an input.
             unsafe { s.fstore(out.add(i), f.apply(s, s.fload(a.add(i)), s.fload(b.add(i)))) };
         }
         let rest = n - whole;
         if rest > 0 {
             let (mut x, mut y) = ([0f32; GROUP], [0f32; GROUP]);
-            // SAFETY: `whole + rest == n`; a register is at most 16 floats, as long as the arrays.
+            // SAFETY: `whole + rest == n`, and a register is at most 16 floats, the length of the arrays.
             unsafe {
                 std::ptr::copy_nonoverlapping(a.add(whole), x.as_mut_ptr(), rest);
                 std::ptr::copy_nonoverlapping(b.add(whole), y.as_mut_ptr(), rest);
@@ -107,9 +109,9 @@ map2_ops! {
     add / add_inplace = |s, a, b| s.fadd(a, b);
     /// `out = a * b`.
     mul / mul_inplace = |s, a, b| s.fmul(a, b);
-    /// `out = silu(a) * b`, the gate of llama's feed-forward part.
+    /// `out = silu(a) * b`, the gated activation of Llama models.
     silu_mul / silu_mul_inplace = |s, a, b| s.fmul(math::silu(s, a), b);
-    /// `out = gelu_tanh(a) * b`, the gate of gemma's.
+    /// `out = gelu_tanh(a) * b`, the gated activation of Gemma models.
     gelu_tanh_mul / gelu_tanh_mul_inplace = |s, a, b| s.fmul(math::gelu_tanh(s, a), b);
 }
 
@@ -139,7 +141,7 @@ impl Map2 for Axpy {
     }
 }
 
-/// `y += factor * x`, rounded once for each element.
+/// `y += factor * x`, with one rounding per element.
 ///
 /// # Panics
 /// If the rows differ in length.
@@ -147,7 +149,7 @@ pub fn axpy(level: Level, y: &mut [f32], factor: f32, x: &[f32]) {
     map2_inplace(level, Axpy(factor), y, x);
 }
 
-/// `e^x` in place, within 1.5 units in the last place.
+/// `e^x` in place, with an error of at most 1.5 ulp.
 pub fn exp_inplace(level: Level, x: &mut [f32]) {
     #[derive(Clone, Copy)]
     struct Exp;
@@ -161,12 +163,12 @@ pub fn exp_inplace(level: Level, x: &mut [f32]) {
     level.dispatch(MapRows { f: Exp, a: out, b: out, out, n });
 }
 
-/// Reads register `g` of the 16 elements from `at` on, zeros past the end.
+/// Register `g` of the 16 elements starting at `at`, padded at the end.
 #[inline(always)]
 pub(super) fn load16<S: Simd, const FILL: u32>(s: S, x: &[f32], at: usize, g: usize) -> S::F {
     let begin = at + g * S::LANES;
     if begin + S::LANES <= x.len() {
-        // SAFETY: the LANES floats from `begin` on are inside the slice.
+        // SAFETY: the LANES floats from `begin` are inside the slice.
         return unsafe { s.fload(x.as_ptr().add(begin)) };
     }
     let mut padded = [f32::from_bits(FILL); GROUP];
@@ -194,7 +196,7 @@ impl SimdKernel for DotF32<'_> {
     }
 }
 
-/// `Σ a[i] b[i]`, in 16 chains of `fma`.
+/// `Σ a[i] b[i]`, with `fma` in 16 accumulators.
 ///
 /// # Panics
 /// If the rows differ in length.
@@ -218,7 +220,7 @@ impl SimdKernel for ReduceRow<'_> {
             let mut max = s.fsplat(f32::NEG_INFINITY);
             for at in (0..self.x.len()).step_by(GROUP) {
                 for g in 0..GROUP / S::LANES {
-                    // In this order of arguments a NaN in the row is passed over.
+                    // This argument order ignores NaN in the row.
                     max = s.fmax(load16::<S, MINUS_INF>(s, self.x, at, g), max);
                 }
             }
@@ -238,17 +240,17 @@ impl SimdKernel for ReduceRow<'_> {
     }
 }
 
-/// The largest element, NaN passed over; minus infinity for an empty row.
+/// Largest element, ignoring NaN; minus infinity for an empty row.
 pub fn max(level: Level, x: &[f32]) -> f32 {
     level.dispatch(ReduceRow { x, max: true })
 }
 
-/// The sum, in 16 chains.
+/// Sum, in 16 accumulators.
 pub fn sum(level: Level, x: &[f32]) -> f32 {
     level.dispatch(ReduceRow { x, max: false })
 }
 
-/// The index of the first largest element, NaN passed over; 0 if there is none.
+/// Index of the first largest element, ignoring NaN; 0 if there is none.
 pub fn argmax(level: Level, x: &[f32]) -> usize {
     let max = max(level, x);
     x.iter().position(|&v| v == max).unwrap_or(0)
@@ -326,7 +328,7 @@ impl SimdKernel for RopeHalves<'_> {
         let RopeHalves { low, high, cos, sin } = self;
         let whole = low.len() / S::LANES * S::LANES;
         for i in (0..whole).step_by(S::LANES) {
-            // SAFETY: `i + LANES` is within all four, which `rope_neox` made equally long.
+            // SAFETY: `i + LANES` is within all four slices, which `rope_neox` made equally long.
             unsafe {
                 let (a, b) = (s.fload(low.as_ptr().add(i)), s.fload(high.as_ptr().add(i)));
                 let (c, d) = (s.fload(cos.as_ptr().add(i)), s.fload(sin.as_ptr().add(i)));
@@ -345,8 +347,8 @@ fn rotate(a: f32, b: f32, cos: f32, sin: f32) -> (f32, f32) {
     (a * cos - b * sin, a * sin + b * cos)
 }
 
-/// Rotates the pairs `(x[i], x[i + n])` of a head by the angle whose cosine and sine are given, `n` being their number;
-/// elements past `2 n` stay.
+/// Rotates the pairs `(x[i], x[i + n])` of a head by the angles with these `n` cosines and sines. Elements from
+/// `2 n` on are unchanged.
 ///
 /// # Panics
 /// If `cos` and `sin` differ in length or are longer than half of `x`.
@@ -362,8 +364,8 @@ pub fn rope_neox(level: Level, x: &mut [f32], cos: &[f32], sin: &[f32]) {
     level.dispatch(RopeHalves { low, high: &mut rest[..n], cos, sin });
 }
 
-/// Rotates the pairs `(x[2 i], x[2 i + 1])` of a head by the angle whose cosine and sine are given; elements past them
-/// stay.
+/// Rotates the pairs `(x[2 i], x[2 i + 1])` of a head by the angles with these cosines and sines. Remaining
+/// elements are unchanged.
 ///
 /// # Panics
 /// If `cos` and `sin` differ in length or are longer than half of `x`.
@@ -394,7 +396,7 @@ impl SimdKernel for ToF16<'_> {
         }
         let (src, dst) = (src.remainder(), dst.into_remainder());
         let mut halves = [f16::ZERO; GROUP];
-        // SAFETY: a register is at most 16 elements, as long as the array.
+        // SAFETY: a register is at most 16 elements, the length of the array.
         unsafe { s.store_f16(halves.as_mut_ptr().cast(), load16::<S, 0>(s, src, 0, 0)) };
         dst.copy_from_slice(&halves[..dst.len()]);
     }
@@ -424,13 +426,13 @@ impl SimdKernel for FromF16<'_> {
         let (src, dst) = (src.remainder(), dst.into_remainder());
         let (mut halves, mut floats) = ([f16::ZERO; GROUP], [0f32; GROUP]);
         halves[..src.len()].copy_from_slice(src);
-        // SAFETY: a register is at most 16 elements, as long as the arrays.
+        // SAFETY: a register is at most 16 elements, the length of the arrays.
         unsafe { s.fstore(floats.as_mut_ptr(), s.load_f16(halves.as_ptr().cast())) };
         dst.copy_from_slice(&floats[..dst.len()]);
     }
 }
 
-/// Widens a row of half floats.
+/// Converts a row of half floats to floats.
 ///
 /// # Panics
 /// If the rows differ in length.
@@ -446,14 +448,14 @@ impl SimdKernel for FromBf16<'_> {
 
     #[inline(always)]
     fn run<S: Simd>(self, _: S) {
-        // A loop that the compiler turns into the level's instructions.
+        // Plain Rust, which the compiler vectorises for the level.
         for (dst, src) in self.1.iter_mut().zip(self.0) {
             *dst = f32::from_bits(u32::from(src.to_bits()) << 16);
         }
     }
 }
 
-/// Widens a row of bfloat16.
+/// Converts a row of bfloat16 to floats.
 ///
 /// # Panics
 /// If the rows differ in length.
@@ -469,7 +471,7 @@ impl SimdKernel for ToBf16<'_> {
 
     #[inline(always)]
     fn run<S: Simd>(self, _: S) {
-        // As above, without a branch.
+        // Plain Rust as above, without branches.
         for (dst, src) in self.1.iter_mut().zip(self.0) {
             let bits = src.to_bits();
             let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;

@@ -1,13 +1,13 @@
-//! Which instructions the kernels may use, found at run time.
+//! Instruction sets that kernels may use, detected at run time.
 
 use std::fmt;
 
 use super::lanes::{Portable, SimdKernel};
 
-/// A set of instructions that this processor has been seen to have.
+/// An instruction set that this processor supports.
 ///
-/// A `Level` other than [`Level::PORTABLE`] can only be had from [`Level::detect`], [`Level::available`] or
-/// [`Level::by_name`], all of which ask the processor first; that is what makes the kernels safe to call.
+/// A `Level` other than [`Level::PORTABLE`] comes only from [`Level::detect`], [`Level::available`] or
+/// [`Level::by_name`], which all check the processor first. That makes the kernels safe to call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Level(InstructionSet);
 
@@ -31,15 +31,15 @@ enum InstructionSet {
 }
 
 impl Level {
-    /// Plain Rust; always there.
+    /// Plain Rust; always available.
     pub const PORTABLE: Level = Level(InstructionSet::Portable);
 
-    /// The best level of this processor.
+    /// Returns the best level of this processor.
     pub fn detect() -> Level {
         *Level::available().last().unwrap_or(&Level::PORTABLE)
     }
 
-    /// Every level of this processor, the plainest first.
+    /// Returns all levels of this processor, from the most basic to the best.
     pub fn available() -> Vec<Level> {
         #[cfg(target_arch = "x86_64")]
         let more = {
@@ -75,12 +75,12 @@ impl Level {
         std::iter::once(Level::PORTABLE).chain(found).collect()
     }
 
-    /// The level of that name, if this processor has it.
+    /// Returns the level with this name, if this processor supports it.
     pub fn by_name(name: &str) -> Option<Level> {
         Level::available().into_iter().find(|l| l.name().eq_ignore_ascii_case(name))
     }
 
-    /// The name that command lines and reports use.
+    /// Name for command lines and reports.
     pub const fn name(self) -> &'static str {
         match self.0 {
             InstructionSet::Portable => "portable",
@@ -101,7 +101,7 @@ impl Level {
         }
     }
 
-    /// Runs a kernel compiled for this level.
+    /// Runs a kernel, compiled for this level.
     #[inline]
     pub(crate) fn dispatch<K: SimdKernel>(self, kernel: K) -> K::Out {
         #[cfg(target_arch = "aarch64")]
@@ -110,7 +110,7 @@ impl Level {
         use super::lanes::x86;
         match self.0 {
             InstructionSet::Portable => kernel.run(Portable),
-            // SAFETY: this `Level` exists only because `available` saw every feature that the called
+            // SAFETY: this `Level` exists only because `available` detected every feature that the called
             // function enables; its fields are private to this file.
             #[cfg(target_arch = "x86_64")]
             InstructionSet::Avx2 => unsafe { x86::call_avx2(kernel) },

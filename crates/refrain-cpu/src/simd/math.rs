@@ -2,18 +2,18 @@
 
 use super::lanes::Simd;
 
-/// `e^x`, within 1.5 units in the last place of the true value; subnormal results too (within 1 of their last place).
-/// Below -104 it is 0, above 89 infinity; NaN stays NaN.
+/// `e^x`, with an error of at most 1.5 ulp (1 ulp for subnormal results). 0 below -104, infinity above 89; NaN
+/// stays NaN.
 #[inline(always)]
 pub(crate) fn exp<S: Simd>(s: S, x: S::F) -> S::F {
-    // In this order of arguments both keep NaN.
+    // Both functions keep NaN in this argument order.
     let x = s.fmin(s.fsplat(89.0), s.fmax(s.fsplat(-104.0), x));
     let n = s.to_i(s.fmul(x, s.fsplat(std::f32::consts::LOG2_E)));
     let n_f = s.to_f(n);
-    // ln 2 in two parts, of which the first has enough zero bits that its product with n is exact.
+    // ln 2 in two parts; the first has enough zero bits that its product with n is exact.
     let r = s.fma(n_f, s.fsplat(-0.693_145_75), x);
     let r = s.fma(n_f, s.fsplat(-1.428_606_8e-6), r);
-    // e^r - 1 - r over r^2 on [-ln 2 / 2, ln 2 / 2], the usual minimax polynomial (Cephes expf).
+    // (e^r - 1 - r) / r^2 on [-ln 2 / 2, ln 2 / 2]: the minimax polynomial of Cephes expf.
     let mut p = s.fsplat(1.987_569_1e-4);
     for c in [1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 0.5] {
         p = s.fma(p, r, s.fsplat(c));
@@ -37,7 +37,8 @@ pub(crate) fn silu<S: Simd>(s: S, x: S::F) -> S::F {
     s.fdiv(x, s.fadd(s.fsplat(1.0), exp(s, minus)))
 }
 
-/// The tanh form of GELU, `x / 2 (1 + tanh(√(2/π) (x + 0.044715 x³)))`, which is `x / (1 + e^(-2 ...))`.
+/// The tanh approximation of GELU, `x / 2 (1 + tanh(√(2/π) (x + 0.044715 x³)))`, computed as
+/// `x / (1 + e^(-2 ...))`.
 #[inline(always)]
 pub(crate) fn gelu_tanh<S: Simd>(s: S, x: S::F) -> S::F {
     let cubic = s.fma(s.fmul(s.fmul(x, x), s.fsplat(0.044_715)), x, x);

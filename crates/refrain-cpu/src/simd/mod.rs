@@ -1,9 +1,9 @@
-//! Kernels for the CPU, compiled for several instruction sets and chosen at run time by a [`Level`].
+//! CPU kernels, compiled for several instruction sets and selected at run time by a [`Level`].
 //!
-//! Every function here gives the same bits at every level (NaN payloads aside); each says in which order it sums.
+//! Every function gives the same bits at every level (NaN payloads aside) and documents its order of summation.
 
 #[cfg(target_endian = "big")]
-compile_error!("the kernels read little-endian model files as they are");
+compile_error!("the kernels read little-endian model files without conversion");
 
 mod acts;
 mod attention;

@@ -5,11 +5,11 @@ use super::elementwise::load16;
 use super::lanes::{GROUP, Simd, SimdKernel};
 use super::math;
 
-/// Writes the register of elements from `at` on; those past the end are dropped.
+/// Stores a register at `at`; lanes past the end are dropped.
 #[inline(always)]
 fn store_some<S: Simd>(s: S, to: &mut [f32], at: usize, value: S::F) {
     if at + S::LANES <= to.len() {
-        // SAFETY: the LANES floats from `at` on are inside the slice.
+        // SAFETY: the LANES floats from `at` are inside the slice.
         unsafe { s.fstore(to.as_mut_ptr().add(at), value) };
         return;
     }
@@ -45,11 +45,11 @@ impl SimdKernel for ConvRow<'_> {
     }
 }
 
-/// One row of a causal convolution: `out[c] = f(Σ w[j][c] rows[j][c])`, summed from the oldest row on. An empty row
-/// stands for zeros.
+/// One row of a causal convolution: `out[c] = f(Σ w[j][c] rows[j][c])`, summed starting with the oldest row. An
+/// empty row counts as zeros.
 ///
 /// # Panics
-/// If a row is neither empty nor as long as `out`, or `w` has not one filter element for each of them.
+/// If a row is neither empty nor as long as `out`, or `w` does not have one filter element per row and channel.
 pub fn short_conv_row(level: Level, rows: &[&[f32]], w: &[f32], silu: bool, out: &mut [f32]) {
     let d = out.len();
     let fits = rows.iter().all(|row| row.is_empty() || row.len() == d) && w.len() == rows.len() * d;
@@ -57,7 +57,7 @@ pub fn short_conv_row(level: Level, rows: &[&[f32]], w: &[f32], silu: bool, out:
     level.dispatch(ConvRow { rows, w, silu, out });
 }
 
-/// One row of the gated delta rule for one head.
+/// Inputs of the gated delta rule for one row and one head.
 pub struct DeltaHead<'a> {
     /// Normalised and scaled.
     pub q: &'a [f32], // [k_dim]
@@ -65,11 +65,11 @@ pub struct DeltaHead<'a> {
     pub k: &'a [f32], // [k_dim]
     /// Values.
     pub v: &'a [f32], // [v_dim]
-    /// Factor on what the state held.
+    /// Decay of the state.
     pub keep: f32,
-    /// Factor on what changes.
+    /// Factor on the update.
     pub beta: f32,
-    /// The state before, where it is not in `state` already.
+    /// Previous state, if it is not already in `state`.
     pub before: Option<&'a [f32]>, // [v_dim, k_dim]
 }
 
@@ -115,10 +115,10 @@ impl SimdKernel for DeltaRow<'_> {
     }
 }
 
-/// `S = keep S; S += beta (v - S k) kᵀ; y = S q`, sums in 16 chains.
+/// `S = keep S; S += beta (v - S k) kᵀ; y = S q`, with sums in 16 accumulators.
 ///
 /// # Panics
-/// If the lengths do not fit each other.
+/// If lengths do not match.
 pub fn gated_delta_row(level: Level, head: DeltaHead<'_>, state: &mut [f32], y: &mut [f32]) {
     let (k_dim, v_dim) = (head.k.len(), head.v.len());
     let len = k_dim * v_dim;

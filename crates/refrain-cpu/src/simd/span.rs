@@ -1,39 +1,40 @@
-//! The parts of attention among rows: products of blocks, a running softmax over them, and its gradient.
+//! Kernels of attention among rows: matrix products of blocks, an online softmax over them, and its gradient.
 //!
-//! A block is 64 rows or 64 keys. Scores of a block lie as `[key, row]` or as `[row, key]`, whichever lets the product
-//! that follows read them as they lie. Sums over keys or rows run in their order, so the bits are the same at every level.
+//! A block is 64 rows or 64 keys. Scores of a block are stored as `[key, row]` or as `[row, key]`, whichever
+//! the next product can read without a transpose. Sums over keys or rows run in order, so the bits are the same
+//! at every level.
 
 use super::Level;
 use super::gemm::{Sums, tile};
 use super::lanes::{GROUP, Simd, SimdKernel};
 use super::math;
 
-/// Rows or keys that are handled together.
+/// Rows or keys per block.
 pub(crate) const BLOCK: usize = 64;
 /// Scores of a block of rows with a block of keys.
 pub(crate) const SCORES: usize = BLOCK * BLOCK;
 const GROUPS: usize = BLOCK / GROUP;
 
-/// A row that has seen nothing yet: less than any score, and finite, so that differences are.
+/// Initial maximum of a row: below any score, and finite, so that differences are finite.
 pub(crate) const NOTHING: f32 = f32::MIN;
 
-/// Sixteen neighbouring rows (or columns) of an operand for each `k`.
+/// Operand of a block product: groups of 16 adjacent rows (or columns) for each `k`.
 #[derive(Clone, Copy)]
 pub(crate) struct Side<'a> {
     pub data: &'a [f32],
-    /// Floats from one `k` to the next.
+    /// Floats between consecutive `k`.
     pub step: usize,
-    /// Floats from one group of sixteen to the next.
+    /// Floats between groups of 16.
     pub group: usize,
 }
 
 impl<'a> Side<'a> {
-    /// Panels as [`panels`] makes them, of rows of `d`.
+    /// An operand in the panels of [`panels`], of rows of `d`.
     pub(crate) fn panels(data: &'a [f32], d: usize) -> Side<'a> {
         Side { data, step: GROUP, group: GROUP * d }
     }
 
-    /// Rows of `width` floats, each for one `k`.
+    /// Rows of `width` floats, one for each `k`.
     pub(crate) fn rows(data: &'a [f32], width: usize) -> Side<'a> {
         Side { data, step: width, group: GROUP }
     }
@@ -61,8 +62,8 @@ impl SimdKernel for SpanProduct<'_> {
         let SpanProduct { k, a, b, n_groups: [n_rows, n_cols], out, stride, add } = self;
         for col in 0..n_cols {
             for row in 0..n_rows {
-                // SAFETY: `product` has checked that both sides have `k` steps of these groups, and that the output has
-                // rows and columns for them.
+                // SAFETY: `product` has checked that both sides have `k` steps of these groups, and that the
+                // output has rows and columns for them.
                 unsafe {
                     let to = out.as_mut_ptr().add(row * GROUP * stride + col * GROUP);
                     let sums = Sums { to, stride, n_rows: GROUP, n_cols: GROUP, add };
@@ -75,10 +76,10 @@ impl SimdKernel for SpanProduct<'_> {
     }
 }
 
-/// `out[16 rows, 16 cols] = a · b`, or added to it; `n_groups` counts sixteens of rows and of columns.
+/// `out[16 rows, 16 cols] = a · b`, or added to `out`; `n_groups` counts groups of 16 rows and of 16 columns.
 ///
 /// # Panics
-/// If the sizes do not fit together.
+/// If sizes do not match.
 pub(crate) fn product(
     level: Level,
     k: usize,
@@ -111,26 +112,26 @@ impl SimdKernel for PanelTranspose<'_> {
                 *row = self.rows[(group * GROUP + i) * self.d..].as_ptr().cast();
             }
             let to = self.out[group * GROUP * self.d..][..GROUP * self.d].as_mut_ptr();
-            // SAFETY: sixteen rows of `d` floats, and room for as many.
+            // SAFETY: 16 rows of `d` floats, and space for as many.
             unsafe { s.transpose(&rows, self.d, to.cast()) };
         }
     }
 }
 
-/// A block of rows of `d` floats into panels: for each sixteen rows, `[d, 16]`.
+/// Packs a block of rows of `d` floats into panels: `[d, 16]` for every 16 rows.
 ///
 /// # Panics
-/// If either has another size.
+/// If a slice has another size.
 pub(crate) fn panels(level: Level, rows: &[f32], d: usize, out: &mut [f32]) {
     assert!(rows.len() == BLOCK * d && out.len() == BLOCK * d, "a block of rows of {d}");
     level.dispatch(PanelTranspose { rows, d, out });
 }
 
-/// What a block of rows has gathered so far.
+/// Accumulators of the online softmax of a block of rows.
 pub(crate) struct Gathered<'a> {
-    /// `[64]`, the largest score.
+    /// `[64]`, largest score so far.
     pub max: &'a mut [f32],
-    /// `[64]`, the sum of weights.
+    /// `[64]`, sum of the weights.
     pub sum: &'a mut [f32],
 }
 
@@ -173,10 +174,11 @@ impl SimdKernel for Soften<'_> {
     }
 }
 
-/// Scores `[key, row]` into weights; `factor` is what was gathered before for each row to be multiplied with.
+/// Turns scores `[key, row]` into weights. Writes to `factor` by what the previous accumulators of each row
+/// must be multiplied.
 ///
 /// # Panics
-/// If a slice is not of a block's size.
+/// If a slice does not have the size of a block.
 pub(crate) fn soften(level: Level, scores: &mut [f32], rows: Gathered<'_>, factor: &mut [f32]) {
     let Gathered { max, sum } = rows;
     let is_block = max.len() == BLOCK && sum.len() == BLOCK && factor.len() == BLOCK;
@@ -203,7 +205,7 @@ impl SimdKernel for ScoreGrads<'_> {
         let (scale, one, per_cap) = (s.fsplat(scale), s.fsplat(1.0), s.fsplat(1.0 / cap));
         for line in 0..BLOCK {
             for at in (0..BLOCK).step_by(S::LANES) {
-                // SAFETY: `score_grads` has checked that there are 64 by 64 of both and 64 of what belongs to rows.
+                // SAFETY: `score_grads` has checked that both have 64 by 64 elements and the row values 64.
                 unsafe {
                     let (lse, mean) = match along {
                         true => (s.fload(lse.as_ptr().add(at)), s.fload(mean.as_ptr().add(at))),
@@ -228,11 +230,11 @@ impl SimdKernel for ScoreGrads<'_> {
     }
 }
 
-/// Scores into weights, and gradients of weights into those of `q · k`. Both blocks are `[key, row]` if `along`, else
-/// `[row, key]`; `lse` and `mean` (the sum of `dy y`) belong to rows. `cap` is 0 where there is none.
+/// Turns scores into weights, and gradients of weights into those of `q · k`. Both blocks are `[key, row]` if
+/// `along`, otherwise `[row, key]`; `lse` and `mean` (the sum of `dy y`) are per row. `cap` is 0 for none.
 ///
 /// # Panics
-/// If a slice is not of a block's size.
+/// If a slice does not have the size of a block.
 pub(crate) fn score_grads(
     level: Level,
     [scores, slopes]: [&mut [f32]; 2],
@@ -262,7 +264,8 @@ impl SimdKernel for Dots<'_> {
             let first = row / GROUP * GROUP * d + row % GROUP;
             let mut sum = s.fsplat(0.0);
             for k in 0..d {
-                // SAFETY: `dots` has checked that both are panels of 64 rows of `d`, and a register is a part of one `k`.
+                // SAFETY: `dots` has checked that both are panels of 64 rows of `d`, and a register is part of
+                // one `k`.
                 unsafe {
                     let at = first + k * GROUP;
                     sum = s.fma(s.fload(a.as_ptr().add(at)), s.fload(b.as_ptr().add(at)), sum);
@@ -274,11 +277,11 @@ impl SimdKernel for Dots<'_> {
     }
 }
 
-/// The sum of products of each row of two blocks in panels, in one chain as [`product`] has it: what is subtracted from a
-/// product then cancels where it should.
+/// Dot products of the rows of two blocks in panels, each in one chain like [`product`], so that subtracting
+/// one from a product cancels exactly.
 ///
 /// # Panics
-/// If a slice is not of a block's size.
+/// If a slice does not have the size of a block.
 pub(crate) fn dots(level: Level, a: &[f32], b: &[f32], d: usize, out: &mut [f32]) {
     assert!(a.len() == BLOCK * d && b.len() == BLOCK * d && out.len() == BLOCK, "blocks of rows of {d}");
     level.dispatch(Dots { a, b, d, out });

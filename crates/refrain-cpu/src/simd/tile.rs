@@ -1,29 +1,30 @@
-//! The form in which kernels read weights: a tile is one block column of 16 rows, word by word.
+//! Packed layout of weights: a tile is one block column of 16 rows, word by word.
 //!
-//! Word `j` (32 bits) of the block of row `i` is word `16 j + i` of the tile, so that a register holds the same word of
-//! neighbouring rows and each lane sums up one row: no sums across lanes, whatever the register width. A half-float
-//! scale that leaves a block unaligned comes first, as 16 half floats. The words come in the order in which kernels
-//! need them, which is the file's for most types: the processor's own prefetching follows only what runs forward. Two
-//! changes make a kernel's work less: signed bytes (Q8_0) are stored plus 128, and the fifth bits of Q5_0 and Q5_1 lie
-//! so that bit `t` of byte `b` belongs to element `4 t + b`. A tile has as many bytes as the 16 blocks.
+//! Word `j` (32 bits) of the block of row `i` is word `16 j + i` of the tile. A register then holds the same
+//! word of adjacent rows and each lane sums one row: no sums across lanes, whatever the register width. A
+//! half-float scale that leaves a block unaligned comes first, as 16 half floats. The words are in the order in
+//! which kernels read them, which is the file's order for most types, because the hardware prefetcher only
+//! follows sequential reads. Two changes save work in kernels: signed bytes (Q8_0) are stored plus 128, and the
+//! fifth bits of Q5_0 and Q5_1 are arranged so that bit `t` of byte `b` belongs to element `4 t + b`. A tile
+//! has as many bytes as its 16 blocks.
 
 use refrain_tensor::DType;
 
 use super::lanes::{Simd, SimdKernel};
 
-/// Rows in a tile.
+/// Rows per tile.
 pub(crate) const TILE_ROWS: usize = 16;
 
-/// How a block of a dtype lies in the file and in a tile.
+/// Layout of a dtype's blocks in the file and in a tile.
 #[derive(Clone, Copy)]
 pub(crate) struct TileSpec {
     /// Bytes per block in the file.
     pub(crate) block_bytes: usize,
-    /// Where the lone half float lies in the block.
+    /// Offset of the unaligned half float in the block.
     half_at: Option<usize>,
-    /// Where the words begin in the block.
+    /// Offset of the words in the block.
     words_at: usize,
-    /// The runs of words (first and number) that make up the tile, in its order.
+    /// Runs of words (first and count) that make up the tile, in order.
     runs: &'static [(usize, usize)],
     fixup: Fixup,
 }
@@ -37,8 +38,8 @@ enum Fixup {
     FifthBits(usize),
 }
 
-/// The scales of the parts, then for every other part of each half the two words of low bits and the word of high bits
-/// (four of each) that it shares with three more parts.
+/// The scales of the parts. Then, for every other part of each half, the two words of low bits and the word of
+/// high bits (four of each) that it shares with three more parts.
 const Q6_K_RUNS: &[(usize, usize)] = &[
     (48, 4),
     (0, 4),
@@ -56,7 +57,7 @@ const Q6_K_RUNS: &[(usize, usize)] = &[
 ];
 
 impl TileSpec {
-    /// The tile form of `dtype`, or `None` for types that have none.
+    /// Returns the tile layout of `dtype`, or `None` if it has none.
     pub(crate) fn new(dtype: DType) -> Option<TileSpec> {
         let (half_at, words_at, runs, fixup): (_, _, &[(usize, usize)], _) = match dtype {
             DType::Q4_0 | DType::IQ4_NL => (Some(0), 2, &[(0, 4)], Fixup::None),
@@ -64,9 +65,9 @@ impl TileSpec {
             DType::Q5_0 => (Some(0), 2, &[(0, 5)], Fixup::FifthBits(0)),
             DType::Q5_1 => (None, 0, &[(0, 6)], Fixup::FifthBits(1)),
             DType::Q8_0 => (Some(0), 2, &[(0, 8)], Fixup::Unsigned),
-            // The scale pair, the scales of the parts, the quants.
+            // Scale pair, scales of the parts, quants.
             DType::Q2_K => (None, 0, &[(20, 1), (0, 20)], Fixup::None),
-            // The scales of the parts, the third bits, the others.
+            // Scales of the parts, third bits, low bits.
             DType::Q3_K => (Some(108), 0, &[(24, 3), (0, 24)], Fixup::None),
             DType::Q4_K => (None, 0, &[(0, 36)], Fixup::None),
             DType::Q5_K => (None, 0, &[(0, 44)], Fixup::None),
@@ -82,13 +83,13 @@ impl TileSpec {
         self.runs.iter().map(|(_, n)| n).sum()
     }
 
-    /// Bytes of a tile.
+    /// Bytes per tile.
     pub(crate) const fn tile_bytes(&self) -> usize {
         TILE_ROWS * self.block_bytes
     }
 }
 
-/// Makes the tiles of `n_blocks` consecutive blocks of 16 rows.
+/// Kernel that packs the tiles of `n_blocks` consecutive blocks of 16 rows.
 pub(crate) struct MakeTiles<'a> {
     spec: TileSpec,
     rows: &'a [*const u8; 16],
@@ -98,8 +99,8 @@ pub(crate) struct MakeTiles<'a> {
 
 impl<'a> MakeTiles<'a> {
     /// # Safety
-    /// `n_blocks` blocks are readable at each of `rows` and as many tiles are writable at `dst` until the kernel has
-    /// run.
+    /// `n_blocks` blocks are readable at each of `rows`, and as many tiles are writable at `dst`, until the
+    /// kernel has run.
     pub(crate) unsafe fn new(
         spec: TileSpec,
         rows: &'a [*const u8; 16],
@@ -117,14 +118,15 @@ impl SimdKernel for MakeTiles<'_> {
     fn run<S: Simd>(self, s: S) {
         let MakeTiles { spec, rows, n_blocks, dst } = self;
         if spec.half_at.is_none() && spec.fixup == Fixup::None && spec.runs.len() == 1 {
-            // SAFETY: without a lone half the blocks are words throughout, and tiles follow each other like blocks.
+            // SAFETY: without an unaligned half float, blocks consist of words, and tiles are contiguous like
+            // blocks.
             unsafe { s.transpose(rows, spec.n_words() * n_blocks, dst) };
             return;
         }
         for block_idx in 0..n_blocks {
             let block = block_idx * spec.block_bytes;
-            // SAFETY: all reads are inside block `block_idx` of a row and all writes inside its tile, which the
-            // caller of `new` vouched for: a tile is 32 bytes of halves, if any, and 64 per word.
+            // SAFETY: all reads are inside block `block_idx` of a row and all writes inside its tile, by the
+            // contract of `new`: a tile is 32 bytes of halves, if any, and 64 per word.
             unsafe {
                 let mut words = dst.add(block_idx * spec.tile_bytes());
                 if let Some(half_at) = spec.half_at {
@@ -185,7 +187,7 @@ fn spread_fifth_bits<S: Simd>(s: S, bits: S::I) -> S::I {
 }
 
 impl TileSpec {
-    /// The block of row `row` of a tile, as the file has it.
+    /// Restores the block of row `row` of a tile in the file layout.
     pub(crate) fn unpack_block(&self, tile: &[u8], row: usize, block: &mut [u8]) {
         let words = match self.half_at {
             Some(half_at) => {

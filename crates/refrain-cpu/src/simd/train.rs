@@ -1,13 +1,13 @@
-//! What a training step computes on rows and elements besides what inference does.
+//! Row and elementwise kernels that only training steps use.
 //!
-//! Sums run in 16 chains, as those of [`super::elementwise`].
+//! Sums use 16 accumulators, as in [`super::elementwise`].
 
 use super::Level;
 use super::elementwise::{dot, load16, max, sum};
 use super::lanes::{GROUP, Simd, SimdKernel};
 use super::math;
 
-/// `a`, `b`, `c` -> two results, element by element. All slices are equally long.
+/// `a`, `b`, `c` -> two results, element by element. All slices have the same length.
 struct Map3<'a, F> {
     f: F,
     ins: [&'a [f32]; 3],
@@ -34,11 +34,11 @@ impl<F: Function3> SimdKernel for Map3<'_, F> {
     }
 }
 
-/// Writes a register, or as much of it as fits.
+/// Stores a register, or the lanes that fit.
 #[inline(always)]
 fn store<S: Simd>(s: S, to: &mut [f32], at: usize, x: S::F) {
     if at + S::LANES <= to.len() {
-        // SAFETY: the LANES floats from `at` on are inside the slice.
+        // SAFETY: the LANES floats from `at` are inside the slice.
         unsafe { s.fstore(to.as_mut_ptr().add(at), x) };
         return;
     }
@@ -89,7 +89,7 @@ impl Function3 for GeluGrad {
     }
 }
 
-/// The gradients of `silu(gate) * up`, or of the same with GELU: first that of `gate`, then that of `up`.
+/// Gradients of `silu(gate) * up`, or of `gelu(gate) * up`: first of `gate`, then of `up`.
 ///
 /// # Panics
 /// If the rows differ in length.
@@ -140,7 +140,7 @@ impl SimdKernel for NormGrad<'_> {
     }
 }
 
-/// One row of the gradient of an RMS norm: `dx` is written, `dw` is added to.
+/// One row of the gradient of an RMS norm: writes `dx` and accumulates `dw`.
 ///
 /// # Panics
 /// If the rows differ in length.
@@ -148,7 +148,7 @@ pub fn rms_norm_grad(level: Level, [dy, x, w]: [&[f32]; 3], eps: f32, dx: &mut [
     let d = x.len();
     assert!([dy.len(), w.len(), dx.len(), dw.len()] == [d; 4], "rows of {d} elements");
     if d < GROUP {
-        // Of few elements nearly everything cancels, and it costs nothing to be exact.
+        // With few elements nearly everything cancels, and an exact computation is cheap.
         short_norm_grad([dy, x, w], eps, dx, dw);
         return;
     }
@@ -191,10 +191,11 @@ impl SimdKernel for ExpSum<'_> {
     }
 }
 
-/// The loss of a row of logits, `scale * -log softmax(x)[target]`; its gradient takes the place of the logits.
+/// Returns the loss of a row of logits, `scale * -log softmax(x)[target]`, and replaces the logits by its
+/// gradient.
 ///
 /// # Panics
-/// If the target lies outside the row.
+/// If the target is outside the row.
 pub fn cross_entropy(level: Level, x: &mut [f32], target: usize, scale: f32) -> f32 {
     let largest = max(level, x);
     let of_target = x[target];
@@ -204,7 +205,7 @@ pub fn cross_entropy(level: Level, x: &mut [f32], target: usize, scale: f32) -> 
     scale * (largest - of_target + total.ln())
 }
 
-/// The gradient of a softmax whose result is `y`: `y (dy - Σ dy y)`.
+/// Gradient of a softmax with the result `y`: `y (dy - Σ dy y)`.
 ///
 /// # Panics
 /// If the rows differ in length.
@@ -233,36 +234,36 @@ impl SimdKernel for SoftmaxGrad<'_> {
     }
 }
 
-/// The sum of squares of a row, in 16 chains.
+/// Sum of squares of a row, in 16 accumulators.
 pub fn sum_squares(level: Level, x: &[f32]) -> f32 {
     dot(level, x, x)
 }
 
-/// The sum of a row, in 16 chains, or its largest element.
+/// Sum of a row, in 16 accumulators, or its largest element.
 pub fn reduce(level: Level, x: &[f32], is_max: bool) -> f32 {
     if is_max { max(level, x) } else { sum(level, x) }
 }
 
-/// What AdamW does to every element of a tensor.
+/// Scalars of an AdamW update.
 #[derive(Clone, Copy, Debug)]
 pub struct AdamStep {
-    /// Factor on gradients.
+    /// Factor on the gradients.
     pub clip: f32,
     /// Decay of the first moment.
     pub beta1: f32,
-    /// What is left of it.
+    /// `1 - beta1`
     pub one_minus_beta1: f32,
     /// Decay of the second moment.
     pub beta2: f32,
-    /// What is left of it.
+    /// `1 - beta2`
     pub one_minus_beta2: f32,
-    /// Learning rate over the correction of the first moment.
+    /// Learning rate, divided by the bias correction of the first moment.
     pub rate: f32,
-    /// Root of the correction of the second moment.
+    /// Square root of the bias correction of the second moment.
     pub root: f32,
-    /// Added to the root of the second moment.
+    /// Added to the square root of the second moment.
     pub eps: f32,
-    /// Factor on the weight.
+    /// Factor on the weight, for weight decay.
     pub decay: f32,
 }
 
@@ -280,7 +281,7 @@ impl SimdKernel for Adam<'_> {
     #[inline(always)]
     fn run<S: Simd>(self, _: S) {
         let Adam { step, grad, w, m, v } = self;
-        // A loop that the compiler turns into the level's instructions.
+        // Plain Rust, which the compiler vectorises for the level.
         for (((g, w), m), v) in grad.iter().zip(w).zip(m).zip(v) {
             let g = g * step.clip;
             *m = step.beta1 * *m + step.one_minus_beta1 * g;
@@ -290,12 +291,12 @@ impl SimdKernel for Adam<'_> {
     }
 }
 
-/// One step of AdamW over a piece of a tensor.
+/// AdamW update of a chunk of a tensor.
 ///
 /// # Panics
 /// If the slices differ in length.
 pub fn adam(level: Level, step: AdamStep, grad: &[f32], [w, m, v]: [&mut [f32]; 3]) {
     let n = grad.len();
-    assert!([w.len(), m.len(), v.len()] == [n; 3], "pieces of {n} elements");
+    assert!([w.len(), m.len(), v.len()] == [n; 3], "chunks of {n} elements");
     level.dispatch(Adam { step, grad, w, m, v });
 }

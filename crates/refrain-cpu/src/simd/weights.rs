@@ -1,4 +1,4 @@
-//! Weight matrices: as they lie in the file, or repacked into tiles.
+//! Weight matrices, in their file layout or repacked into tiles.
 
 use std::ops::Range;
 
@@ -10,43 +10,43 @@ use super::buffer::AlignedBuffer;
 use super::tile::{MakeTiles, TILE_ROWS, TileSpec};
 use crate::pool::Pool;
 
-/// Why bytes are not a weight matrix.
+/// Why bytes are not a valid weight matrix.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum WeightError {
-    /// Not a type that products take.
-    #[error("{dtype} weights have no product")]
+    /// No matrix product supports this dtype.
+    #[error("there is no matrix product with {dtype} weights")]
     UnsupportedDType {
-        /// The type.
+        /// Dtype.
         dtype: DType,
     },
-    /// A row does not divide into blocks, or its size overflows.
+    /// A row is not a whole number of blocks, or its size overflows.
     #[error("a {dtype} row of {k} elements is not whole blocks of {}", dtype.block_len())]
     NotWholeBlocks {
-        /// The type.
+        /// Dtype.
         dtype: DType,
-        /// Elements in a row.
+        /// Elements per row.
         k: usize,
     },
-    /// The rows overlap or run past the end of the bytes.
+    /// The rows overlap or exceed the bytes.
     #[error("{n_rows} rows of {need} bytes at a stride of {row_bytes} do not fit in {got} bytes")]
     Size {
-        /// Rows.
+        /// Number of rows.
         n_rows: usize,
-        /// Bytes that a row takes.
+        /// Bytes per row.
         need: usize,
-        /// Bytes from row to row.
+        /// Stride in bytes.
         row_bytes: usize,
-        /// Bytes there are.
+        /// Bytes available.
         got: usize,
     },
 }
 
-/// The weights `w[n_rows, k]` of a product, borrowed.
+/// The weights `w[n_rows, k]` of a matrix product, borrowed.
 #[derive(Clone, Copy)]
 pub struct WeightMatrix<'a> {
     dtype: DType,
-    /// How it is made into tiles; floats are multiplied row by row instead.
+    /// Tile layout of the dtype; `None` for floats, which are multiplied row by row.
     spec: Option<TileSpec>,
     kind: ActKind,
     n_rows: usize,
@@ -56,14 +56,14 @@ pub struct WeightMatrix<'a> {
 
 #[derive(Clone, Copy)]
 enum Source<'a> {
-    /// Row `i` begins at byte `i * row_bytes`. Invariant, kept by `WeightMatrix::new`: every row is inside.
+    /// Row `i` starts at byte `i * row_bytes`. Invariant, kept by `WeightMatrix::new`: every row is in bounds.
     File { bytes: &'a [u8], row_bytes: usize },
-    /// Tiles of row group 0 by block, then of group 1, and so on. Invariant, kept by `PackedMatrix::new`: all are inside.
+    /// Tiles of row group 0 by block, then of group 1, and so on. Invariant, kept by `pack`: all are in bounds.
     Tiles { bytes: &'a [u8] },
 }
 
 impl<'a> WeightMatrix<'a> {
-    /// Rows of `k` elements of `dtype` as a file holds them, `row_bytes` apart.
+    /// Returns a matrix of rows of `k` elements of `dtype` in their file layout, with a stride of `row_bytes`.
     pub fn new(
         dtype: DType,
         bytes: &'a [u8],
@@ -81,27 +81,27 @@ impl<'a> WeightMatrix<'a> {
         Ok(WeightMatrix { dtype, spec, kind, n_rows, k, source: Source::File { bytes, row_bytes } })
     }
 
-    /// The element type.
+    /// Element type.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// Rows, which are the product's outputs.
+    /// Number of rows, which are the outputs of the product.
     pub fn n_rows(&self) -> usize {
         self.n_rows
     }
 
-    /// Elements in a row.
+    /// Elements per row.
     pub fn k(&self) -> usize {
         self.k
     }
 
-    /// The form that a product takes its activations in.
+    /// Activation format of the product.
     pub fn act_kind(&self) -> ActKind {
         self.kind
     }
 
-    /// Bytes that a pass over the whole matrix reads.
+    /// Bytes read by a pass over the whole matrix.
     pub fn bytes_read(&self) -> usize {
         match self.source {
             Source::File { .. } => self.n_rows * self.dtype.bytes_for(self.k).unwrap_or(0),
@@ -109,7 +109,7 @@ impl<'a> WeightMatrix<'a> {
         }
     }
 
-    /// The layout, for printing.
+    /// Name of the layout, for printing.
     pub fn layout_name(&self) -> &'static str {
         match self.source {
             Source::File { .. } => "file",
@@ -121,12 +121,12 @@ impl<'a> WeightMatrix<'a> {
         self.spec
     }
 
-    /// Blocks in a row.
+    /// Blocks per row.
     pub(super) fn n_blocks(&self) -> usize {
         self.k / self.dtype.block_len()
     }
 
-    /// The bytes of row `row` in the file's layout, if that is where the weights are.
+    /// Bytes of row `row`, if the weights are in the file layout.
     pub(super) fn file_row(&self, row: usize) -> Option<&'a [u8]> {
         match self.source {
             Source::File { bytes, row_bytes } => {
@@ -137,7 +137,7 @@ impl<'a> WeightMatrix<'a> {
         }
     }
 
-    /// The packed tiles of the blocks from `block_idx` on of rows `16 * group_idx ..`, if it is packed.
+    /// Packed tiles of rows `16 * group_idx ..`, starting at block `block_idx`, if the matrix is packed.
     pub(super) fn tiles(&self, group_idx: usize, block_idx: usize) -> Option<*const u8> {
         match self.source {
             Source::Tiles { bytes } => {
@@ -148,15 +148,15 @@ impl<'a> WeightMatrix<'a> {
         }
     }
 
-    /// Whether the weights are in tiles already.
+    /// Whether the weights are packed into tiles.
     pub fn is_packed(&self) -> bool {
         matches!(self.source, Source::Tiles { .. })
     }
 
-    /// Makes the tiles of `blocks` of the rows from `first_row` on (the last row again for those past the end).
+    /// Packs the tiles of `blocks` of the rows starting at `first_row`. Rows past the end repeat the last row.
     ///
     /// # Safety
-    /// `dst` takes the tiles of `blocks`; all of their bytes are written.
+    /// `dst` has space for the tiles of `blocks`; all of their bytes are written.
     ///
     /// # Panics
     /// If the matrix is packed, or a row or block does not exist.
@@ -168,7 +168,7 @@ impl<'a> WeightMatrix<'a> {
         dst: *mut u8,
     ) {
         let (Source::File { bytes, row_bytes }, Some(spec)) = (self.source, self.spec) else {
-            panic!("the weights are in tiles already, or never are");
+            panic!("the weights are already packed, or have no tile layout");
         };
         assert!(blocks.end <= self.n_blocks() && first_row < self.n_rows && !blocks.is_empty());
         let row = |i: usize| &bytes[(first_row + i).min(self.n_rows - 1) * row_bytes..];
@@ -179,8 +179,8 @@ impl<'a> WeightMatrix<'a> {
     }
 }
 
-/// A weight matrix repacked into tiles of 16 rows: the same information in the same number of bytes (rows rounded up
-/// to 16), in the order in which a product reads it.
+/// A weight matrix repacked into tiles of 16 rows: the same information in the same number of bytes (with rows
+/// rounded up to 16), in the order in which a matrix product reads it.
 pub struct PackedMatrix {
     dtype: DType,
     kind: ActKind,
@@ -190,10 +190,10 @@ pub struct PackedMatrix {
     buffer: AlignedBuffer,
 }
 
-/// Repacks a matrix in the file's layout, on the threads of `pool`.
+/// Repacks a matrix in the file layout, on the threads of `pool`.
 ///
-/// `None` where it would not pay (floats, whose rows are read as they are; a matrix that is packed already, or has so
-/// few rows that the padding counts), and where there is no memory for it: the matrix as it is serves then.
+/// `None` if repacking does not pay off (floats, whose rows are read directly; a matrix that is already packed,
+/// or has so few rows that the padding matters), or if memory runs out: the file layout then serves.
 pub fn pack(pool: &Pool, level: Level, w: &WeightMatrix<'_>) -> Option<PackedMatrix> {
     if w.is_packed() || w.k == 0 || (w.n_rows < TILE_ROWS) {
         return None;
@@ -211,29 +211,29 @@ pub fn pack(pool: &Pool, level: Level, w: &WeightMatrix<'_>) -> Option<PackedMat
 }
 
 impl PackedMatrix {
-    /// The matrix, to multiply with.
+    /// The matrix, as an operand.
     pub fn matrix(&self) -> WeightMatrix<'_> {
         let PackedMatrix { dtype, kind, n_rows, k, .. } = *self;
         let source = Source::Tiles { bytes: self.buffer.bytes() };
         WeightMatrix { dtype, spec: Some(self.spec), kind, n_rows, k, source }
     }
 
-    /// The element type.
+    /// Element type.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// Bytes that the repacked weights take.
+    /// Bytes of the repacked weights.
     pub fn n_bytes(&self) -> usize {
         self.buffer.bytes().len()
     }
 
-    /// The layout, for printing.
+    /// Name of the layout, for printing.
     pub fn layout_name(&self) -> &'static str {
         self.matrix().layout_name()
     }
 
-    /// Copies row `row` back into the file's layout: `dst` takes `dtype.bytes_for(k)` bytes.
+    /// Restores row `row` in the file layout; `dst` must have `dtype.bytes_for(k)` bytes.
     ///
     /// # Panics
     /// If the row does not exist or `dst` has another length.

@@ -1,7 +1,8 @@
-//! Attention among the rows of a step, and its gradient, block of rows by block of keys.
+//! Attention among the rows of a step and its gradient, in blocks of rows and keys.
 //!
-//! Blocks are 64 long and begin at multiples of 64, so what a row computes does not depend on threads. A task is a block
-//! of rows (of keys, for the gradients of keys and values) with all its heads: it writes rows that lie side by side.
+//! Blocks have 64 rows and begin at multiples of 64, so results do not depend on the number of threads. A task
+//! is a block of rows (of keys, for the gradients of keys and values) with all its heads, so it writes
+//! contiguous rows.
 
 use super::spread::{round, widen};
 use super::{Operands, Tools, ValueCall, ValueOperand, Values};
@@ -12,14 +13,14 @@ use refrain_graph::{RunError, SpanAttention};
 use refrain_tensor::DType;
 use std::ops::Range;
 
-/// The sizes that everything here depends on.
+/// Sizes of the operands.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct SpanSizes {
     n: usize,
     n_heads: usize,
     n_kv_heads: usize,
     head_dim: usize,
-    /// The same, with zeros up to a multiple of 16.
+    /// `head_dim` padded with zeros to a multiple of 16.
     d: usize,
 }
 
@@ -30,7 +31,7 @@ impl SpanSizes {
         SpanSizes { n: q.dim(0), n_heads: q.dim(1), n_kv_heads: k.dim(1), head_dim, d }
     }
 
-    /// Heads that share keys.
+    /// Number of query heads that share a KV head.
     fn group(&self) -> usize {
         self.n_heads / self.n_kv_heads
     }
@@ -39,12 +40,12 @@ impl SpanSizes {
         BLOCK * self.d
     }
 
-    /// Floats of scratch of the forward pass.
+    /// Floats of scratch for the forward pass.
     pub(super) fn forward(&self, n_threads: usize) -> usize {
         n_threads * (3 * self.tile() + SCORES + BLOCK + self.group() * (2 * self.tile() + 2 * BLOCK))
     }
 
-    /// Floats of scratch of the backward pass.
+    /// Floats of scratch for the backward pass.
     pub(super) fn backward(&self, n_threads: usize) -> usize {
         let queries = 4 * self.tile() + self.group() * (3 * self.tile() + 2 * BLOCK);
         let keys = 9 * self.tile() + 2 * BLOCK;
@@ -52,7 +53,7 @@ impl SpanSizes {
     }
 }
 
-/// Rows of an operand `[n, n_heads, head_dim]`.
+/// An operand `[n, n_heads, head_dim]`.
 #[derive(Clone, Copy)]
 struct HeadRows<'a> {
     dtype: DType,
@@ -68,7 +69,7 @@ impl<'a> HeadRows<'a> {
         HeadRows { dtype: value.dtype, bytes, n_heads: value.dim(1), head_dim: sizes.head_dim, d: sizes.d }
     }
 
-    /// One head of a block of rows: `[64, d]`, zeros where there is nothing.
+    /// Loads one head of a block of rows: `[64, d]`, padded with zeros.
     fn tile(&self, level: Level, block: usize, head: usize, to: &mut [f32]) {
         let size = self.dtype.block_bytes();
         let row_bytes = self.head_dim * size;
@@ -84,7 +85,7 @@ impl<'a> HeadRows<'a> {
     }
 }
 
-/// Which keys each row sees.
+/// The keys that each row attends to.
 struct VisibleKeys<'a> {
     attention: &'a SpanAttention,
     spans: &'a [i32],
@@ -92,7 +93,7 @@ struct VisibleKeys<'a> {
 }
 
 impl<'a> VisibleKeys<'a> {
-    /// Refuses spans that do not hold their row.
+    /// Refuses spans that do not contain their row.
     fn new(
         attention: &'a SpanAttention,
         spans: &'a [i32],
@@ -119,7 +120,7 @@ impl<'a> VisibleKeys<'a> {
         if first == end { 0..0 } else { first as usize..end as usize }
     }
 
-    /// The keys that a row sees; none past the last row.
+    /// Keys that a row attends to; none past the last row.
     fn keys(&self, row: usize) -> Range<usize> {
         if row >= self.n {
             return 0..0;
@@ -128,13 +129,13 @@ impl<'a> VisibleKeys<'a> {
         if span.is_empty() { 0..0 } else { self.attention.seen(row, [span.start, span.end]) }
     }
 
-    /// The blocks of keys that a block of rows sees any of.
+    /// Blocks of keys that any row of a block attends to.
     fn key_blocks(&self, block: usize) -> Range<usize> {
         let rows = (block * BLOCK..(block + 1) * BLOCK).map(|row| self.keys(row));
         blocks(rows)
     }
 
-    /// The blocks of rows that see any of a block of keys.
+    /// Blocks of rows that attend to any key of a block.
     fn row_blocks(&self, block: usize) -> Range<usize> {
         let keys = block * BLOCK..self.n.min((block + 1) * BLOCK);
         blocks(keys.map(|key| {
@@ -148,7 +149,7 @@ impl<'a> VisibleKeys<'a> {
         }))
     }
 
-    /// Calls `f(row, key)` for each pair of two blocks where the row does not see the key.
+    /// Calls `f(row, key)` for each pair of two blocks that is masked.
     fn hidden(&self, row_block: usize, key_block: usize, mut f: impl FnMut(usize, usize)) {
         let first_key = key_block * BLOCK;
         for row in 0..BLOCK {
@@ -161,21 +162,21 @@ impl<'a> VisibleKeys<'a> {
     }
 }
 
-/// The blocks that ranges touch.
+/// Blocks that the ranges touch.
 fn blocks(ranges: impl Iterator<Item = Range<usize>>) -> Range<usize> {
     let found = ranges.filter(|range| !range.is_empty());
     let (start, end) = found.fold((usize::MAX, 0), |(start, end), r| (start.min(r.start), end.max(r.end)));
     if start >= end { 0..0 } else { start / BLOCK..end.div_ceil(BLOCK) }
 }
 
-/// Takes `n` floats from the front of a slice.
+/// Splits `n` floats off the front of a slice.
 fn take<'a>(from: &mut &'a mut [f32], n: usize) -> &'a mut [f32] {
     let (part, rest) = std::mem::take(from).split_at_mut(n);
     *from = rest;
     part
 }
 
-/// `q · k` into scores.
+/// Turns `q · k` into scores, in place.
 fn score(level: Level, attention: &SpanAttention, scores: &mut [f32]) {
     simd::scale_inplace(level, scores, attention.scale);
     if let Some(cap) = attention.softcap {
@@ -199,11 +200,11 @@ impl Values<'_> {
         let y_chunk = BLOCK * sizes.n_heads * sizes.head_dim;
         let [y, lse] = Operands::writes(&mut ops.carved.outs, call, [y_chunk, BLOCK * sizes.n_heads]);
         let outs = [(y.bytes, y_chunk * size), (lse.bytes, BLOCK * sizes.n_heads * 4)];
-        pool.zip_chunks(outs, scratch, |block, [y, lse], own| {
+        pool.zip_chunks(outs, scratch, |block, [y, lse], local| {
             let lse: &mut [f32] = bytemuck::cast_slice_mut(lse);
             let forward = Forward { level, attention, sizes, seen: &seen, q, k, v };
             for kv_head in 0..sizes.n_kv_heads {
-                forward.block(block, kv_head, own, |head, row, values, row_lse| {
+                forward.block(block, kv_head, local, |head, row, values, row_lse| {
                     let at = (row * sizes.n_heads + head) * sizes.head_dim * size;
                     if let Some(to) = y.get_mut(at..at + sizes.head_dim * size) {
                         round(level, q.dtype, values, to);
@@ -230,24 +231,24 @@ impl Values<'_> {
         let Some(lse) = ops.dense(&call.ins[6]) else { unreachable!("attention never overwrites its input") };
         let lse: &[f32] = bytemuck::cast_slice(lse);
         let size = q.dtype.block_bytes();
-        let (mean, own) = scratch.split_at_mut(sizes.n * sizes.n_heads);
-        pool.zip_chunks([(&mut *mean, BLOCK * sizes.n_heads)], own, |block, [mean], own| {
-            row_means(level, [dy, y], block, own, mean);
+        let (mean, local) = scratch.split_at_mut(sizes.n * sizes.n_heads);
+        pool.zip_chunks([(&mut *mean, BLOCK * sizes.n_heads)], local, |block, [mean], local| {
+            row_means(level, [dy, y], block, local, mean);
         });
         let q_chunk = BLOCK * sizes.n_heads * sizes.head_dim * size;
         let k_chunk = BLOCK * sizes.n_kv_heads * sizes.head_dim * size;
         let [dq, dk, dv] = Operands::writes(&mut ops.carved.outs, call, [0; 3]);
         let backward = SpanBackward { level, attention, sizes, seen: &seen, dy, q, k, v, lse, mean: &*mean };
-        pool.zip_chunks([(dq.bytes, q_chunk)], own, |block, [dq], own| {
+        pool.zip_chunks([(dq.bytes, q_chunk)], local, |block, [dq], local| {
             for kv_head in 0..sizes.n_kv_heads {
-                backward.queries(block, kv_head, own, |head, tile| {
+                backward.queries(block, kv_head, local, |head, tile| {
                     store(level, q, sizes.n_heads, head, tile, dq);
                 });
             }
         });
-        pool.zip_chunks([(dk.bytes, k_chunk), (dv.bytes, k_chunk)], own, |block, [dk, dv], own| {
+        pool.zip_chunks([(dk.bytes, k_chunk), (dv.bytes, k_chunk)], local, |block, [dk, dv], local| {
             for kv_head in 0..sizes.n_kv_heads {
-                let [dk_tile, dv_tile] = backward.keys(block, kv_head, own);
+                let [dk_tile, dv_tile] = backward.keys(block, kv_head, local);
                 store(level, k, sizes.n_kv_heads, kv_head, dk_tile, dk);
                 store(level, v, sizes.n_kv_heads, kv_head, dv_tile, dv);
             }
@@ -256,7 +257,7 @@ impl Values<'_> {
     }
 }
 
-/// Rounds one head of a block of rows into its place.
+/// Rounds one head of a block of rows and stores it.
 fn store(level: Level, like: HeadRows<'_>, n_heads: usize, head: usize, tile: &[f32], to: &mut [u8]) {
     let row_bytes = like.head_dim * like.dtype.block_bytes();
     for (row, values) in tile.chunks_exact(like.d).enumerate() {
@@ -267,12 +268,12 @@ fn store(level: Level, like: HeadRows<'_>, n_heads: usize, head: usize, tile: &[
     }
 }
 
-/// The sum of `dy y` for each row of a block and each head: `[64, n_heads]`.
-fn row_means(level: Level, [dy, y]: [HeadRows<'_>; 2], block: usize, own: &mut [f32], mean: &mut [f32]) {
+/// Sum of `dy y` for each row of a block and each head: `[64, n_heads]`.
+fn row_means(level: Level, [dy, y]: [HeadRows<'_>; 2], block: usize, local: &mut [f32], mean: &mut [f32]) {
     let tile = BLOCK * dy.d;
-    let mut own = own;
-    let [rows, dy_panels, y_panels] = [(); 3].map(|()| take(&mut own, tile));
-    let sums = take(&mut own, BLOCK);
+    let mut local = local;
+    let [rows, dy_panels, y_panels] = [(); 3].map(|()| take(&mut local, tile));
+    let sums = take(&mut local, BLOCK);
     for head in 0..dy.n_heads {
         dy.tile(level, block, head, rows);
         panels(level, rows, dy.d, dy_panels);
@@ -295,21 +296,23 @@ struct Forward<'a> {
 }
 
 impl Forward<'_> {
-    /// The heads of a block of rows that share a KV head; `done(head, row, values, lse)` takes each result.
+    /// Attention of a block of rows, for the heads that share a KV head. Passes each result to
+    /// `done(head, row, values, lse)`.
     fn block(
         &self,
         block: usize,
         kv_head: usize,
-        own: &mut [f32],
+        local: &mut [f32],
         mut done: impl FnMut(usize, usize, &[f32], f32),
     ) {
         let Forward { level, attention, sizes, seen, .. } = *self;
         let (d, group) = (sizes.d, sizes.group());
-        let mut own = own;
-        let [k_rows, v_rows, k_panels] = [(); 3].map(|()| take(&mut own, sizes.tile()));
-        let (scores, factor) = (take(&mut own, SCORES), take(&mut own, BLOCK));
-        let (q_panels, acc) = (take(&mut own, group * sizes.tile()), take(&mut own, group * sizes.tile()));
-        let (max, sum) = (take(&mut own, group * BLOCK), take(&mut own, group * BLOCK));
+        let mut local = local;
+        let [k_rows, v_rows, k_panels] = [(); 3].map(|()| take(&mut local, sizes.tile()));
+        let (scores, factor) = (take(&mut local, SCORES), take(&mut local, BLOCK));
+        let (q_panels, acc) =
+            (take(&mut local, group * sizes.tile()), take(&mut local, group * sizes.tile()));
+        let (max, sum) = (take(&mut local, group * BLOCK), take(&mut local, group * BLOCK));
         for (i, q_panels) in q_panels.chunks_exact_mut(sizes.tile()).enumerate() {
             self.q.tile(level, block, kv_head * group + i, k_rows);
             panels(level, k_rows, d, q_panels);
@@ -363,7 +366,7 @@ struct SpanBackward<'a> {
 }
 
 impl SpanBackward<'_> {
-    /// What belongs to the rows of a block, for one head.
+    /// Loads the values of a block's rows for one head.
     fn of_rows(&self, values: &[f32], block: usize, head: usize, to: &mut [f32]) {
         for (i, to) in to.iter_mut().enumerate() {
             let at = (block * BLOCK + i) * self.sizes.n_heads + head;
@@ -375,15 +378,15 @@ impl SpanBackward<'_> {
         [self.attention.scale, self.attention.softcap.unwrap_or(0.0)]
     }
 
-    /// The gradients of a block of queries, for the heads that share a KV head: `done(head, tile)`.
-    fn queries(&self, block: usize, kv_head: usize, own: &mut [f32], mut done: impl FnMut(usize, &[f32])) {
+    /// Gradients of a block of queries, for the heads that share a KV head. Passes each to `done(head, tile)`.
+    fn queries(&self, block: usize, kv_head: usize, local: &mut [f32], mut done: impl FnMut(usize, &[f32])) {
         let SpanBackward { level, attention, sizes, seen, .. } = *self;
         let (d, group, tile) = (sizes.d, sizes.group(), sizes.tile());
-        let mut own = own;
-        let [k_rows, v_rows, k_panels, v_panels] = [(); 4].map(|()| take(&mut own, tile));
-        let [scores, slopes] = [(); 2].map(|()| take(&mut own, SCORES));
-        let [q_panels, dy_panels, dq] = [(); 3].map(|()| take(&mut own, group * tile));
-        let [lse, mean] = [(); 2].map(|()| take(&mut own, group * BLOCK));
+        let mut local = local;
+        let [k_rows, v_rows, k_panels, v_panels] = [(); 4].map(|()| take(&mut local, tile));
+        let [scores, slopes] = [(); 2].map(|()| take(&mut local, SCORES));
+        let [q_panels, dy_panels, dq] = [(); 3].map(|()| take(&mut local, group * tile));
+        let [lse, mean] = [(); 2].map(|()| take(&mut local, group * BLOCK));
         for i in 0..group {
             let head = kv_head * group + i;
             self.q.tile(level, block, head, k_rows);
@@ -420,15 +423,15 @@ impl SpanBackward<'_> {
         }
     }
 
-    /// The gradients of a block of keys and of their values, for one KV head.
-    fn keys<'o>(&self, block: usize, kv_head: usize, own: &'o mut [f32]) -> [&'o [f32]; 2] {
+    /// Gradients of a block of keys and of values, for one KV head.
+    fn keys<'o>(&self, block: usize, kv_head: usize, local: &'o mut [f32]) -> [&'o [f32]; 2] {
         let SpanBackward { level, attention, sizes, seen, .. } = *self;
         let (d, group, tile) = (sizes.d, sizes.group(), sizes.tile());
-        let mut own = own;
-        let [k_panels, v_panels, dk, dv] = [(); 4].map(|()| take(&mut own, tile));
-        let [q_rows, dy_rows, q_panels, dy_panels] = [(); 4].map(|()| take(&mut own, tile));
-        let [scores, slopes] = [(); 2].map(|()| take(&mut own, SCORES));
-        let [lse, mean] = [(); 2].map(|()| take(&mut own, BLOCK));
+        let mut local = local;
+        let [k_panels, v_panels, dk, dv] = [(); 4].map(|()| take(&mut local, tile));
+        let [q_rows, dy_rows, q_panels, dy_panels] = [(); 4].map(|()| take(&mut local, tile));
+        let [scores, slopes] = [(); 2].map(|()| take(&mut local, SCORES));
+        let [lse, mean] = [(); 2].map(|()| take(&mut local, BLOCK));
         self.k.tile(level, block, kv_head, q_rows);
         panels(level, q_rows, d, k_panels);
         self.v.tile(level, block, kv_head, q_rows);

@@ -1,8 +1,8 @@
-//! Steps of a plan into calls on values.
+//! Compilation of a plan's steps into value calls.
 
 use super::attention::SpanSizes;
 use super::matrix::factor;
-use super::spread::{PIECE, own, piece_of_rows};
+use super::spread::{CHUNK, chunk_of_rows, scratch_floats};
 use super::{ValueCall, ValueLoc, ValueOp, ValueOperand};
 use crate::compile::AngleTable;
 use crate::simd::gemm_scratch;
@@ -10,12 +10,12 @@ use crate::simd::gemm_scratch;
 use refrain_graph::{Op, Operand, Place, Plan, Rope, TrainOp, Weight};
 use refrain_tensor::{DType, Shape};
 
-/// Rows whose parts of a sum over rows are summed first.
+/// Rows per partial sum of a sum over rows.
 pub(super) const ROW_BLOCK: usize = 16;
-/// Elements whose squares are summed first.
+/// Elements per partial sum of squares.
 pub(super) const SQUARES: usize = 4096;
 
-/// The call for a step; `None` when its operands have layouts or types that no kernel reads.
+/// Returns the call for a step; `None` if no kernel supports its layouts or dtypes.
 pub(crate) fn value_call(
     plan: &Plan,
     weights: &[Weight],
@@ -31,7 +31,7 @@ pub(crate) fn value_call(
     }
     let floats = |values: &[ValueOperand]| values.iter().all(ValueOperand::is_dense_float);
     let is_arena = |value: &ValueOperand| matches!(value.at, ValueLoc::Arena(_));
-    // Integers that say where to read lie in the control block, which was checked, or are checked when they are read.
+    // Index inputs in the control block were checked before the step; others are checked on use.
     let is_ints = |value: &ValueOperand| value.dtype == DType::I32 && value.layout.is_contiguous();
     let in_arena = outs.iter().all(|out| is_arena(out) && out.layout.is_contiguous());
     let op = match &step.op {
@@ -68,7 +68,7 @@ pub(crate) fn value_call(
         Op::Copy => (ins[0].dtype.block_len() == 1).then_some(ValueOp::Copy),
         Op::Cast(_) if ins[0].dtype.is_quantized() => {
             let is_whole = ins[0].layout.is_contiguous() && ins[0].layout.offset() == 0;
-            let is_blocks = PIECE.is_multiple_of(ins[0].dtype.block_len());
+            let is_blocks = CHUNK.is_multiple_of(ins[0].dtype.block_len());
             (is_whole && is_blocks && outs[0].is_float()).then_some(ValueOp::Decode)
         }
         Op::Cast(_) => (floats(&ins) && outs[0].is_float()).then_some(ValueOp::Cast),
@@ -80,7 +80,7 @@ pub(crate) fn value_call(
             TrainOp::UnaryGrad(f) => floats(&ins).then_some(ValueOp::UnaryGrad(*f)),
             TrainOp::GateGrad(f) => floats(&ins).then_some(ValueOp::GateGrad(*f)),
             TrainOp::SoftmaxGrad => floats(&ins).then_some(ValueOp::SoftmaxGrad),
-            // Sums are not joined for this backend.
+            // `join_sums` does not run for this backend.
             TrainOp::RmsNormGrad { adds: true, .. } | TrainOp::AddProduct => None,
             TrainOp::RmsNormGrad { eps, adds: false } => {
                 floats(&ins).then_some(ValueOp::RmsNormGrad { eps: *eps })
@@ -126,7 +126,7 @@ fn value(plan: &Plan, weights: &[Weight], operand: &Operand) -> ValueOperand {
         Place::Weight(id) => ValueLoc::Weight(id),
     };
     let dtype = match buffer.place {
-        // Vectors were decoded when they were loaded.
+        // Vectors were converted to F32 when loaded.
         Place::Weight(id) if weights[id.idx()].ty.shape.rank() < 2 => DType::F32,
         Place::Weight(_) | Place::Arena { .. } | Place::Control { .. } | Place::State(_) => operand.dtype,
     };
@@ -137,13 +137,13 @@ fn matmul(ins: &mut [ValueOperand], out: &ValueOperand) -> Option<ValueOp> {
     let (a, b) = (&ins[0], &ins[1]);
     let (m, k, n) =
         (a.layout.shape().dim_back(1), a.layout.shape().dim_back(0), b.layout.shape().dim_back(0));
-    // A quantised weight that is not turned: the gradient of rows that it was multiplied with.
+    // A quantised weight that is not transposed: for the gradient of its activations.
     let is_decoded =
         b.dtype.is_quantized() && b.layout.is_contiguous() && n.is_multiple_of(b.dtype.block_len());
     if !a.is_float() || !out.is_float() || !(b.is_float() || (is_decoded && b.layout.offset() == 0)) {
         return None;
     }
-    // One right operand for all: outer dimensions of the left one are more rows.
+    // With a single right operand, the outer dimensions of the left one are additional rows.
     let n_rows = a.len() / k.max(1);
     if b.layout.shape().rank() == 2
         && k > 0
@@ -158,7 +158,7 @@ fn matmul(ins: &mut [ValueOperand], out: &ValueOperand) -> Option<ValueOp> {
     let outer = shape.dims()[..shape.rank() - 2].to_vec();
     let starts = |value: &ValueOperand| -> Option<Vec<usize>> {
         let rank = value.layout.shape().rank();
-        // The first element of each matrix, with what is broadcast repeated.
+        // First element of each matrix, including broadcast ones.
         let mut first = value.layout;
         for axis in [rank - 2, rank - 1] {
             first = first.slice(axis, 0, 1).ok()?;
@@ -170,7 +170,7 @@ fn matmul(ins: &mut [ValueOperand], out: &ValueOperand) -> Option<ValueOp> {
     fits(ins, m, k, n).then_some(ValueOp::MatMul { m, k, n, batch })
 }
 
-/// Whether rows or columns of both operands lie side by side.
+/// Whether rows or columns of both operands are contiguous.
 fn fits(ins: &[ValueOperand], m: usize, k: usize, n: usize) -> bool {
     let side_by_side = |value: &ValueOperand, len: usize, turned: usize| {
         let x = factor(value, &[], 0, [len, k], turned);
@@ -179,7 +179,7 @@ fn fits(ins: &[ValueOperand], m: usize, k: usize, n: usize) -> bool {
     side_by_side(&ins[0], m, 0) && side_by_side(&ins[1], n, 1)
 }
 
-/// Whether the second operand is as long as the output, or one row of it.
+/// Whether the second operand has the size of the output, or is one row of it.
 fn is_row(ins: &[ValueOperand], out: &ValueOperand) -> bool {
     let row = ins[1].len();
     let is_row = ins[1].layout.shape().dim_back(0) == row && out.layout.shape().dim_back(0) == row;
@@ -207,49 +207,55 @@ fn turn(rope: &Rope, ins: &[ValueOperand], tables: &mut Vec<AngleTable>, back: b
 }
 
 impl ValueCall {
-    /// Floats of scratch that the call needs with so many threads.
+    /// Floats of scratch that the call needs with this many threads.
     pub(crate) fn scratch(&self, n_threads: usize) -> usize {
         let d = self.ins.first().map_or(1, ValueOperand::width);
-        let rows = piece_of_rows(d);
+        let rows = chunk_of_rows(d);
         match &self.op {
             ValueOp::MatMul { k, n, .. } => gemm_scratch(*k, *n, n_threads),
-            ValueOp::Gather => own(&[rows], n_threads),
-            ValueOp::Scatter => own(&[super::rows::scatter_piece(self.ins[1].width())], n_threads),
-            ValueOp::RmsNorm { .. } => d + own(&[rows, rows], n_threads),
-            ValueOp::AddRmsNorm { .. } => d + own(&[rows; 4], n_threads),
+            ValueOp::Gather => scratch_floats(&[rows], n_threads),
+            ValueOp::Scatter => scratch_floats(&[super::rows::scatter_chunk(self.ins[1].width())], n_threads),
+            ValueOp::RmsNorm { .. } => d + scratch_floats(&[rows, rows], n_threads),
+            ValueOp::AddRmsNorm { .. } => d + scratch_floats(&[rows; 4], n_threads),
             ValueOp::RmsNormGrad { .. } => {
                 let n_blocks = (self.ins[0].len() / d.max(1)).div_ceil(ROW_BLOCK);
-                d + n_blocks * d + own(&[ROW_BLOCK * d; 4], n_threads)
+                d + n_blocks * d + scratch_floats(&[ROW_BLOCK * d; 4], n_threads)
             }
-            ValueOp::Decode => own(&[PIECE], n_threads),
-            ValueOp::Unary(_) | ValueOp::Cast | ValueOp::Dropout(_) => own(&[PIECE; 2], n_threads),
-            ValueOp::UnaryGrad(_) | ValueOp::Gate(_) | ValueOp::Accumulate => own(&[PIECE; 3], n_threads),
-            ValueOp::GateGrad(_) => own(&[PIECE; 5], n_threads),
+            ValueOp::Decode => scratch_floats(&[CHUNK], n_threads),
+            ValueOp::Unary(_) | ValueOp::Cast | ValueOp::Dropout(_) => scratch_floats(&[CHUNK; 2], n_threads),
+            ValueOp::UnaryGrad(_) | ValueOp::Gate(_) | ValueOp::Accumulate => {
+                scratch_floats(&[CHUNK; 3], n_threads)
+            }
+            ValueOp::GateGrad(_) => scratch_floats(&[CHUNK; 5], n_threads),
             ValueOp::Binary(_) => {
                 let row = self.ins[1].len();
                 let is_row = row < self.outs[0].len();
-                let chunk = if is_row { piece_of_rows(row) } else { PIECE };
-                if is_row { row + own(&[chunk; 2], n_threads) } else { own(&[chunk; 3], n_threads) }
+                let chunk = if is_row { chunk_of_rows(row) } else { CHUNK };
+                if is_row {
+                    row + scratch_floats(&[chunk; 2], n_threads)
+                } else {
+                    scratch_floats(&[chunk; 3], n_threads)
+                }
             }
-            ValueOp::Softmax => own(&[rows; 2], n_threads),
-            ValueOp::SoftmaxGrad => own(&[rows; 3], n_threads),
+            ValueOp::Softmax => scratch_floats(&[rows; 2], n_threads),
+            ValueOp::SoftmaxGrad => scratch_floats(&[rows; 3], n_threads),
             ValueOp::Rope { .. } => {
                 let x = &self.ins[0];
-                own(&[piece_of_rows(x.dim(1) * x.dim(2)); 2], n_threads)
+                scratch_floats(&[chunk_of_rows(x.dim(1) * x.dim(2)); 2], n_threads)
             }
-            ValueOp::CrossEntropy => own(&[rows, rows, rows / d.max(1)], n_threads),
+            ValueOp::CrossEntropy => scratch_floats(&[rows, rows, rows / d.max(1)], n_threads),
             ValueOp::Reduce { n, inner: 1, .. } => {
-                own(&[piece_of_rows(*n), piece_of_rows(*n) / (*n).max(1)], n_threads)
+                scratch_floats(&[chunk_of_rows(*n), chunk_of_rows(*n) / (*n).max(1)], n_threads)
             }
             ValueOp::Reduce { outer, n, inner, .. } => {
-                outer * n.div_ceil(ROW_BLOCK) * inner + own(&[*inner, *inner], n_threads)
+                outer * n.div_ceil(ROW_BLOCK) * inner + scratch_floats(&[*inner, *inner], n_threads)
             }
             ValueOp::Copy => 0,
             ValueOp::SumSquares => {
                 let n_parts = |x: &ValueOperand| x.len().div_ceil(SQUARES);
-                self.ins.iter().map(n_parts).max().unwrap_or(0) + own(&[SQUARES, 1], n_threads)
+                self.ins.iter().map(n_parts).max().unwrap_or(0) + scratch_floats(&[SQUARES, 1], n_threads)
             }
-            ValueOp::AdamW(_) => own(&[PIECE; 9], n_threads),
+            ValueOp::AdamW(_) => scratch_floats(&[CHUNK; 9], n_threads),
             ValueOp::SpanAttention(_) => SpanSizes::of(&self.ins[0], &self.ins[1]).forward(n_threads),
             ValueOp::SpanAttentionGrad(_) => SpanSizes::of(&self.ins[1], &self.ins[2]).backward(n_threads),
         }

@@ -1,4 +1,4 @@
-//! Products of two values.
+//! Matrix products of two values.
 
 use super::{Operands, Tools, ValueCall, ValueOperand, Values};
 use crate::simd::{Factor, Rounded, gemm};
@@ -15,7 +15,7 @@ impl Values<'_> {
         let Tools { pool, level, scratch, .. } = tools;
         let (a, b, out) = (&call.ins[0], &call.ins[1], &call.outs[0]);
         let (Some(a_bytes), Some(b_bytes)) = (ops.buffer(a), ops.buffer(b)) else {
-            unreachable!("a product never overwrites its input")
+            unreachable!("a matrix product never overwrites its input")
         };
         let size = out.dtype.block_bytes();
         let [write] = Operands::writes(&mut ops.carved.outs, call, [m * n]);
@@ -27,7 +27,7 @@ impl Values<'_> {
     }
 }
 
-/// An operand of a product; `k` is its last dimension but `turned`.
+/// An operand of a matrix product. `k` is its last dimension, unless it is `turned`.
 pub(super) fn factor<'a>(
     value: &ValueOperand,
     bytes: &'a [u8],

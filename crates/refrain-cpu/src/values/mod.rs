@@ -1,14 +1,14 @@
-//! Kernels whose operands may lie anywhere and be F32, F16 or BF16: those of training steps.
+//! Kernels of training steps: operands of F32, F16 or BF16 at any location.
 //!
-//! Weights that are trained are states, and gradients are values like others, so nothing here depends on where an operand
-//! lies. Elements are widened to F32 a piece at a time, computed there, and rounded once.
+//! Trained weights are states and gradients are ordinary values, so nothing here depends on an operand's
+//! location. Elements are widened to F32 chunk by chunk, computed in F32, and rounded once.
 
 mod attention; // attention among rows
-mod compile; // steps into calls
-mod matrix; // products
-mod optimise; // the optimiser and what it needs
-mod rows; // ops on elements and rows
-mod spread; // pieces of operands, over all threads
+mod compile; // steps to value calls
+mod matrix; // matrix products
+mod optimise; // optimiser, norms of gradients
+mod rows; // elementwise and row ops
+mod spread; // parallel loops over chunks
 
 pub(crate) use compile::value_call;
 
@@ -21,18 +21,18 @@ use refrain_tensor::{DType, Layout};
 use spread::{ReadOperand, WriteOperand};
 use std::ops::Range;
 
-/// Where the bytes of an operand's buffer lie.
+/// Location of an operand's buffer.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum ValueLoc {
-    /// 32-bit words.
+    /// Range of 32-bit words.
     Arena(Range<usize>),
-    /// Bytes.
+    /// Range of bytes.
     Control(Range<usize>),
     State(usize),
     Weight(WeightId),
 }
 
-/// An operand.
+/// An operand of a value call.
 #[derive(Clone, Debug)]
 pub(crate) struct ValueOperand {
     pub at: ValueLoc,
@@ -49,7 +49,7 @@ impl ValueOperand {
         self.layout.shape().dims()[axis]
     }
 
-    /// Elements of a row.
+    /// Elements per row.
     fn width(&self) -> usize {
         match self.layout.shape().rank() {
             0 => 1,
@@ -65,7 +65,7 @@ impl ValueOperand {
         self.is_float() && self.layout.is_contiguous()
     }
 
-    /// The bytes of a dense operand in its buffer.
+    /// Byte range of a contiguous operand in its buffer.
     fn span(&self) -> Range<usize> {
         let size = self.dtype.block_bytes();
         let start = self.layout.offset() * size;
@@ -73,10 +73,10 @@ impl ValueOperand {
     }
 }
 
-/// What a call computes.
+/// Operation of a value call.
 #[derive(Clone, Debug)]
 pub(crate) enum ValueOp {
-    /// For each product of a batch, where its operands begin.
+    /// `batch` holds the first elements of both operands, for each product.
     MatMul {
         m: usize,
         k: usize,
@@ -96,13 +96,13 @@ pub(crate) enum ValueOp {
     },
     Unary(Unary),
     UnaryGrad(Unary),
-    /// `b` is as long as the output, or a row of it.
+    /// `b` has the size of the output, or is one row of it.
     Binary(Binary),
     Gate(Gate),
     GateGrad(Gate),
     Softmax,
     SoftmaxGrad,
-    /// `table` counts the tables of angles.
+    /// `table` is an index into the angle tables.
     Rope {
         rope: Rope,
         table: usize,
@@ -127,7 +127,7 @@ pub(crate) enum ValueOp {
     SpanAttentionGrad(SpanAttention),
 }
 
-/// An op with its operands.
+/// An operation with its operands.
 #[derive(Clone, Debug)]
 pub(crate) struct ValueCall {
     pub op: ValueOp,
@@ -168,21 +168,21 @@ impl ValueCall {
     }
 }
 
-/// What a call may touch.
+/// Everything that value calls access besides the arena.
 pub(crate) struct Values<'a> {
     pub pool: &'a Pool,
     pub level: Level,
     pub weights: &'a CpuWeights,
     pub states: &'a mut CpuStates,
     pub control: &'a [u8],
-    /// Cosines and sines, one table after another.
+    /// Cosines and sines, one table per entry.
     pub angles: &'a [Vec<f32>],
-    /// As many floats as [`ValueCall::scratch`] asks for.
+    /// At least [`ValueCall::scratch`] floats.
     pub scratch: &'a mut [f32],
     pub label: &'a str,
 }
 
-/// The operands of a call, as bytes.
+/// Operands of a call, as bytes.
 struct Operands<'a> {
     weights: &'a CpuWeights,
     states: &'a CpuStates,
@@ -191,7 +191,7 @@ struct Operands<'a> {
 }
 
 impl<'a> Operands<'a> {
-    /// The whole buffer of an operand; `None` when an output has its place.
+    /// Whole buffer of an operand; `None` if an output overwrites it.
     fn buffer(&self, value: &ValueOperand) -> Option<&'a [u8]> {
         match &value.at {
             ValueLoc::Arena(words) => Some(bytemuck::cast_slice(self.carved.read(words)?)),
@@ -204,28 +204,28 @@ impl<'a> Operands<'a> {
         }
     }
 
-    /// The elements of a dense operand; `None` when an output has its place.
+    /// Elements of a contiguous operand; `None` if an output overwrites it.
     fn dense(&self, value: &ValueOperand) -> Option<&'a [u8]> {
         Some(&self.buffer(value)?[value.span()])
     }
 
-    /// 32-bit integers.
+    /// A contiguous operand of 32-bit integers.
     fn ints(&self, value: &ValueOperand) -> &'a [i32] {
         match self.dense(value) {
             Some(bytes) => bytemuck::cast_slice(bytes),
-            None => unreachable!("no output takes the place of integers"),
+            None => unreachable!("no output overwrites integers"),
         }
     }
 
-    /// A dense operand that is read `chunk` elements at a time. Where an output has its place, it holds what the output
-    /// does.
+    /// A contiguous operand read in chunks of `chunk` elements. If an output overwrites it, the output still
+    /// holds it.
     fn read(&self, call: &ValueCall, input: usize, chunk: usize) -> ReadOperand<'a> {
         let value = &call.ins[input];
         let held = call.outs.iter().position(|out| out.at == value.at).unwrap_or(usize::MAX);
         ReadOperand { dtype: value.dtype, bytes: self.dense(value), held, chunk }
     }
 
-    /// The outputs, as bytes, each with its chunk.
+    /// The outputs, as bytes, with their chunk sizes.
     fn writes<'b, const N: usize>(
         outs: &'b mut [&'a mut [f32]],
         call: &ValueCall,
@@ -237,7 +237,7 @@ impl<'a> Operands<'a> {
                 let bytes = &mut bytemuck::cast_slice_mut::<f32, u8>(words)[value.span()];
                 WriteOperand { dtype: value.dtype, bytes, chunk }
             }
-            None => unreachable!("a call has as many outputs as it writes"),
+            None => unreachable!("a call writes each of its outputs"),
         })
     }
 }
@@ -277,7 +277,7 @@ impl Values<'_> {
         Ok(())
     }
 
-    /// The operands, the scratch and what else the kernels of a call use side by side.
+    /// Borrows the operands and the tools of a call at the same time.
     fn open<'b>(&'b mut self, outs: &[ValueOperand], arena: &'b mut [f32]) -> (Operands<'b>, Tools<'b>) {
         let mut ranges: [Range<usize>; MAX_OUTS] = std::array::from_fn(|_| 0..0);
         for (range, out) in ranges.iter_mut().zip(outs) {
@@ -298,7 +298,7 @@ impl Values<'_> {
     }
 }
 
-/// What kernels use besides their operands.
+/// Pool, scratch and other context of a kernel.
 struct Tools<'a> {
     pool: &'a Pool,
     level: Level,

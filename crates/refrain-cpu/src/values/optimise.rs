@@ -1,24 +1,26 @@
-//! The optimiser and what it needs.
+//! The optimiser, gradient accumulation and norms.
 
 use super::compile::SQUARES;
-use super::spread::{PIECE, ReadOperand, WriteOperand, spread};
+use super::spread::{CHUNK, ReadOperand, WriteOperand, spread};
 use super::{Tools, ValueCall, ValueLoc, Values};
 use crate::simd::{self, AdamStep};
 use refrain_graph::{AdamParam, AdamW};
 use refrain_tensor::DType;
 
 impl Values<'_> {
-    /// Partial sums of [`SQUARES`] elements in F32, which are added in order in F64.
+    /// Sums blocks of [`SQUARES`] elements in F32, then adds the partial sums in order in F64.
     pub(super) fn sum_squares(&mut self, call: &ValueCall, arena: &mut [f32]) {
         let (ops, tools) = self.open(&call.outs, arena);
         let Tools { pool, level, scratch, .. } = tools;
         let mut total = 0f64;
         for (i, input) in call.ins.iter().enumerate() {
             let n_parts = input.len().div_ceil(SQUARES);
-            let (parts, own) = scratch.split_at_mut(n_parts);
+            let (parts, local) = scratch.split_at_mut(n_parts);
             let read = ops.read(call, i, SQUARES);
             let write = WriteOperand { dtype: DType::F32, bytes: bytemuck::cast_slice_mut(parts), chunk: 1 };
-            spread(pool, level, [read], [write], own, |_, [x], [part]| part[0] = simd::sum_squares(level, x));
+            spread(pool, level, [read], [write], local, |_, [x], [part]| {
+                part[0] = simd::sum_squares(level, x)
+            });
             total += parts.iter().map(|&part| f64::from(part)).sum::<f64>();
         }
         let [out, ..] = ops.carved.outs;
@@ -27,15 +29,15 @@ impl Values<'_> {
 
     /// `state += x`
     pub(super) fn accumulate(&mut self, call: &ValueCall, arena: &mut [f32]) {
-        let ValueLoc::State(state) = call.outs[0].at else { unreachable!("what is added to is a state") };
+        let ValueLoc::State(state) = call.outs[0].at else { unreachable!("accumulators are states") };
         let Values { pool, level, states, scratch, .. } = self;
         let level = *level;
         let dtype = call.ins[1].dtype;
-        let apply = |to: &mut [u8], bytes: &[u8], own: &mut [f32]| {
-            let held = ReadOperand { dtype: DType::F32, bytes: None, held: 0, chunk: PIECE };
-            let read = ReadOperand { dtype, bytes: Some(bytes), held: 0, chunk: PIECE };
-            let write = WriteOperand { dtype: DType::F32, bytes: to, chunk: PIECE };
-            spread(pool, level, [held, read], [write], own, |_, [sum, x], [out]| {
+        let apply = |to: &mut [u8], bytes: &[u8], local: &mut [f32]| {
+            let held = ReadOperand { dtype: DType::F32, bytes: None, held: 0, chunk: CHUNK };
+            let read = ReadOperand { dtype, bytes: Some(bytes), held: 0, chunk: CHUNK };
+            let write = WriteOperand { dtype: DType::F32, bytes: to, chunk: CHUNK };
+            spread(pool, level, [held, read], [write], local, |_, [sum, x], [out]| {
                 simd::add(level, sum, x, out)
             });
         };
@@ -46,7 +48,7 @@ impl Values<'_> {
             }
             ValueLoc::State(other) => {
                 let Some([to, bytes]) = states.several_mut([state, *other]) else {
-                    unreachable!("a state is not added to itself")
+                    unreachable!("a state is not accumulated into itself")
                 };
                 apply(to, &bytes[call.ins[1].span()], scratch);
             }
@@ -54,7 +56,7 @@ impl Values<'_> {
                 let bytes = &self.control[range.clone()];
                 apply(states.get_mut(state), &bytes[call.ins[1].span()], scratch);
             }
-            ValueLoc::Weight(_) => unreachable!("compiled for what a step computes or is given"),
+            ValueLoc::Weight(_) => unreachable!("compiled for computed values and step inputs"),
         }
     }
 
@@ -116,8 +118,8 @@ impl Values<'_> {
         }
     }
 
-    /// One tensor. `changed` are the inputs that it changes: the gradient if it is cleared, the weight, the master if
-    /// there is one, and the moments.
+    /// Updates one tensor. `changed` lists the inputs that change: the gradient if it is cleared, the weight,
+    /// the master if there is one, and the moments.
     fn adam_tensor<const O: usize>(
         &mut self,
         call: &ValueCall,
@@ -136,7 +138,7 @@ impl Values<'_> {
         });
         let clears = changed[0] == grad;
         let masters = O == 4 + usize::from(clears);
-        // The gradient comes from a state that the optimiser does not change only where a caller built it so: copied.
+        // The gradient can be in a state that the optimiser does not clear; it is then copied.
         let grad_bytes: Option<&[u8]> = match &call.ins[grad].at {
             _ if clears => None,
             ValueLoc::Arena(words) => {
@@ -144,22 +146,22 @@ impl Values<'_> {
             }
             ValueLoc::Control(bytes) => Some(&self.control[bytes.clone()][call.ins[grad].span()]),
             ValueLoc::State(_) | ValueLoc::Weight(_) => {
-                unreachable!("compiled for gradients that a step computes")
+                unreachable!("compiled for computed gradients")
             }
         };
         let Some(slices) = states.several_mut(ids) else { unreachable!("states of a tensor are distinct") };
         let mut slices = slices.into_iter();
         let outs = changed.map(|input| match slices.next() {
-            Some(bytes) => WriteOperand { dtype: call.ins[input].dtype, bytes, chunk: PIECE },
-            None => unreachable!("as many slices as states"),
+            Some(bytes) => WriteOperand { dtype: call.ins[input].dtype, bytes, chunk: CHUNK },
+            None => unreachable!("one slice per state"),
         });
         let held = |from_end: usize| ReadOperand {
             dtype: call.ins[changed[O - from_end]].dtype,
             bytes: None,
             held: O - from_end,
-            chunk: PIECE,
+            chunk: CHUNK,
         };
-        let read = ReadOperand { dtype: call.ins[grad].dtype, bytes: grad_bytes, held: 0, chunk: PIECE };
+        let read = ReadOperand { dtype: call.ins[grad].dtype, bytes: grad_bytes, held: 0, chunk: CHUNK };
         spread(
             pool,
             level,
@@ -171,7 +173,7 @@ impl Values<'_> {
                     outs[0].fill(0.0);
                 }
                 let (before, last) = outs.split_at_mut(O - 3);
-                let [w, m, v] = last else { unreachable!("three at the end") };
+                let [w, m, v] = last else { unreachable!("three slices remain") };
                 w.copy_from_slice(w0);
                 m.copy_from_slice(m0);
                 v.copy_from_slice(v0);

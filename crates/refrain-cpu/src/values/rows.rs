@@ -1,7 +1,7 @@
-//! Ops on elements and rows.
+//! Elementwise and row ops.
 
 use super::compile::ROW_BLOCK;
-use super::spread::{PIECE, WriteOperand, floats, piece_of_rows, spread, widen};
+use super::spread::{CHUNK, WriteOperand, chunk_of_rows, floats, spread, widen};
 use super::{Operands, Tools, ValueCall, ValueOperand, Values};
 use crate::rows;
 use crate::run::row_of;
@@ -10,11 +10,11 @@ use refrain_graph::{Binary, Dropout, Gate, Reduce, Rope, RunError, Unary};
 use refrain_reference::philox4x32;
 use refrain_tensor::{DType, quant};
 
-/// Elements that are widened on the stack.
+/// Number of elements widened in a stack buffer.
 const ON_STACK: usize = 512;
 
-/// Elements of a piece of scattered rows: large, since every piece looks through all ids.
-pub(super) fn scatter_piece(d: usize) -> usize {
+/// Elements per chunk of a scatter. Large, because every chunk scans all ids.
+pub(super) fn scatter_chunk(d: usize) -> usize {
     (65_536 / d.max(1)).max(1) * d.max(1)
 }
 
@@ -22,8 +22,8 @@ impl Values<'_> {
     pub(super) fn unary(&mut self, call: &ValueCall, f: Unary, arena: &mut [f32]) {
         let (mut ops, tools) = self.open(&call.outs, arena);
         let Tools { pool, level, scratch, .. } = tools;
-        let ins = [ops.read(call, 0, PIECE)];
-        let outs = Operands::writes(&mut ops.carved.outs, call, [PIECE]);
+        let ins = [ops.read(call, 0, CHUNK)];
+        let outs = Operands::writes(&mut ops.carved.outs, call, [CHUNK]);
         spread(pool, level, ins, outs, scratch, |_, [x], [y]| {
             if let Unary::Affine { mul, add } = f {
                 y.iter_mut().zip(x).for_each(|(y, x)| *y = x * mul + add);
@@ -37,8 +37,8 @@ impl Values<'_> {
     pub(super) fn unary_grad(&mut self, call: &ValueCall, f: Unary, arena: &mut [f32]) {
         let (mut ops, tools) = self.open(&call.outs, arena);
         let Tools { pool, level, scratch, .. } = tools;
-        let ins = [ops.read(call, 0, PIECE), ops.read(call, 1, PIECE)];
-        let outs = Operands::writes(&mut ops.carved.outs, call, [PIECE]);
+        let ins = [ops.read(call, 0, CHUNK), ops.read(call, 1, CHUNK)];
+        let outs = Operands::writes(&mut ops.carved.outs, call, [CHUNK]);
         spread(pool, level, ins, outs, scratch, |_, [dy, x], [dx]| {
             dx.iter_mut().zip(dy).zip(x).for_each(|((dx, dy), x)| *dx = dy * rows::derivative(f, *x));
         });
@@ -49,22 +49,22 @@ impl Values<'_> {
         let Tools { pool, level, scratch, .. } = tools;
         let row = call.ins[1].len();
         if row == call.outs[0].len() {
-            let ins = [ops.read(call, 0, PIECE), ops.read(call, 1, PIECE)];
-            let outs = Operands::writes(&mut ops.carved.outs, call, [PIECE]);
+            let ins = [ops.read(call, 0, CHUNK), ops.read(call, 1, CHUNK)];
+            let outs = Operands::writes(&mut ops.carved.outs, call, [CHUNK]);
             spread(pool, level, ins, outs, scratch, |_, [a, b], [y]| {
                 rows::binary(level, f, Some(a), Some(b), y.len(), y);
             });
             return;
         }
-        let (b, own) = scratch.split_at_mut(row);
+        let (b, local) = scratch.split_at_mut(row);
         match ops.dense(&call.ins[1]) {
             Some(bytes) => widen(level, call.ins[1].dtype, bytes, b),
             None => unreachable!("a row is shorter than the output"),
         }
-        let chunk = piece_of_rows(row);
+        let chunk = chunk_of_rows(row);
         let ins = [ops.read(call, 0, chunk)];
         let outs = Operands::writes(&mut ops.carved.outs, call, [chunk]);
-        spread(pool, level, ins, outs, own, |_, [a], [y]| {
+        spread(pool, level, ins, outs, local, |_, [a], [y]| {
             rows::binary(level, f, Some(a), Some(b), row, y);
         });
     }
@@ -72,8 +72,8 @@ impl Values<'_> {
     pub(super) fn gate(&mut self, call: &ValueCall, f: Gate, arena: &mut [f32]) {
         let (mut ops, tools) = self.open(&call.outs, arena);
         let Tools { pool, level, scratch, .. } = tools;
-        let ins = [ops.read(call, 0, PIECE), ops.read(call, 1, PIECE)];
-        let outs = Operands::writes(&mut ops.carved.outs, call, [PIECE]);
+        let ins = [ops.read(call, 0, CHUNK), ops.read(call, 1, CHUNK)];
+        let outs = Operands::writes(&mut ops.carved.outs, call, [CHUNK]);
         spread(pool, level, ins, outs, scratch, |_, [gate, up], [y]| {
             rows::gate(level, f, Some(gate), Some(up), y);
         });
@@ -82,8 +82,8 @@ impl Values<'_> {
     pub(super) fn gate_grad(&mut self, call: &ValueCall, f: Gate, arena: &mut [f32]) {
         let (mut ops, tools) = self.open(&call.outs, arena);
         let Tools { pool, level, scratch, .. } = tools;
-        let ins = [ops.read(call, 0, PIECE), ops.read(call, 1, PIECE), ops.read(call, 2, PIECE)];
-        let outs = Operands::writes(&mut ops.carved.outs, call, [PIECE; 2]);
+        let ins = [ops.read(call, 0, CHUNK), ops.read(call, 1, CHUNK), ops.read(call, 2, CHUNK)];
+        let outs = Operands::writes(&mut ops.carved.outs, call, [CHUNK; 2]);
         spread(pool, level, ins, outs, scratch, |_, ins, outs| {
             simd::gate_grad(level, f == Gate::GeluTanh, ins, outs);
         });
@@ -93,28 +93,28 @@ impl Values<'_> {
         let (mut ops, tools) = self.open(&call.outs, arena);
         let Tools { pool, level, scratch, .. } = tools;
         let d = call.ins[0].width();
-        let (w, own) = scratch.split_at_mut(d);
+        let (w, local) = scratch.split_at_mut(d);
         whole(level, &ops, &call.ins[1], w);
-        let chunk = piece_of_rows(d);
+        let chunk = chunk_of_rows(d);
         let ins = [ops.read(call, 0, chunk)];
         let outs = Operands::writes(&mut ops.carved.outs, call, [chunk]);
-        spread(pool, level, ins, outs, own, |_, [x], [y]| {
+        spread(pool, level, ins, outs, local, |_, [x], [y]| {
             let rows = x.chunks_exact(d).zip(y.chunks_exact_mut(d));
             rows.for_each(|(x, y)| simd::rms_norm(level, x, w, eps, y));
         });
     }
 
-    /// The norm is of the sum as it was rounded, as if the two were separate nodes.
+    /// Normalises the rounded sum, with the same result as two separate nodes.
     pub(super) fn add_rms_norm(&mut self, call: &ValueCall, eps: f32, arena: &mut [f32]) {
         let (mut ops, tools) = self.open(&call.outs, arena);
         let Tools { pool, level, scratch, .. } = tools;
         let (d, dtype) = (call.ins[0].width(), call.outs[0].dtype);
-        let (w, own) = scratch.split_at_mut(d);
+        let (w, local) = scratch.split_at_mut(d);
         whole(level, &ops, &call.ins[2], w);
-        let chunk = piece_of_rows(d);
+        let chunk = chunk_of_rows(d);
         let ins = [ops.read(call, 0, chunk), ops.read(call, 1, chunk)];
         let outs = Operands::writes(&mut ops.carved.outs, call, [chunk; 2]);
-        spread(pool, level, ins, outs, own, |_, [a, b], [sum, y]| {
+        spread(pool, level, ins, outs, local, |_, [a, b], [sum, y]| {
             simd::add(level, a, b, sum);
             if dtype == DType::F16 {
                 sum.iter_mut().for_each(|v| *v = half::f16::from_f32(*v).to_f32());
@@ -126,25 +126,25 @@ impl Values<'_> {
         });
     }
 
-    /// Blocks of [`ROW_BLOCK`] rows sum their parts of the weight's gradient, which are added in order.
+    /// Each block of [`ROW_BLOCK`] rows sums its part of the weight gradient; the parts are added in order.
     pub(super) fn rms_norm_grad(&mut self, call: &ValueCall, eps: f32, arena: &mut [f32]) {
         let (mut ops, tools) = self.open(&call.outs, arena);
         let Tools { pool, level, scratch, .. } = tools;
         let d = call.ins[0].width();
         let n_blocks = (call.ins[0].len() / d.max(1)).div_ceil(ROW_BLOCK);
         let (w, rest) = scratch.split_at_mut(d);
-        let (parts, own) = rest.split_at_mut(n_blocks * d);
+        let (parts, local) = rest.split_at_mut(n_blocks * d);
         whole(level, &ops, &call.ins[2], w);
         let chunk = ROW_BLOCK * d;
         let ins = [ops.read(call, 0, chunk), ops.read(call, 1, chunk)];
         let [dx, dw] = Operands::writes(&mut ops.carved.outs, call, [chunk, d]);
         let part = WriteOperand { dtype: DType::F32, bytes: bytemuck::cast_slice_mut(&mut *parts), chunk: d };
-        spread(pool, level, ins, [dx, part], own, |_, [dy, x], [dx, dw]| {
+        spread(pool, level, ins, [dx, part], local, |_, [dy, x], [dx, dw]| {
             dw.fill(0.0);
             let rows = dy.chunks_exact(d).zip(x.chunks_exact(d)).zip(dx.chunks_exact_mut(d));
             rows.for_each(|((dy, x), dx)| simd::rms_norm_grad(level, [dy, x, w], eps, dx, dw));
         });
-        spread(pool, level, [], [dw], own, |_, [], [dw]| {
+        spread(pool, level, [], [dw], local, |_, [], [dw]| {
             dw.fill(0.0);
             parts.chunks_exact(d).for_each(|part| simd::add_inplace(level, dw, part));
         });
@@ -154,7 +154,7 @@ impl Values<'_> {
         let (mut ops, tools) = self.open(&call.outs, arena);
         let Tools { pool, level, scratch, .. } = tools;
         let d = call.ins[0].width();
-        let chunk = piece_of_rows(d);
+        let chunk = chunk_of_rows(d);
         let ins = [ops.read(call, 0, chunk)];
         let outs = Operands::writes(&mut ops.carved.outs, call, [chunk]);
         spread(pool, level, ins, outs, scratch, |_, [x], [y]| {
@@ -167,7 +167,7 @@ impl Values<'_> {
         let (mut ops, tools) = self.open(&call.outs, arena);
         let Tools { pool, level, scratch, .. } = tools;
         let d = call.ins[0].width();
-        let chunk = piece_of_rows(d);
+        let chunk = chunk_of_rows(d);
         let ins = [ops.read(call, 0, chunk), ops.read(call, 1, chunk)];
         let outs = Operands::writes(&mut ops.carved.outs, call, [chunk]);
         spread(pool, level, ins, outs, scratch, |_, [dy, y], [dx]| {
@@ -182,14 +182,14 @@ impl Values<'_> {
         let (positions, angles) = (ops.ints(&call.ins[1]), &angles[table]);
         let head_dim = call.ins[0].dim(2);
         let d = call.ins[0].dim(1) * head_dim;
-        let chunk = piece_of_rows(d);
+        let chunk = chunk_of_rows(d);
         let ins = [ops.read(call, 0, chunk)];
         let outs = Operands::writes(&mut ops.carved.outs, call, [chunk]);
         spread(pool, level, ins, outs, scratch, |idx, [x], [y]| {
             y.copy_from_slice(x);
             for (i, heads) in y.chunks_exact_mut(d.max(1)).enumerate() {
                 let row = idx * (chunk / d.max(1)) + i;
-                // Padding stays as it is.
+                // Padding rows stay unchanged.
                 if positions[row] >= 0 {
                     let angles = &angles[row * rope.n_dims..][..rope.n_dims];
                     rows::rope(level, rope, heads, head_dim, angles);
@@ -206,7 +206,7 @@ impl Values<'_> {
         targets.iter().try_for_each(|&target| row_of(label, target, d).map(|_| ()))?;
         let mut scale = [0f32];
         whole(level, &ops, &call.ins[2], &mut scale);
-        let chunk = piece_of_rows(d);
+        let chunk = chunk_of_rows(d);
         let n_rows = chunk / d.max(1);
         let ins = [ops.read(call, 0, chunk)];
         let outs = Operands::writes(&mut ops.carved.outs, call, [n_rows, chunk]);
@@ -230,14 +230,14 @@ impl Values<'_> {
         let Tools { pool, level, scratch, .. } = tools;
         let rng: [u32; 4] = match ops.dense(&call.ins[1]) {
             Some(bytes) => std::array::from_fn(|i| bytemuck::cast_slice::<u8, u32>(bytes)[i]),
-            None => unreachable!("no output takes the place of random state"),
+            None => unreachable!("no output overwrites the random state"),
         };
         let kept = 1.0 - dropout.p;
-        let ins = [ops.read(call, 0, PIECE)];
-        let outs = Operands::writes(&mut ops.carved.outs, call, [PIECE]);
+        let ins = [ops.read(call, 0, CHUNK)];
+        let outs = Operands::writes(&mut ops.carved.outs, call, [CHUNK]);
         spread(pool, level, ins, outs, scratch, |idx, [x], [y]| {
             for (i, (x, y)) in x.chunks(4).zip(y.chunks_mut(4)).enumerate() {
-                let quad = (idx * (PIECE / 4) + i) as u32;
+                let quad = (idx * (CHUNK / 4) + i) as u32;
                 let words = philox4x32([quad, dropout.site, rng[2], rng[3]], [rng[0], rng[1]]);
                 for ((x, y), word) in x.iter().zip(y).zip(words) {
                     let keeps = (word >> 8) as f32 * (1.0 / 16_777_216.0) >= dropout.p;
@@ -250,8 +250,8 @@ impl Values<'_> {
     pub(super) fn cast(&mut self, call: &ValueCall, arena: &mut [f32]) {
         let (mut ops, tools) = self.open(&call.outs, arena);
         let Tools { pool, level, scratch, .. } = tools;
-        let ins = [ops.read(call, 0, PIECE)];
-        let outs = Operands::writes(&mut ops.carved.outs, call, [PIECE]);
+        let ins = [ops.read(call, 0, CHUNK)];
+        let outs = Operands::writes(&mut ops.carved.outs, call, [CHUNK]);
         spread(pool, level, ins, outs, scratch, |_, [x], [y]| y.copy_from_slice(x));
     }
 
@@ -259,14 +259,12 @@ impl Values<'_> {
         let (mut ops, tools) = self.open(&call.outs, arena);
         let Tools { pool, level, scratch, .. } = tools;
         let dtype = call.ins[0].dtype;
-        let Some(bytes) = ops.buffer(&call.ins[0]) else {
-            unreachable!("no output has the place of a weight")
-        };
+        let Some(bytes) = ops.buffer(&call.ins[0]) else { unreachable!("no output overwrites a weight") };
         let bytes_of = |n: usize| n / dtype.block_len() * dtype.block_bytes();
-        let outs = Operands::writes(&mut ops.carved.outs, call, [PIECE]);
+        let outs = Operands::writes(&mut ops.carved.outs, call, [CHUNK]);
         spread(pool, level, [], outs, scratch, |idx, [], [y]| {
-            let blocks = &bytes[bytes_of(idx * PIECE)..][..bytes_of(y.len())];
-            // Sizes were checked when the weight was opened and the step compiled.
+            let blocks = &bytes[bytes_of(idx * CHUNK)..][..bytes_of(y.len())];
+            // Sizes were checked when the weight was opened and when the step was compiled.
             quant::dequantize(dtype, blocks, y).unwrap_or_else(|e| panic!("{dtype}: {e}"));
         });
     }
@@ -278,7 +276,7 @@ impl Values<'_> {
         let (n_rows, d) = (table.dim(0), table.dim(1));
         ids.iter().try_for_each(|&id| row_of(label, id, n_rows).map(|_| ()))?;
         let Some(bytes) = ops.dense(table) else { unreachable!("a gather never overwrites its input") };
-        let chunk = piece_of_rows(d);
+        let chunk = chunk_of_rows(d);
         let row_bytes = d * table.dtype.block_bytes();
         let outs = Operands::writes(&mut ops.carved.outs, call, [chunk]);
         spread(pool, level, [], outs, scratch, |idx, [], [y]| {
@@ -292,7 +290,7 @@ impl Values<'_> {
         Ok(())
     }
 
-    /// A piece has some rows of the result and takes what belongs to them, in order.
+    /// A chunk covers some rows of the result and adds their inputs in order.
     pub(super) fn scatter(&mut self, call: &ValueCall, arena: &mut [f32]) -> Result<(), RunError> {
         let (mut ops, tools) = self.open(&call.outs, arena);
         let Tools { pool, level, scratch, label, .. } = tools;
@@ -300,7 +298,7 @@ impl Values<'_> {
         let (n_rows, d) = (call.outs[0].dim(0), x.width());
         ids.iter().try_for_each(|&id| row_of(label, id, n_rows).map(|_| ()))?;
         let Some(bytes) = ops.dense(x) else { unreachable!("a scatter never overwrites its input") };
-        let (chunk, row_bytes) = (scatter_piece(d), d * x.dtype.block_bytes());
+        let (chunk, row_bytes) = (scatter_chunk(d), d * x.dtype.block_bytes());
         let outs = Operands::writes(&mut ops.carved.outs, call, [chunk]);
         spread(pool, level, [], outs, scratch, |idx, [], [y]| {
             y.fill(0.0);
@@ -315,8 +313,8 @@ impl Values<'_> {
         Ok(())
     }
 
-    /// Along the last dimension a row is reduced as it lies. Along others, blocks of [`ROW_BLOCK`] rows are reduced first,
-    /// and their results in order.
+    /// Reduces rows directly along the last dimension. Along others, reduces blocks of [`ROW_BLOCK`] rows
+    /// first, then their results in order.
     pub(super) fn reduce(
         &mut self,
         call: &ValueCall,
@@ -329,7 +327,7 @@ impl Values<'_> {
         let finish = |sum: f32| if kind == Reduce::Mean { sum / n as f32 } else { sum };
         let x = &call.ins[0];
         if inner == 1 {
-            let chunk = piece_of_rows(n);
+            let chunk = chunk_of_rows(n);
             let ins = [ops.read(call, 0, chunk)];
             let outs = Operands::writes(&mut ops.carved.outs, call, [chunk / n.max(1)]);
             spread(pool, level, ins, outs, scratch, |_, [x], [y]| {
@@ -342,7 +340,7 @@ impl Values<'_> {
         let Some(bytes) = ops.dense(x) else { unreachable!("a reduction never overwrites its input") };
         let (n_blocks, size) = (n.div_ceil(ROW_BLOCK), x.dtype.block_bytes());
         let n_outer = x.len() / (n * inner).max(1);
-        let (parts, own) = scratch.split_at_mut(n_outer * n_blocks * inner);
+        let (parts, local) = scratch.split_at_mut(n_outer * n_blocks * inner);
         let start = if kind == Reduce::Max { f32::NEG_INFINITY } else { 0.0 };
         let part =
             WriteOperand { dtype: DType::F32, bytes: bytemuck::cast_slice_mut(&mut *parts), chunk: inner };
@@ -350,7 +348,7 @@ impl Values<'_> {
             Reduce::Max => max_elements(level, dtype, bytes, y),
             Reduce::Sum | Reduce::Mean => add_elements(level, dtype, bytes, y),
         };
-        spread(pool, level, [], [part], own, |idx, [], [y]| {
+        spread(pool, level, [], [part], local, |idx, [], [y]| {
             y.fill(start);
             let (outer, block) = (idx / n_blocks, idx % n_blocks);
             for row in block * ROW_BLOCK..n.min((block + 1) * ROW_BLOCK) {
@@ -360,7 +358,7 @@ impl Values<'_> {
         });
         let outs = Operands::writes(&mut ops.carved.outs, call, [inner]);
         let parts = &*parts;
-        spread(pool, level, [], outs, own, |outer, [], [y]| {
+        spread(pool, level, [], outs, local, |outer, [], [y]| {
             y.fill(start);
             for block in 0..n_blocks {
                 let part = &parts[(outer * n_blocks + block) * inner..][..inner];
@@ -370,7 +368,7 @@ impl Values<'_> {
         });
     }
 
-    /// Elements of any layout, as they are.
+    /// Copies elements of any layout unchanged.
     pub(super) fn copy(&mut self, call: &ValueCall, arena: &mut [f32]) {
         let (mut ops, tools) = self.open(&call.outs, arena);
         let (x, size) = (&call.ins[0], call.ins[0].dtype.block_bytes());
@@ -380,7 +378,7 @@ impl Values<'_> {
             0 => (&[][..], 1),
             rank => (&shape.dims()[..rank - 1], strides[rank - 1]),
         };
-        let chunk = piece_of_rows(d);
+        let chunk = chunk_of_rows(d);
         let [WriteOperand { bytes: out, .. }] = Operands::writes(&mut ops.carved.outs, call, [chunk]);
         tools.pool.zip_chunks([(out, chunk * size)], &mut [(); 0], |idx, [out], _| {
             for (i, out) in out.chunks_exact_mut((d * size).max(1)).enumerate() {
@@ -402,11 +400,11 @@ impl Values<'_> {
     }
 }
 
-/// The elements of a short operand, as floats.
+/// Converts a whole operand to floats.
 fn whole(level: simd::Level, ops: &Operands<'_>, value: &ValueOperand, to: &mut [f32]) {
     match ops.dense(value) {
         Some(bytes) => widen(level, value.dtype, bytes, to),
-        None => unreachable!("no output takes the place of a weight"),
+        None => unreachable!("no output overwrites a weight"),
     }
 }
 
@@ -419,7 +417,7 @@ fn add_elements(level: simd::Level, dtype: DType, x: &[u8], y: &mut [f32]) {
     }
 }
 
-/// `y = max(y, x)`, element by element, NaN passed over.
+/// `y = max(y, x)`, element by element, ignoring NaN.
 fn max_elements(level: simd::Level, dtype: DType, x: &[u8], y: &mut [f32]) {
     let size = dtype.block_bytes();
     let mut buf = [0f32; ON_STACK];

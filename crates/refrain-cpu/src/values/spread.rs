@@ -1,43 +1,43 @@
-//! Pieces of operands, widened to F32 where they are shorter, computed on all threads, and rounded.
+//! Parallel loops over chunks of operands: widened to F32, computed, and rounded.
 
 use crate::pool::{Pool, Zipped};
 use crate::simd::{Level, bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
 use half::{bf16, f16};
 use refrain_tensor::DType;
 
-/// A dense operand that is read, `chunk` elements for each piece.
+/// A contiguous operand to read, `chunk` elements per iteration.
 pub(super) struct ReadOperand<'a> {
     pub dtype: DType,
-    /// `None` when the output `held` has its place: it holds the operand until it is written.
+    /// `None` if output `held` overwrites the operand: the output holds it until it is written.
     pub bytes: Option<&'a [u8]>,
     pub held: usize,
     pub chunk: usize,
 }
 
-/// A dense operand that is written, `chunk` elements for each piece.
+/// A contiguous operand to write, `chunk` elements per iteration.
 pub(super) struct WriteOperand<'a> {
     pub dtype: DType,
     pub bytes: &'a mut [u8],
     pub chunk: usize,
 }
 
-/// Work on fewer elements than this is not worth waking threads for.
-const ALONE: usize = 16 * 1024;
+/// Below this many elements, waking threads costs more than it saves.
+const PARALLEL_ELEMENTS: usize = 16 * 1024;
 
-/// Elements of a piece where it does not matter.
-pub(super) const PIECE: usize = 2048;
+/// Default number of elements per chunk.
+pub(super) const CHUNK: usize = 2048;
 
-/// Whole rows that make a piece of about that size.
-pub(super) fn piece_of_rows(d: usize) -> usize {
-    (PIECE / d.max(1)).max(1) * d.max(1)
+/// Returns a multiple of the row length, about the default chunk size.
+pub(super) fn chunk_of_rows(d: usize) -> usize {
+    (CHUNK / d.max(1)).max(1) * d.max(1)
 }
 
-/// Floats of scratch for pieces of these sizes.
-pub(super) fn own(chunks: &[usize], n_threads: usize) -> usize {
+/// Floats of scratch for chunks of these sizes.
+pub(super) fn scratch_floats(chunks: &[usize], n_threads: usize) -> usize {
     chunks.iter().sum::<usize>() * n_threads
 }
 
-/// Elements as floats: themselves, or widened into `buf`.
+/// Returns elements as floats: in place if they are F32, otherwise widened into `buf`.
 pub(super) fn floats<'b>(level: Level, dtype: DType, bytes: &'b [u8], buf: &'b mut [f32]) -> &'b [f32] {
     if dtype == DType::F32
         && let Ok(floats) = bytemuck::try_cast_slice(bytes)
@@ -48,7 +48,7 @@ pub(super) fn floats<'b>(level: Level, dtype: DType, bytes: &'b [u8], buf: &'b m
     buf
 }
 
-/// Elements into floats.
+/// Widens elements to floats.
 pub(super) fn widen(level: Level, dtype: DType, bytes: &[u8], to: &mut [f32]) {
     if dtype == DType::F32 {
         bytemuck::cast_slice_mut(to).copy_from_slice(bytes);
@@ -59,7 +59,7 @@ pub(super) fn widen(level: Level, dtype: DType, bytes: &[u8], to: &mut [f32]) {
     }
 }
 
-/// Floats into elements, rounded to nearest even.
+/// Rounds floats to elements, to nearest even.
 pub(super) fn round(level: Level, dtype: DType, from: &[f32], to: &mut [u8]) {
     if dtype == DType::F32 {
         to.copy_from_slice(bytemuck::cast_slice(from));
@@ -70,7 +70,7 @@ pub(super) fn round(level: Level, dtype: DType, from: &[f32], to: &mut [u8]) {
     }
 }
 
-/// A piece of an output as it is computed.
+/// A chunk of an output during computation.
 enum WriteTarget<'a> {
     Floats(&'a mut [f32]),
     Rounded(DType, &'a mut [u8], &'a mut [f32]),
@@ -91,21 +91,21 @@ impl WriteTarget<'_> {
     }
 }
 
-/// Calls `f(piece_idx, inputs, outputs)` for every piece, spread over the threads. What `f` finds in the outputs means
-/// nothing. `own` has [`own`] floats for the chunks of all operands.
+/// Calls `f(chunk_idx, inputs, outputs)` for every chunk, in parallel. Outputs are uninitialised on entry.
+/// `local` holds [`scratch_floats`] floats for the chunks of all operands.
 pub(super) fn spread<const I: usize, const O: usize>(
     pool: &Pool,
     level: Level,
     ins: [ReadOperand<'_>; I],
     outs: [WriteOperand<'_>; O],
-    own: &mut [f32],
+    local: &mut [f32],
     f: impl Fn(usize, [&[f32]; I], [&mut [f32]; O]) + Sync,
 ) {
     let kinds: [(DType, usize); O] = std::array::from_fn(|i| (outs[i].dtype, outs[i].chunk));
     let n_bytes = outs.iter().map(|out| out.bytes.len()).max().unwrap_or(0);
     let slices = outs.map(|out| (out.bytes, out.chunk * out.dtype.block_bytes()));
-    let piece = |idx: usize, chunks: [&mut [u8]; O], own: &mut [f32]| {
-        let mut left = own;
+    let run_chunk = |idx: usize, chunks: [&mut [u8]; O], local: &mut [f32]| {
+        let mut left = local;
         let mut take = |n: usize| -> &mut [f32] {
             let (buf, rest) = std::mem::take(&mut left).split_at_mut(n);
             left = rest;
@@ -141,12 +141,12 @@ pub(super) fn spread<const I: usize, const O: usize>(
         f(idx, xs, targets.each_mut().map(WriteTarget::floats));
         targets.into_iter().for_each(|target| target.finish(level));
     };
-    if n_bytes < 4 * ALONE {
+    if n_bytes < 4 * PARALLEL_ELEMENTS {
         let zipped = Zipped::new(slices);
         while let Some((idx, chunks)) = zipped.next() {
-            piece(idx, chunks, own);
+            run_chunk(idx, chunks, local);
         }
         return;
     }
-    pool.zip_chunks(slices, own, piece);
+    pool.zip_chunks(slices, local, run_chunk);
 }

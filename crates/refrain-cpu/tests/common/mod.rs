@@ -1,4 +1,4 @@
-//! What the kernel tests share: random weights of every type, and products in f64 to compare with.
+//! Shared code of the kernel tests: random weights of every type, and matrix products in f64 to compare with.
 #![allow(dead_code, reason = "each test file uses a part")]
 
 use half::f16;
@@ -37,7 +37,7 @@ impl Random {
         self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
     }
 
-    /// In -1 .. 1.
+    /// Returns a number in -1 .. 1.
     pub(crate) fn float(&mut self) -> f32 {
         (self.bits() >> 40) as f32 / (1 << 23) as f32 - 1.0
     }
@@ -47,7 +47,7 @@ impl Random {
     }
 }
 
-/// Where a block of the type holds half floats.
+/// Offsets of the half floats in a block of the type.
 fn halves(dtype: DType) -> &'static [usize] {
     match dtype {
         DType::Q4_0 | DType::Q5_0 | DType::Q8_0 | DType::IQ4_NL | DType::IQ4_XS => &[0],
@@ -59,7 +59,7 @@ fn halves(dtype: DType) -> &'static [usize] {
     }
 }
 
-/// `n` elements whose bits are random where they may be, and whose scales come from `scale`.
+/// Random weights of `n` elements, with scales from `scale`.
 pub(crate) fn weights_with(
     dtype: DType,
     n: usize,
@@ -96,7 +96,7 @@ pub(crate) fn prepare(level: Level, kind: ActKind, x: &[f32], k: usize) -> Vec<u
     bytes
 }
 
-/// The product of all rows, at one level.
+/// Product of all rows, at one level.
 pub(crate) fn product(level: Level, w: &WeightMatrix<'_>, x: &[f32], m: usize) -> Vec<f32> {
     let acts = prepare(level, w.act_kind(), x, w.k());
     let acts = Acts::new(w.act_kind(), m, w.k(), &acts).unwrap();
@@ -105,7 +105,7 @@ pub(crate) fn product(level: Level, w: &WeightMatrix<'_>, x: &[f32], m: usize) -
     out
 }
 
-/// What the prepared row stands for.
+/// Values that a prepared row represents.
 pub(crate) fn prepared_values(kind: ActKind, k: usize, row: &[u8]) -> Vec<f64> {
     let float = |at: usize| f32::from_le_bytes(row[at..at + 4].try_into().unwrap());
     match kind {
@@ -116,7 +116,7 @@ pub(crate) fn prepared_values(kind: ActKind, k: usize, row: &[u8]) -> Vec<f64> {
         }
         ActKind::Q8 => (0..k).map(|i| f64::from(row[i] as i8) * f64::from(float(k + i / 32 * 4))).collect(),
         ActKind::Q8K => {
-            // Behind the scales come 144 bytes of sums for each block, then the shifts.
+            // The scales are followed by 144 bytes of sums per block, then the shifts.
             let shift = |i: usize| row[k + 148 * (k / 256) + 4 * (i / 32)];
             let value = |i: usize| f64::from(i32::from(row[i] as i8) << shift(i));
             (0..k).map(|i| value(i) * f64::from(float(k + i / 256 * 4))).collect()
@@ -124,7 +124,7 @@ pub(crate) fn prepared_values(kind: ActKind, k: usize, row: &[u8]) -> Vec<f64> {
     }
 }
 
-/// The product in f64 of the decoded weights with the prepared activations.
+/// Product of the dequantised weights with the prepared activations, in f64.
 pub(crate) fn reference(dtype: DType, bytes: &[u8], n_rows: usize, k: usize, x: &[f32]) -> Vec<f64> {
     let kind = act_kind(dtype).unwrap();
     let prepared = prepare(Level::PORTABLE, kind, x, k);

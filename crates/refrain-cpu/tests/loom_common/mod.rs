@@ -1,4 +1,4 @@
-//! loom's versions of what `src/pool/sync.rs` has.
+//! loom's versions of the primitives in `src/pool/sync.rs`.
 
 use std::cell::Cell;
 
@@ -9,16 +9,17 @@ pub(super) use loom::sync::{Mutex, MutexGuard};
 pub(super) use loom::thread::Thread;
 pub(super) use std::sync::PoisonError;
 
-// As short as can be, and still through every branch: a round of spinning differs from the one before it only in
-// when it happens, and that is loom's choice anyway.
+// As few as possible while still reaching every branch: rounds of spinning differ only in their timing, which
+// loom varies anyway.
 pub(super) const SPINS_IN_STEP: u32 = 1;
 pub(super) const YIELDS_IN_STEP: u32 = 1;
 pub(super) const SPINS_IDLE: u32 = 0;
 
 thread_local! {
-    /// Whether sequentially consistent accesses are, see [`order`]. loom runs a model on the thread that asked for it.
+    /// Whether accesses are sequentially consistent, see [`order`]. loom runs a model on the thread that
+    /// started it.
     pub(super) static FENCED: Cell<bool> = const { Cell::new(true) };
-    /// Whether `park` returns without an `unpark`, which it may.
+    /// Whether `park` returns without an `unpark`, which is allowed.
     pub(super) static PARKS_RETURN_EARLY: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -30,9 +31,10 @@ pub(super) mod thread {
     }
 }
 
-/// loom takes a sequentially consistent access for acquire and release, and so loses wake-ups that no machine loses. A
-/// fence before each, which loom knows exactly, is how compilers make them on weakly ordered machines. It orders a
-/// little more than the access does; models without fences, in which no wake-up is needed, cover that.
+/// loom treats a sequentially consistent access as acquire and release, and so loses wake-ups that no machine
+/// loses. A fence before each access, which loom models exactly, is how compilers implement it on weakly
+/// ordered machines. The fence orders slightly more than the access does; models without fences, in which no
+/// wake-up is needed, cover the difference.
 fn order(order: Ordering) -> Ordering {
     if order == Ordering::SeqCst && FENCED.get() {
         loom::sync::atomic::fence(Ordering::SeqCst);

@@ -1,9 +1,10 @@
-//! Products of two values, neither of which is a loaded weight: activations, gradients and weights that are trained.
+//! Matrix products of two values, neither of which is a loaded weight: activations, gradients and trained
+//! weights.
 //!
-//! The right operand is brought into panels once, by all threads; then threads take rows of the result, bring theirs of
-//! the left operand into panels, and sum tiles of 16 by 16. Sums over `k` are in blocks: each is one chain of `fma`, and
-//! the blocks are added in order. How long blocks are follows from `k` alone, so the bits depend neither on threads nor
-//! on the level.
+//! All threads first pack the right operand into panels. Then each thread takes rows of the result, packs the
+//! matching rows of the left operand, and sums tiles of 16 by 16. Sums over `k` are split into blocks: each
+//! block is one chain of `fma`, and the blocks are added in order. The block length depends on `k` alone, so
+//! the bits depend neither on the number of threads nor on the level.
 
 mod tile;
 
@@ -20,16 +21,16 @@ use super::{Level, f32_to_bf16, f32_to_f16};
 use crate::pool::Pool;
 use tile::{GemmRows, PACK_COLUMNS, Pack};
 
-/// The longest chain of sums; a panel of as many takes 20 KB, and stays in the first-level cache.
+/// Maximum length of a chain of sums; a panel of that length takes 20 KB and stays in the L1 cache.
 const MAX_CHAIN: usize = 320;
-/// Rows whose panels stay in the second-level cache beside a block of columns.
+/// Maximum number of rows whose panels stay in the L2 cache along with a block of columns.
 const MAX_ROWS: usize = 192;
-/// Columns of a piece whose sums are rounded when they are done.
+/// Columns per chunk whose sums are rounded when complete.
 const ROUNDED_COLUMNS: usize = 512;
-/// Products of fewer multiplications than this are not worth waking threads for.
-const ALONE: usize = 1 << 16;
+/// Below this many multiplications, waking threads costs more than it saves.
+const PARALLEL_PRODUCTS: usize = 1 << 16;
 
-/// The result of a product, dense.
+/// Result of a matrix product, contiguous.
 pub struct Rounded<'a> {
     /// F32, F16 or BF16; sums are rounded to it once.
     pub dtype: DType,
@@ -37,13 +38,13 @@ pub struct Rounded<'a> {
     pub bytes: &'a mut [u8],
 }
 
-/// Blocks that `k` is cut into: all of one length, but for the last.
+/// Length of the blocks that `k` is split into; only the last may be shorter.
 fn chain(k: usize) -> usize {
     let n_blocks = k.div_ceil(MAX_CHAIN).max(1);
     k.div_ceil(n_blocks).next_multiple_of(8)
 }
 
-/// Floats of scratch that a product of these sizes needs with so many threads.
+/// Floats of scratch that a matrix product of this size needs with this many threads.
 pub fn gemm_scratch(k: usize, n: usize, n_threads: usize) -> usize {
     k * n.next_multiple_of(GROUP) + n_threads * thread_scratch(k)
 }
@@ -52,11 +53,11 @@ fn thread_scratch(k: usize) -> usize {
     MAX_ROWS * (chain(k) + ROUNDED_COLUMNS)
 }
 
-/// A pointer that threads use for disjoint parts of what it points at.
+/// A pointer to memory that threads access in disjoint parts.
 #[derive(Clone, Copy)]
 struct GemmPtr<T>(*mut T);
 
-// SAFETY: `gemm` alone uses it, and there each thread writes the parts that it drew, or its own scratch.
+// SAFETY: only `gemm` uses it, and there each thread writes the parts that it drew, or its own scratch.
 unsafe impl<T> Sync for GemmPtr<T> {}
 
 impl<T> GemmPtr<T> {
@@ -68,7 +69,7 @@ impl<T> GemmPtr<T> {
 /// `out[m, n] = a · bᵀ`, where `a` has `m` rows and `b` has `n` columns.
 ///
 /// # Panics
-/// When an operand is not valid, the sizes do not fit together, or the scratch is too small.
+/// If an operand is not valid, sizes do not match, or the scratch is too small.
 pub fn gemm(
     pool: &Pool,
     level: Level,
@@ -79,7 +80,7 @@ pub fn gemm(
 ) {
     let (m, n, k) = (a.len, b.len, a.k);
     let size = out.dtype.block_bytes();
-    assert!(a.is_valid() && a.is_float() && b.is_valid(), "operands lie in one direction or the other");
+    assert!(a.is_valid() && a.is_float() && b.is_valid(), "operands are contiguous in one dimension");
     assert!(b.k == k, "sums over {k} and {}", b.k);
     assert_eq!(out.bytes.len(), m * n * size, "an output of {m} rows of {n}");
     assert!(out.bytes.as_ptr().addr().is_multiple_of(size), "an output that is not aligned to {size} bytes");
@@ -96,8 +97,8 @@ pub fn gemm(
     let (kc, n_padded) = (chain(k), n.next_multiple_of(GROUP));
     let (panels, rest) = scratch.split_at_mut(k * n_padded);
     let (panels, own) = (GemmPtr(panels.as_mut_ptr()), GemmPtr(rest.as_mut_ptr()));
-    let alone = m.saturating_mul(n).saturating_mul(k) < ALONE;
-    // `f(thread, task)` for every task, each once.
+    let alone = m.saturating_mul(n).saturating_mul(k) < PARALLEL_PRODUCTS;
+    // Calls `f(thread, task)` exactly once per task.
     let spread = |n_tasks: usize, f: &(dyn Fn(usize, usize) + Sync)| {
         if alone {
             return (0..n_tasks).for_each(|task| f(0, task));
@@ -122,33 +123,33 @@ pub fn gemm(
         level.dispatch(Pack { b, cols, k0, kl: kc.min(k - k0), to });
     });
 
-    // Enough pieces that threads end at about the same time; columns are cut where there are few rows.
+    // Enough chunks that threads finish at about the same time; columns are split if there are few rows.
     let rows = (m / (6 * n_threads)).next_multiple_of(GROUP).clamp(2 * GROUP, MAX_ROWS);
-    let n_row_pieces = m.div_ceil(rows);
-    let wanted = (4 * n_threads).div_ceil(n_row_pieces);
+    let n_row_chunks = m.div_ceil(rows);
+    let wanted = (4 * n_threads).div_ceil(n_row_chunks);
     let cols = (n.div_ceil(wanted)).next_multiple_of(GROUP).max(4 * GROUP);
-    let n_col_pieces = n.div_ceil(cols);
+    let n_col_chunks = n.div_ceil(cols);
     let to = GemmPtr(out.bytes.as_mut_ptr());
-    spread(n_row_pieces * n_col_pieces, &|thread, task| {
-        let (row, col) = (task / n_col_pieces * rows, task % n_col_pieces * cols);
+    spread(n_row_chunks * n_col_chunks, &|thread, task| {
+        let (row, col) = (task / n_col_chunks * rows, task % n_col_chunks * cols);
         let (rows, cols) = ([row, m.min(row + rows)], [col, n.min(col + cols)]);
         let own = own.get().wrapping_add(thread * thread_scratch(k));
         let sums = own.wrapping_add(MAX_ROWS * kc);
-        let piece = |cols, out, out_stride| {
+        let compute = |cols, out, out_stride| {
             let b = panels.get().cast_const();
             level.dispatch(GemmRows { a, rows, cols, b, n_padded, kc, panels: own, out, out_stride });
         };
         if out.dtype == DType::F32 {
             let first = to.get().cast::<f32>().wrapping_add(rows[0] * n + cols[0]);
-            piece(cols, first, n);
+            compute(cols, first, n);
             return;
         }
         for col in (cols[0]..cols[1]).step_by(ROUNDED_COLUMNS) {
             let end = cols[1].min(col + ROUNDED_COLUMNS);
-            piece([col, end], sums, ROUNDED_COLUMNS);
+            compute([col, end], sums, ROUNDED_COLUMNS);
             for row in rows[0]..rows[1] {
-                // SAFETY: `sums` holds a row of `end - col` floats for each of at most MAX_ROWS rows, and these columns
-                // of this row of the output belong to this piece alone.
+                // SAFETY: `sums` holds a row of `end - col` floats for each of at most MAX_ROWS rows, and these
+                // columns of this row of the output belong to this chunk alone.
                 unsafe {
                     let from = sums.add((row - rows[0]) * ROUNDED_COLUMNS).cast_const();
                     let from = std::slice::from_raw_parts(from, end - col);

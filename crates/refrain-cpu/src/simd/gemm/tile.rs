@@ -1,35 +1,36 @@
-//! The inner part of every product of values: panels of sixteen, and a tile of 16 by 16 sums in registers.
+//! Inner kernel of all matrix products of values: panels of 16, and a register tile of 16 by 16 sums.
 //!
-//! A panel holds, for each `k`, the values of sixteen neighbouring rows (of the left operand) or columns (of the right
-//! one), so that both are read forward. An element of the result is one chain of `fma` over the `k` of a tile, whatever
-//! the width of a register is: the bits are the same at every level.
+//! A panel holds, for each `k`, the values of 16 adjacent rows (of the left operand) or columns (of the right
+//! one), so both are read sequentially. An element of the result is one chain of `fma` over the `k` of a tile,
+//! regardless of the register width: the bits are the same at every level.
 
 use half::f16;
 use refrain_tensor::DType;
 
 use crate::simd::lanes::{GROUP, Simd, SimdKernel};
 
-/// One operand of a product, as what is multiplied along `k` for each of its `len` rows (or columns).
+/// An operand of a matrix product: `len` rows (or columns) of `k` elements.
 #[derive(Clone, Copy)]
 pub struct Factor<'a> {
-    /// F32, F16 or BF16. The right operand may be quantised if its columns lie side by side, in whole blocks.
+    /// F32, F16 or BF16. The right operand may be quantised if its columns are contiguous and a whole number of
+    /// blocks.
     pub dtype: DType,
-    /// Elements of `dtype`, of which the operand shows some.
+    /// Memory of `dtype` elements that the operand is a part of.
     pub bytes: &'a [u8],
-    /// Where the first one lies.
+    /// Index of the first element.
     pub offset: usize,
     /// Rows of the left operand, columns of the right one.
     pub len: usize,
-    /// Elements from one of them to the next.
+    /// Elements between rows (or columns).
     pub stride: usize,
-    /// Products that are summed.
+    /// Number of products per sum.
     pub k: usize,
-    /// Elements from one of those to the next.
+    /// Elements between consecutive factors of a sum.
     pub k_stride: usize,
 }
 
 impl Factor<'_> {
-    /// Whether panels can be made of it: elements lie side by side in one direction or the other, inside the bytes.
+    /// Whether panels can be packed from it: its elements are contiguous in one dimension and inside the bytes.
     pub fn is_valid(&self) -> bool {
         let (len, bytes) = (self.dtype.block_len(), self.dtype.block_bytes());
         let side_by_side = self.k_stride == 1 || self.stride == 1 || self.k <= 1 || self.len <= 1;
@@ -46,16 +47,16 @@ impl Factor<'_> {
         matches!(self.dtype, DType::F32 | DType::F16 | DType::BF16)
     }
 
-    /// Whether rows lie side by side, so that a panel is copied and not turned.
+    /// Whether rows are contiguous, so that packing copies instead of transposing.
     fn is_k_major(&self) -> bool {
         self.k_stride != 1 && (self.stride == 1 || self.len <= 1)
     }
 }
 
-/// Reads `n` elements from element `at` on as floats.
+/// Reads `n` elements starting at `at` as floats.
 ///
 /// # Safety
-/// They lie inside `bytes`, and `n` floats are writable at `dst`.
+/// The elements are inside `bytes`, and `n` floats are writable at `dst`.
 #[inline(always)]
 unsafe fn read<S: Simd>(s: S, dtype: DType, bytes: *const u8, at: usize, n: usize, dst: *mut f32) {
     let whole = n / S::LANES * S::LANES;
@@ -80,17 +81,17 @@ unsafe fn read<S: Simd>(s: S, dtype: DType, bytes: *const u8, at: usize, n: usiz
     }
 }
 
-/// Elements of sixteen rows that are widened at once before they are turned.
+/// Elements of 16 rows to widen before transposing them.
 const CHUNK: usize = 64;
 
-/// How far ahead rows are asked for that are copied.
+/// Prefetch distance in rows, when rows are copied.
 const AHEAD: usize = 12;
 
-/// Makes the panels of rows `first .. end` and `k0 .. k0 + kl`: `[kl, 16]` each. What lies past the last row may be
-/// anything.
+/// Packs the panels of rows `first .. end` and `k0 .. k0 + kl`: `[kl, 16]` each. Entries past the last row are
+/// undefined.
 ///
 /// # Safety
-/// The factor is valid, `end <= len`, `k0 + kl <= k`, and there is room for the panels at `dst`.
+/// The factor is valid, `end <= len`, `k0 + kl <= k`, and `dst` has space for the panels.
 #[inline(always)]
 unsafe fn pack_panels<S: Simd>(
     s: S,
@@ -102,7 +103,7 @@ unsafe fn pack_panels<S: Simd>(
 ) {
     if !x.is_k_major() {
         for row in (first..end).step_by(GROUP) {
-            // SAFETY: `row < end`, and each group of sixteen rows has its panel.
+            // SAFETY: `row < end`, and each group of 16 rows has its panel.
             unsafe { pack_panel(s, x, row, k0, kl, dst.add((row - first) * kl)) };
         }
         return;
@@ -111,7 +112,7 @@ unsafe fn pack_panels<S: Simd>(
     for k in 0..kl {
         for row in (0..end - first).step_by(GROUP) {
             let n_rows = GROUP.min(end - first - row);
-            // Rows are far apart: the processor does not guess the next ones.
+            // Rows are far apart, so the hardware prefetcher does not predict them.
             s.prefetch(x.bytes.as_ptr().wrapping_add(size * (at + (k + AHEAD) * x.k_stride + row)));
             // SAFETY: rows below `end` and `k0 + k` are inside the factor, which is inside its bytes.
             unsafe {
@@ -127,7 +128,7 @@ unsafe fn pack_panels<S: Simd>(
     }
 }
 
-/// The panel of sixteen rows whose elements lie side by side along `k`.
+/// Packs the panel of 16 rows that are contiguous along `k`.
 ///
 /// # Safety
 /// As [`pack_panels`], with `first < len`.
@@ -141,7 +142,7 @@ unsafe fn pack_panel<S: Simd>(s: S, x: &Factor<'_>, first: usize, k0: usize, kl:
         for (i, row) in rows.iter_mut().enumerate() {
             *row = bytes.wrapping_add(4 * (at + i.min(n_rows - 1) * x.stride));
         }
-        // SAFETY: `kl` elements lie side by side in each row, inside the factor.
+        // SAFETY: `kl` contiguous elements in each row, inside the factor.
         unsafe { s.transpose(&rows, kl, dst.cast()) };
         return;
     }
@@ -151,34 +152,34 @@ unsafe fn pack_panel<S: Simd>(s: S, x: &Factor<'_>, first: usize, k0: usize, kl:
         let mut rows = [std::ptr::null(); GROUP];
         for i in 0..GROUP {
             if i < n_rows {
-                // SAFETY: `n` elements lie side by side in row `first + i`, and a row of `wide` is as long.
+                // SAFETY: `n` contiguous elements in row `first + i`, and a row of `wide` is at least as long.
                 unsafe { read(s, x.dtype, bytes, at + k + i * x.stride, n, wide[i].as_mut_ptr()) };
             }
             rows[i] = wide[i].as_ptr().cast();
         }
-        // SAFETY: `n` floats in each row of `wide`; the panel has room for `kl` columns of sixteen.
+        // SAFETY: `n` floats in each row of `wide`; the panel has space for `kl` columns of 16.
         unsafe { s.transpose(&rows, n, dst.add(GROUP * k).cast()) };
     }
 }
 
-/// Where a tile of sums goes.
+/// Destination of a tile of sums.
 #[derive(Clone, Copy)]
 pub(crate) struct Sums {
     pub to: *mut f32,
-    /// Floats from row to row.
+    /// Floats between rows.
     pub stride: usize,
-    /// Rows and columns that are wanted, 16 at most.
+    /// Number of rows and columns to store, at most 16.
     pub n_rows: usize,
     pub n_cols: usize,
-    /// Whether to add to what is there.
+    /// Whether to add to the existing values.
     pub add: bool,
 }
 
 /// Sixteen rows by sixteen columns, summed over `kl`.
 ///
 /// # Safety
-/// For each `k < kl`, 16 floats are readable at `a + k * a_step` and `b + k * b_step`; the tile that `sums` describes is
-/// writable, and readable if it is added to.
+/// For each `k < kl`, 16 floats are readable at `a + k * a_step` and `b + k * b_step`. The tile that `sums`
+/// describes is writable, and readable if it is added to.
 #[inline(always)]
 pub(crate) unsafe fn tile<S: Simd>(
     s: S,
@@ -187,7 +188,7 @@ pub(crate) unsafe fn tile<S: Simd>(
     (b, b_step): (*const f32, usize),
     sums: Sums,
 ) {
-    // SAFETY: parts of the tile; all are inside what the contract of this function allows.
+    // SAFETY: parts of the tile; all are within the contract of this function.
     unsafe {
         match S::LANES {
             16 => part::<S, 16, 1>(s, kl, (a, a_step), (b, b_step), sums, 0),
@@ -205,8 +206,8 @@ pub(crate) unsafe fn tile<S: Simd>(
     }
 }
 
-/// Runs a block for each index below a constant of at most 16, written out: the sums stay in registers whatever the
-/// compiler thinks of unrolling.
+/// Runs a block for each index below a constant of at most 16, unrolled by hand: the sums stay in registers
+/// whether or not the compiler unrolls loops.
 macro_rules! each {
     ($i:ident < $n:ident: $($at:literal)*; $body:block) => {
         $(if $at < $n {
@@ -248,7 +249,7 @@ unsafe fn part<S: Simd, const ROWS: usize, const REGS: usize>(
             right[r] = unsafe { s.fload(b.wrapping_add(r * S::LANES)) };
         });
         each!(row i < ROWS {
-            // SAFETY: sixteen floats are readable from `a - first` on for each `k`.
+            // SAFETY: 16 floats are readable from `a - first` for each `k`.
             let left = s.fsplat(unsafe { *a.wrapping_add(i) });
             each!(reg r < REGS {
                 acc[i][r] = s.fma(left, right[r], acc[i][r]);
@@ -280,7 +281,7 @@ unsafe fn part<S: Simd, const ROWS: usize, const REGS: usize>(
     let n_rows = ROWS.min(sums.n_rows - first);
     for (i, row) in rows.iter().enumerate().take(n_rows) {
         for (j, &sum) in row.iter().enumerate().take(sums.n_cols) {
-            // SAFETY: the row and the column are among those that are wanted.
+            // SAFETY: the row and the column are among those to store.
             unsafe {
                 let to = sums.to.add((first + i) * sums.stride + j);
                 *to = if sums.add { *to + sum } else { sum };
@@ -289,29 +290,29 @@ unsafe fn part<S: Simd, const ROWS: usize, const REGS: usize>(
     }
 }
 
-/// Rows `rows` of a product by columns `cols`, from a right operand in panels.
+/// Matrix product of rows `rows` by columns `cols`, with a packed right operand.
 pub(super) struct GemmRows<'a> {
     pub a: &'a Factor<'a>,
     /// First row and end.
     pub rows: [usize; 2],
     /// First column and end; the first is a multiple of 16.
     pub cols: [usize; 2],
-    /// The panels of all columns, block of `kc` by block.
+    /// Panels of all columns, one block of `kc` after another.
     pub b: *const f32,
-    /// Columns in panels.
+    /// Number of columns in panels.
     pub n_padded: usize,
     pub kc: usize,
-    /// Room for the panels of `rows` over `kc`.
+    /// Space for the panels of `rows` over `kc`.
     pub panels: *mut f32,
-    /// The element of the first row and column.
+    /// Output element of the first row and column.
     pub out: *mut f32,
     pub out_stride: usize,
 }
 
-/// Columns that are brought into panels at once: whole blocks of every quantised type.
+/// Columns packed at once: a whole number of blocks of every quantised type.
 pub(super) const PACK_COLUMNS: usize = 256;
 
-/// Columns whose panels stay in the second-level cache while all rows pass by.
+/// Columns whose panels stay in the L2 cache while all rows are processed.
 const COLUMNS: usize = 256;
 
 impl SimdKernel for GemmRows<'_> {
@@ -322,13 +323,13 @@ impl SimdKernel for GemmRows<'_> {
         let GemmRows { a, rows: [first, end], cols: [first_col, end_col], .. } = self;
         for k0 in (0..a.k).step_by(self.kc) {
             let kl = self.kc.min(a.k - k0);
-            // SAFETY: `end <= a.len`, and `panels` has room for the groups of sixteen rows.
+            // SAFETY: `end <= a.len`, and `panels` has space for the groups of 16 rows.
             unsafe { pack_panels(s, a, [first, end], k0, kl, self.panels) };
             for block in (first_col..end_col).step_by(COLUMNS) {
                 for row in (first..end).step_by(GROUP) {
                     for col in (block..end_col.min(block + COLUMNS)).step_by(GROUP) {
-                        // SAFETY: panels were made for these rows above, and for all columns before; the output has
-                        // `end - first` rows of at least `end_col - first_col` columns.
+                        // SAFETY: the panels of these rows were packed above, and those of all columns earlier;
+                        // the output has `end - first` rows of at least `end_col - first_col` columns.
                         unsafe {
                             let panel_a = self.panels.add((row - first) * kl).cast_const();
                             let panel_b = self.b.add(k0 * self.n_padded + col * kl);
@@ -348,13 +349,13 @@ impl SimdKernel for GemmRows<'_> {
     }
 }
 
-/// Panels of the right operand: columns `cols`, one block of `k`.
+/// Packs the right operand: columns `cols`, one block of `k`.
 pub(super) struct Pack<'a> {
     pub b: &'a Factor<'a>,
     pub cols: [usize; 2],
     pub k0: usize,
     pub kl: usize,
-    /// The block's first panel.
+    /// First panel of the block.
     pub to: *mut f32,
 }
 
@@ -373,7 +374,7 @@ impl SimdKernel for Pack<'_> {
 }
 
 impl Pack<'_> {
-    /// Quantised columns, a row of blocks at a time.
+    /// Packs quantised columns, one row of blocks at a time.
     fn decode(&self) {
         let Pack { b, cols: [first, end], k0, kl, to } = *self;
         let (len, size) = (b.dtype.block_len(), b.dtype.block_bytes());
@@ -386,7 +387,8 @@ impl Pack<'_> {
                 panic!("whole blocks of {} are not decoded: {e}", b.dtype);
             }
             for (group, values) in row.chunks(GROUP).enumerate() {
-                // SAFETY: the block of panels has room for `kl` columns of each group of sixteen, from column 0 on.
+                // SAFETY: the block of panels has space for `kl` columns of each group of 16, starting at
+                // column 0.
                 unsafe {
                     let to = to.add((first + group * GROUP) * kl + GROUP * k);
                     std::ptr::copy_nonoverlapping(values.as_ptr(), to, values.len());

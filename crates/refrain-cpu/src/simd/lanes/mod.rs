@@ -1,8 +1,8 @@
-//! The vector operations that kernels are written in, once, for every instruction set.
+//! Vector operations that kernels are written in once for all instruction sets.
 //!
-//! A kernel is generic over [`Simd`]; [`Level::dispatch`](super::Level) runs it inside a function that enables the
-//! instructions of the level. Every operation here gives the same bits at every level (NaN payloads aside), so a
-//! kernel that uses nothing else does too.
+//! A kernel is generic over [`Simd`]; [`Level::dispatch`](super::Level) runs it inside a function that enables
+//! the level's instructions. Every operation gives the same bits at every level (NaN payloads aside), and
+//! therefore so does a kernel that uses nothing else.
 
 mod portable;
 #[cfg(target_arch = "aarch64")]
@@ -12,21 +12,21 @@ pub(crate) mod x86;
 
 pub(crate) use portable::Portable;
 
-/// A computation that is compiled once per level.
+/// A computation compiled once per level.
 pub(crate) trait SimdKernel {
     type Out;
-    /// Must be `#[inline(always)]`, and so must every function between it and the operations of `S`: only then is
-    /// the code compiled with the instructions of the level. Closures (and so `from_fn` and `map` on arrays) cannot be
-    /// relied on for that: loops are written out.
+    /// Must be `#[inline(always)]`, as must every function between it and the operations of `S`: only then is
+    /// the code compiled with the level's instructions. Closures (and so `from_fn` and `map` on arrays) are not
+    /// reliably inlined, so loops are written out.
     fn run<S: Simd>(self, s: S) -> Self::Out;
 }
 
-/// Sixteen 32-bit values are `16 / LANES` registers.
+/// Elements per group: `16 / LANES` registers.
 pub(crate) const GROUP: usize = 16;
 
-/// The instructions of one level. A value of the implementing type is the proof that the processor has them.
+/// The instructions of one level. A value of the implementing type proves that the processor supports them.
 ///
-/// `I` is a register of `LANES` 32-bit integers, `F` of `LANES` floats.
+/// `I` is a register of `LANES` 32-bit integers, `F` one of `LANES` floats.
 pub(crate) trait Simd: Copy {
     /// 16, 8 or 4.
     const LANES: usize;
@@ -43,17 +43,17 @@ pub(crate) trait Simd: Copy {
     fn xor(self, a: Self::I, b: Self::I) -> Self::I;
     fn add(self, a: Self::I, b: Self::I) -> Self::I;
     fn sub(self, a: Self::I, b: Self::I) -> Self::I;
-    /// The low 32 bits of the product.
+    /// Low 32 bits of the product.
     fn mul(self, a: Self::I, b: Self::I) -> Self::I;
     /// Signed maximum.
     fn max(self, a: Self::I, b: Self::I) -> Self::I;
-    /// Shift left by `n < 32` bits.
+    /// Left shift by `n < 32` bits.
     fn shl(self, a: Self::I, n: u32) -> Self::I;
-    /// Shift each lane left by its own number of bits, below 32.
+    /// Left shift of each lane by its own count, below 32.
     fn shl_each(self, a: Self::I, n: Self::I) -> Self::I;
-    /// Shift right by `n < 32` bits, zeros in.
+    /// Logical right shift by `n < 32` bits.
     fn shr(self, a: Self::I, n: u32) -> Self::I;
-    /// Shift right by `n < 32` bits, signs in.
+    /// Arithmetic right shift by `n < 32` bits.
     fn sar(self, a: Self::I, n: u32) -> Self::I;
     /// `acc + Σ₄ u·x` per lane, for unsigned bytes `u <= 127` and signed bytes `x >= -127`.
     fn dot7(self, acc: Self::I, u: Self::I, x: Self::I) -> Self::I;
@@ -61,32 +61,32 @@ pub(crate) trait Simd: Copy {
     fn dot8(self, acc: Self::I, u: Self::I, x: Self::I) -> Self::I;
     /// `acc + Σ₂ a·b` per lane, for signed 16-bit halves.
     fn dot16(self, acc: Self::I, a: Self::I, b: Self::I) -> Self::I;
-    /// `table[byte]` for each byte, all bytes being below 16.
+    /// `table[byte]` for each byte; all bytes must be below 16.
     fn lookup(self, table: &[u8; 16], idx: Self::I) -> Self::I;
 
     /// Nearest float, ties to even.
     fn to_f(self, a: Self::I) -> Self::F;
     /// Nearest integer, ties to even, for magnitudes below 2^22.
     fn to_i(self, a: Self::F) -> Self::I;
-    /// The same bits as a float.
+    /// Reinterprets the bits as a float.
     fn as_f(self, a: Self::I) -> Self::F;
-    /// The same bits as an integer.
+    /// Reinterprets the bits as an integer.
     fn as_i(self, a: Self::F) -> Self::I;
-    /// The low 16 bits of each lane, read as a half float.
+    /// The low 16 bits of each lane, as a half float.
     fn f16_lo(self, a: Self::I) -> Self::F;
     fn fsplat(self, x: f32) -> Self::F;
     fn fadd(self, a: Self::F, b: Self::F) -> Self::F;
     fn fsub(self, a: Self::F, b: Self::F) -> Self::F;
     fn fmul(self, a: Self::F, b: Self::F) -> Self::F;
     fn fdiv(self, a: Self::F, b: Self::F) -> Self::F;
-    /// `a > b ? a : b`, so `b` where either is NaN.
+    /// `a > b ? a : b`, so `b` if either is NaN.
     fn fmax(self, a: Self::F, b: Self::F) -> Self::F;
-    /// `a < b ? a : b`, so `b` where either is NaN.
+    /// `a < b ? a : b`, so `b` if either is NaN.
     fn fmin(self, a: Self::F, b: Self::F) -> Self::F;
     /// `a * b + c`, rounded once.
     fn fma(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F;
-    /// `acc + Σ₂ a·b` per lane, for halves that are bfloat16s: the product of the upper halves is added first, then that
-    /// of the lower ones, and each addition is rounded once. Subnormal numbers may count as zero, in and out.
+    /// `acc + Σ₂ a·b` per lane, for pairs of bfloat16: adds the product of the upper halves first, then that of
+    /// the lower halves, with one rounding per addition. Subnormal inputs and outputs may be flushed to zero.
     #[inline(always)]
     fn dot_bf16(self, acc: Self::F, a: Self::I, b: Self::I) -> Self::F {
         // A bfloat16 is the upper half of the float with the same value.
@@ -119,19 +119,19 @@ pub(crate) trait Simd: Copy {
             // SAFETY: readable by the contract of this function.
             *float = u32::from(unsafe { p.add(2 * i).cast::<u16>().read_unaligned() }) << 16;
         }
-        // SAFETY: LANES is at most 16, and a float is as large as its bits.
+        // SAFETY: LANES is at most 16, and a float has the size of its bits.
         unsafe { self.fload(floats.as_ptr().cast()) }
     }
     /// Rounds to the nearest half float, ties to even.
     /// # Safety
     /// `LANES` half floats are writable at `p`.
     unsafe fn store_f16(self, p: *mut u8, a: Self::F);
-    /// Stores the low byte of each lane; all lanes must lie in `-128..128`.
+    /// Stores the low byte of each lane; all lanes must be in `-128..128`.
     /// # Safety
     /// `LANES` bytes are writable at `p`.
     unsafe fn store_i8(self, p: *mut u8, a: Self::I);
-    /// The sum of the 16 lanes of `a`, of which the first `16 / LANES` registers count: lane i is added to lane i + 8,
-    /// those sums to the ones four further on, and so on.
+    /// Sum of 16 lanes, in the first `16 / LANES` registers of `a`: lane i is added to lane i + 8, those sums
+    /// to the ones four lanes further on, and so on.
     #[inline(always)]
     fn sum16(self, a: [Self::F; 4]) -> f32 {
         let mut lanes = [0f32; 16];
@@ -146,7 +146,7 @@ pub(crate) trait Simd: Copy {
         }
         lanes[0]
     }
-    /// The sum of each of 16 rows, as [`Simd::sum16`] adds it.
+    /// Sum of each of 16 rows, with the additions of [`Simd::sum16`].
     #[inline(always)]
     fn sum16x16(self, rows: &[[f32; 16]; 16]) -> [f32; 16] {
         let mut sums = [0f32; 16];
@@ -161,11 +161,10 @@ pub(crate) trait Simd: Copy {
         }
         sums
     }
-    /// Asks for the cache line at `p`; any address will do.
+    /// Prefetches the cache line at `p`; any address is allowed.
     fn prefetch(self, p: *const u8);
 
-    /// Writes 16 rows of `n_dwords` 32-bit words each column by column: word `j` of row `i` goes to word
-    /// `16 * j + i` of `dst`.
+    /// Transposes 16 rows of `n_dwords` 32-bit words: word `j` of row `i` goes to word `16 * j + i` of `dst`.
     /// # Safety
     /// `4 * n_dwords` bytes are readable at each of `rows`, and `64 * n_dwords` are writable at `dst`.
     #[inline(always)]
@@ -178,7 +177,7 @@ pub(crate) trait Simd: Copy {
 /// [`Simd::transpose`] for words `first .. n_dwords`, one by one.
 ///
 /// # Safety
-/// As there.
+/// As for [`Simd::transpose`].
 #[inline(always)]
 unsafe fn transpose_words(rows: &[*const u8; 16], first: usize, n_dwords: usize, dst: *mut u8) {
     for j in first..n_dwords {
@@ -192,7 +191,7 @@ unsafe fn transpose_words(rows: &[*const u8; 16], first: usize, n_dwords: usize,
     }
 }
 
-/// A 32-bit word at `p`, in all lanes.
+/// Broadcasts the 32-bit word at `p`.
 ///
 /// # Safety
 /// 4 bytes are readable at `p`.
@@ -202,7 +201,7 @@ pub(crate) unsafe fn splat_at<S: Simd>(s: S, p: *const u8) -> S::I {
     s.splat(unsafe { p.cast::<i32>().read_unaligned() })
 }
 
-/// A float at `p`, in all lanes.
+/// Broadcasts the float at `p`.
 ///
 /// # Safety
 /// 4 bytes are readable at `p`.

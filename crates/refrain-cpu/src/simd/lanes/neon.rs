@@ -1,4 +1,4 @@
-//! The operations on 64-bit ARM: NEON with half floats, with and without the dot product instructions.
+//! Operations on 64-bit ARM: NEON with half floats, with and without the dot product instructions.
 
 use std::arch::aarch64::*;
 use std::arch::asm;
@@ -11,24 +11,26 @@ pub(crate) fn call_neon<K: SimdKernel>(kernel: K) -> K::Out {
     kernel.run(Neon::<false>(()))
 }
 
-/// Runs `kernel` with NEON and its dot products.
+/// Runs `kernel` with NEON and the dot product instructions.
 #[target_feature(enable = "neon,fp16,dotprod")]
 pub(crate) fn call_neon_dot<K: SimdKernel>(kernel: K) -> K::Out {
     kernel.run(Neon::<true>(()))
 }
 
-/// NEON with half floats; with dot products when `DOT`. Made only by the functions above, which enable them.
+/// NEON with half floats, and dot products if `DOT`. Constructed only by the functions above, which enable
+/// them.
 #[derive(Clone, Copy)]
 pub(crate) struct Neon<const DOT: bool>(());
 
-/// Methods that are one expression over intrinsics without memory operands.
+/// Defines methods that are one expression over intrinsics without memory operands.
 macro_rules! ops {
     ($(fn $name:ident($($arg:ident: $ty:ty),*) -> $ret:ty { $($body:tt)* })*) => {
         $(
             #[inline(always)]
             fn $name(self, $($arg: $ty),*) -> $ret {
                 // SAFETY: `self` exists only inside the `call_*` function of its level, which enables every
-                // instruction set that these need; its caller, `Level::dispatch`, has checked them.
+                // instruction set that the intrinsics need; its caller, `Level::dispatch`, has checked for
+                // them.
                 unsafe { $($body)* }
             }
         )*
@@ -55,7 +57,7 @@ unsafe fn sdot(mut acc: int32x4_t, a: int8x16_t, b: int8x16_t) -> int32x4_t {
     acc
 }
 
-/// The same without them.
+/// Like [`sdot`], without the dot product instructions.
 ///
 /// # Safety
 /// The processor has NEON.
@@ -69,7 +71,7 @@ unsafe fn sdot_by_parts(acc: int32x4_t, a: int8x16_t, b: int8x16_t) -> int32x4_t
     }
 }
 
-/// Half floats to floats. The intrinsic is not stable yet.
+/// Converts half floats to floats. The intrinsic is not stable yet.
 ///
 /// # Safety
 /// The processor has half floats.
@@ -84,7 +86,7 @@ unsafe fn widen(h: uint16x4_t) -> float32x4_t {
     f
 }
 
-/// Floats to half floats, ties to even.
+/// Converts floats to half floats, ties to even.
 ///
 /// # Safety
 /// As [`widen`].
@@ -124,7 +126,7 @@ impl<const DOT: bool> Simd for Neon<DOT> {
             if DOT { sdot(acc, u, x) } else { sdot_by_parts(acc, u, x) }
         }
         fn dot8(acc: int32x4_t, u: int32x4_t, x: int32x4_t) -> int32x4_t {
-            // With u = 2 h + l both parts fit in signed bytes.
+            // With u = 2 h + l, both parts fit in signed bytes.
             let (u, x) = (vreinterpretq_u8_s32(u), vreinterpretq_s8_s32(x));
             let half = vreinterpretq_s8_u8(vshrq_n_u8::<1>(u));
             let bit = vreinterpretq_s8_u8(vandq_u8(u, vdupq_n_u8(1)));

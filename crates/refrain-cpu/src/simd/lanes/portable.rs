@@ -1,10 +1,10 @@
-//! The operations in plain Rust, four lanes at a time: the definition that the other levels are tested against.
+//! Operations in plain Rust on four lanes: the definition that the other levels are tested against.
 
 use half::f16;
 
 use super::Simd;
 
-/// Needs nothing from the processor.
+/// Runs on every processor.
 #[derive(Clone, Copy)]
 pub(crate) struct Portable;
 
@@ -24,15 +24,16 @@ fn fma(a: f32, b: f32, c: f32) -> f32 {
     if cfg!(any(target_feature = "fma", target_arch = "aarch64")) {
         return a.mul_add(b, c);
     }
-    // Without the instruction `mul_add` is a call for every element. In f64 the product is exact; the sum is rounded
-    // to odd (its last bit tells that something was lost), so that rounding it again to f32 is as if done once.
+    // Without the instruction, `mul_add` is a call per element. In f64 the product is exact. The sum is rounded
+    // to odd (its last bit records that it is inexact), so rounding it to f32 gives the same result as a single
+    // rounding.
     let (product, c) = (f64::from(a) * f64::from(b), f64::from(c));
     let sum = product + c;
     let c_part = sum - product;
     let lost = (product - (sum - c_part)) + (c - c_part);
     let bits = sum.to_bits();
     let toward = if (lost > 0.0) == (sum > 0.0) { bits.wrapping_add(1) } else { bits.wrapping_sub(1) };
-    // False for NaN, which is what infinities leave in `lost`.
+    // False for NaN, which `lost` is for infinities.
     let is_even_and_inexact = bits & 1 == 0 && lost.abs() > 0.0;
     f64::from_bits(if is_even_and_inexact { toward } else { bits }) as f32
 }
@@ -222,12 +223,12 @@ mod tests {
         let check = |a: f32, b: f32, c: f32| {
             let (got, want) = (fma(a, b, c), a.mul_add(b, c));
             let same = got.to_bits() == want.to_bits() || (got.is_nan() && want.is_nan());
-            assert!(same, "{a:e} * {b:e} + {c:e}: {got:e} for {want:e}");
+            assert!(same, "{a:e} * {b:e} + {c:e}: got {got:e}, want {want:e}");
         };
         for _ in 0..1_000_000 {
             let (a, b, c) = (next(), next(), next());
             check(a, b, c);
-            // Close to cancellation and to ties, where a second rounding shows.
+            // Close to cancellation and to ties, where a second rounding would show.
             check(a, b, -(a * b));
             check(a, 1.0 + f32::EPSILON, c * 0.5);
             check(1.0 + f32::EPSILON, 1.0 - f32::EPSILON, a * 1e-20);

@@ -1,4 +1,5 @@
-//! The operations on x86-64: AVX2 with FMA and F16C, AVX-512, each with and without VNNI; AVX-512 with BF16 too.
+//! Operations on x86-64: AVX2 with FMA and F16C, and AVX-512, each with and without VNNI; AVX-512 also with
+//! BF16.
 
 use std::arch::x86_64::*;
 use std::mem::transmute;
@@ -23,28 +24,28 @@ pub(crate) fn call_avx512<K: SimdKernel>(kernel: K) -> K::Out {
     kernel.run(Avx512::<false, false>(()))
 }
 
-/// Runs `kernel` with AVX-512 and its VNNI.
+/// Runs `kernel` with AVX-512 and VNNI.
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 pub(crate) fn call_avx512_vnni<K: SimdKernel>(kernel: K) -> K::Out {
     kernel.run(Avx512::<true, false>(()))
 }
 
-/// Runs `kernel` with AVX-512, its VNNI and its BF16 dot products.
+/// Runs `kernel` with AVX-512, VNNI and the BF16 dot products.
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16")]
 pub(crate) fn call_avx512_bf16<K: SimdKernel>(kernel: K) -> K::Out {
     kernel.run(Avx512::<true, true>(()))
 }
 
-/// AVX2, FMA and F16C; with AVX-VNNI when `VNNI`. Made only by the functions above, which enable them.
+/// AVX2, FMA and F16C; with AVX-VNNI if `VNNI`. Constructed only by the functions above, which enable them.
 #[derive(Clone, Copy)]
 pub(crate) struct Avx2<const VNNI: bool>(());
 
-/// AVX-512 F, BW, VL and DQ; with VNNI when `VNNI`, with BF16 when `BF16`. Made only by the functions above, which
-/// enable them.
+/// AVX-512 F, BW, VL and DQ; with VNNI if `VNNI`, with BF16 if `BF16`. Constructed only by the functions above,
+/// which enable them.
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512<const VNNI: bool, const BF16: bool>(());
 
-/// Methods that are one expression over intrinsics without memory operands.
+/// Defines methods that are one expression over intrinsics without memory operands.
 macro_rules! ops {
     ($($(#[$meta:meta])* fn $name:ident($($arg:ident: $ty:ty),*) -> $ret:ty { $($body:tt)* })*) => {
         $(
@@ -52,7 +53,8 @@ macro_rules! ops {
             #[inline(always)]
             fn $name(self, $($arg: $ty),*) -> $ret {
                 // SAFETY: `self` exists only inside the `call_*` function of its level, which enables every
-                // instruction set that these intrinsics need; its caller, `Level::dispatch`, has checked them.
+                // instruction set that these intrinsics need; its caller, `Level::dispatch`, has checked for
+                // them.
                 unsafe { $($body)* }
             }
         )*
@@ -125,7 +127,7 @@ impl<const VNNI: bool, const BF16: bool> Simd for Avx512<VNNI, BF16> {
         fn fma(a: __m512, b: __m512, c: __m512) -> __m512 { _mm512_fmadd_ps(a, b, c) }
         fn dot_bf16(acc: __m512, a: __m512i, b: __m512i) -> __m512 {
             if BF16 {
-                // The same bits in a type that only tells the compiler what they are.
+                // A no-op conversion to the element type of the intrinsic.
                 let (a, b) = (transmute::<__m512i, __m512bh>(a), transmute::<__m512i, __m512bh>(b));
                 _mm512_dpbf16_ps(acc, a, b)
             } else {
@@ -138,8 +140,8 @@ impl<const VNNI: bool, const BF16: bool> Simd for Avx512<VNNI, BF16> {
         }
         fn prefetch(p: *const u8) -> () { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
         fn sum16x16(rows: &[[f32; 16]; 16]) -> [f32; 16] {
-            // Each step adds the halves of what is left of two rows, side by side in one register; taking rows 0, 4, 8,
-            // 12 together and then 1, 5, 9, 13 and so on leaves the sums in order.
+            // Each step adds the halves of two rows' partial sums, side by side in one register. Starting with
+            // rows 0, 4, 8 and 12, then 1, 5, 9 and 13, and so on, leaves the sums in order.
             let mut fours = [_mm512_setzero_ps(); 4];
             for (i, four) in fours.iter_mut().enumerate() {
                 let a = _mm512_loadu_ps(rows[i].as_ptr());
@@ -200,26 +202,26 @@ impl<const VNNI: bool, const BF16: bool> Simd for Avx512<VNNI, BF16> {
     unsafe fn transpose(self, rows: &[*const u8; 16], n_dwords: usize, dst: *mut u8) {
         let whole = n_dwords / 4 * 4;
         for j in (0..whole).step_by(4) {
-            // SAFETY: words `j .. j + 4` of each row and columns `j .. j + 4` of `dst` are inside by the contract of
-            // this function.
+            // SAFETY: words `j .. j + 4` of each row and columns `j .. j + 4` of `dst` are in bounds by the
+            // contract of this function.
             unsafe { transpose_4_words_512(rows, 4 * j, dst.add(64 * j)) };
         }
-        // SAFETY: the columns that are left.
+        // SAFETY: the remaining columns.
         unsafe { super::transpose_words(rows, whole, n_dwords, dst) };
     }
 }
 
-/// Transposes four 32-bit words of 16 rows, from byte `at` of each row on, into four columns.
+/// Transposes four 32-bit words of 16 rows, starting at byte `at` of each row, into four columns.
 ///
 /// # Safety
 /// 16 bytes are readable at `at` in each row, 256 are writable at `dst`, and AVX-512 F is enabled.
 #[inline(always)]
 unsafe fn transpose_4_words_512(rows: &[*const u8; 16], at: usize, dst: *mut u8) {
-    // SAFETY: in bounds by the contract of this function, whose caller also has the instructions.
+    // SAFETY: in bounds by the contract of this function, whose caller has also enabled the instructions.
     unsafe {
         let mut quads = [_mm512_setzero_si512(); 4];
         for (i, quad) in quads.iter_mut().enumerate() {
-            // Rows i, i + 4, i + 8 and i + 12: a transposition within each quarter then leaves all rows in order.
+            // Rows i, i + 4, i + 8 and i + 12: transposing within each quarter then leaves all rows in order.
             let low = _mm512_castsi128_si512(_mm_loadu_si128(rows[i].add(at).cast()));
             let low = _mm512_inserti32x4::<1>(low, _mm_loadu_si128(rows[i + 4].add(at).cast()));
             let low = _mm512_inserti32x4::<2>(low, _mm_loadu_si128(rows[i + 8].add(at).cast()));
@@ -235,13 +237,13 @@ unsafe fn transpose_4_words_512(rows: &[*const u8; 16], at: usize, dst: *mut u8)
     }
 }
 
-/// As [`transpose_4_words_512`], for rows `8 half .. 8 half + 8` and their half of each column.
+/// Like [`transpose_4_words_512`], for rows `8 half .. 8 half + 8` and their half of each column.
 ///
 /// # Safety
-/// As there, with AVX2 enabled.
+/// As for [`transpose_4_words_512`], with AVX2 enabled.
 #[inline(always)]
 unsafe fn transpose_4_words_256(rows: &[*const u8; 16], half: usize, at: usize, dst: *mut u8) {
-    // SAFETY: in bounds by the contract of this function, whose caller also has the instructions.
+    // SAFETY: in bounds by the contract of this function, whose caller has also enabled the instructions.
     unsafe {
         let mut pairs = [_mm256_setzero_si256(); 4];
         for (i, pair) in pairs.iter_mut().enumerate() {
@@ -362,8 +364,8 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
     }
     #[inline(always)]
     unsafe fn store_i8(self, p: *mut u8, a: __m256i) {
-        // SAFETY: 8 bytes are writable by the contract of `Simd::store_i8`; the packing saturates, which the contract
-        // on the lanes makes exact.
+        // SAFETY: 8 bytes are writable by the contract of `Simd::store_i8`; packing saturates, which is exact
+        // for the lane values that the contract allows.
         unsafe {
             let words = _mm_packs_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256::<1>(a));
             _mm_storel_epi64(p.cast(), _mm_packs_epi16(words, words));
@@ -374,14 +376,14 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
     unsafe fn transpose(self, rows: &[*const u8; 16], n_dwords: usize, dst: *mut u8) {
         let whole = n_dwords / 4 * 4;
         for j in (0..whole).step_by(4) {
-            // SAFETY: words `j .. j + 4` of each row and columns `j .. j + 4` of `dst` are inside by the contract of
-            // this function.
+            // SAFETY: words `j .. j + 4` of each row and columns `j .. j + 4` of `dst` are in bounds by the
+            // contract of this function.
             unsafe {
                 transpose_4_words_256(rows, 0, 4 * j, dst.add(64 * j));
                 transpose_4_words_256(rows, 1, 4 * j, dst.add(64 * j));
             }
         }
-        // SAFETY: the columns that are left.
+        // SAFETY: the remaining columns.
         unsafe { super::transpose_words(rows, whole, n_dwords, dst) };
     }
 }

@@ -9,14 +9,14 @@ use crate::simd::lanes::{GROUP, Simd, SimdKernel, fsplat_at, splat_at};
 /// A weight type in blocks of 32.
 pub(super) trait Block32 {
     const TILE_BYTES: usize;
-    /// The quants are unsigned and this much too large: 0, or a power of two up to 128.
+    /// Offset of the unsigned quants: 0, or a power of two up to 128.
     const OFFSET: i32;
     /// Whether quants may exceed 127.
     const WIDE: bool;
-    /// Whether a block has a minimum beside its scale.
+    /// Whether a block has a minimum in addition to its scale.
     const MIN: bool;
 
-    /// Scale and minimum of the lanes of register `g`.
+    /// Scale and minimum of the blocks in register `g`.
     /// # Safety
     /// `tile` points at a tile of this type, `g < 16 / LANES`.
     unsafe fn scales<S: Simd>(s: S, tile: *const u8, g: usize) -> (S::F, S::F);
@@ -47,8 +47,8 @@ impl<B: Block32, const M: usize> SimdKernel for TileQ8<B, M> {
         let TileArgs { tiles, n_blocks, x, k, first_block, sums } = self.args;
         let at = Q8Layout::new(k);
         for g in 0..GROUP / S::LANES {
-            // SAFETY: `row_group` passes `n_blocks` tiles, rows of the layout `at` for `k`, blocks `first_block ..
-            // first_block + n_blocks` of which exist, and `M * SUMS` floats of sums.
+            // SAFETY: `row_group` passes `n_blocks` tiles, rows of the layout `at` for `k`, blocks
+            // `first_block .. first_block + n_blocks` of which exist, and `M * SUMS` floats of sums.
             unsafe {
                 let sums = sums.add(g * S::LANES);
                 let mut f = [s.fsplat(0.0); M];
@@ -90,7 +90,7 @@ impl<B: Block32, const M: usize> SimdKernel for TileQ8<B, M> {
     }
 }
 
-/// Word `j` of the lanes of register `g`, where the words begin at `words`.
+/// Word `j` of the blocks in register `g`; the words start at `words`.
 /// # Safety
 /// The word is inside a tile.
 #[inline(always)]
@@ -99,7 +99,7 @@ unsafe fn word<S: Simd>(s: S, words: *const u8, g: usize, j: usize) -> S::I {
     unsafe { s.load(words.add(64 * j + 4 * S::LANES * g)) }
 }
 
-/// The half floats in front of the words.
+/// The half floats before the words.
 /// # Safety
 /// `tile` points at a tile that begins with 16 half floats.
 #[inline(always)]
@@ -118,9 +118,9 @@ unsafe fn half_pair<S: Simd>(s: S, tile: *const u8, g: usize) -> (S::F, S::F) {
     (s.f16_lo(pair), s.f16_lo(s.shr(pair, 16)))
 }
 
-/// Sixteen bytes per row: the low nibbles are the first half of the block, the high ones the second.
+/// Sixteen bytes per row: the low nibbles are the first half of the block, the high nibbles the second.
 /// # Safety
-/// Four words of a tile begin at `words`.
+/// `words` points at four words of a tile.
 #[inline(always)]
 unsafe fn nibbles<S: Simd>(s: S, words: *const u8, g: usize) -> [S::I; 8] {
     let low = s.splat(0x0f0f_0f0f);
@@ -134,9 +134,9 @@ unsafe fn nibbles<S: Simd>(s: S, words: *const u8, g: usize) -> [S::I; 8] {
     quants
 }
 
-/// As [`nibbles`], with the fifth bits in the word before.
+/// Like [`nibbles`], with the fifth bits in the preceding word.
 /// # Safety
-/// Five words of a tile begin at `words`.
+/// `words` points at five words of a tile.
 #[inline(always)]
 unsafe fn nibbles_and_fifth<S: Simd>(s: S, words: *const u8, g: usize) -> [S::I; 8] {
     // SAFETY: inside the tile by the contract of this function.
@@ -151,9 +151,9 @@ unsafe fn nibbles_and_fifth<S: Simd>(s: S, words: *const u8, g: usize) -> [S::I;
     }
 }
 
-/// Bytes as they are.
+/// Bytes, unchanged.
 /// # Safety
-/// Eight words of a tile begin at `words`.
+/// `words` points at eight words of a tile.
 #[inline(always)]
 unsafe fn whole_bytes<S: Simd>(s: S, words: *const u8, g: usize) -> [S::I; 8] {
     let mut quants = [s.splat(0); 8];
@@ -164,9 +164,10 @@ unsafe fn whole_bytes<S: Simd>(s: S, words: *const u8, g: usize) -> [S::I; 8] {
     quants
 }
 
-/// As [`nibbles`], looked up in [`IQ4_VALUES`].
+/// Like [`nibbles`], looked up in [`IQ4_VALUES`].
+///
 /// # Safety
-/// As there.
+/// As for [`nibbles`].
 #[inline(always)]
 unsafe fn iq4_nibbles<S: Simd>(s: S, words: *const u8, g: usize) -> [S::I; 8] {
     // SAFETY: by the contract of this function.
@@ -188,12 +189,12 @@ macro_rules! block32 {
             const MIN: bool = $min;
             #[inline(always)]
             unsafe fn scales<S: Simd>(s: S, tile: *const u8, g: usize) -> (S::F, S::F) {
-                // SAFETY: the tile of this type begins that way (see `TileSpec::new`).
+                // SAFETY: tiles of this type begin with their scales (see `TileSpec::new`).
                 unsafe { $scales(s, tile, g) }
             }
             #[inline(always)]
             unsafe fn quants<S: Simd>(s: S, tile: *const u8, g: usize) -> [S::I; 8] {
-                // SAFETY: the quants lie where `TileSpec::new` puts them, after 16 half floats or a word of pairs.
+                // SAFETY: `TileSpec::new` puts the quants there, after 16 half floats or a word of pairs.
                 unsafe { $quants(s, tile.add($at), g) }
             }
         }
@@ -207,7 +208,7 @@ block32!(Q5_1: 24, offset 0, min true, half_pair, nibbles_and_fifth from 64);
 block32!(Q8_0: 34, offset 128, min false, lone_half, whole_bytes from 32);
 block32!(Iq4Nl: 18, offset 128, min false, lone_half, iq4_nibbles from 32);
 
-/// The 16 values that a nibble of IQ4_NL and IQ4_XS stands for, plus 128.
+/// Values that the nibbles of IQ4_NL and IQ4_XS stand for, plus 128.
 pub(super) const IQ4_VALUES: [u8; 16] = {
     const SIGNED: [i32; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
     let mut table = [0; 16];

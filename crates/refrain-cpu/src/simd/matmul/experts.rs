@@ -1,4 +1,4 @@
-//! Products of rows with the experts that were chosen for them, spread over the threads of a pool.
+//! Matrix products of rows with their chosen experts, in parallel.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -11,16 +11,16 @@ use crate::pool::{Pool, chunk_range};
 use crate::simd::Level;
 use crate::simd::weights::WeightMatrix;
 
-/// The rows of one expert: a range of the rows in their sorted order.
+/// Rows of one expert: a range of the sorted rows.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ExpertRows {
-    /// Which expert.
+    /// Index of the expert.
     pub expert: usize,
     /// Its rows.
     pub rows: Range<usize>,
 }
 
-/// Floats `[n_experts, n]` in a file's layout, added to products.
+/// Floats `[n_experts, n]` in the file layout, added to the matrix products.
 #[derive(Clone, Copy, Debug)]
 pub struct ExpertBias<'a> {
     /// F32, F16 or BF16.
@@ -31,8 +31,8 @@ pub struct ExpertBias<'a> {
 
 impl ExpertBias<'_> {
     fn at(&self, i: usize) -> f32 {
-        // Biases are floats: the op takes no others.
-        #[expect(clippy::wildcard_enum_match_arm, reason = "of the float types, F32 is left")]
+        // Biases are floats: the op accepts nothing else.
+        #[expect(clippy::wildcard_enum_match_arm, reason = "F32 is the only other float type")]
         match self.dtype {
             DType::F16 => f16::from_le_bytes([self.bytes[2 * i], self.bytes[2 * i + 1]]).to_f32(),
             DType::BF16 => bf16::from_le_bytes([self.bytes[2 * i], self.bytes[2 * i + 1]]).to_f32(),
@@ -41,19 +41,19 @@ impl ExpertBias<'_> {
     }
 }
 
-/// One product: row `i` of `out` is that of sorted row `i` with its expert.
+/// One matrix product: row `i` of `out` is the product of sorted row `i` with its expert.
 pub struct ExpertProduct<'a> {
-    /// The experts' matrices one after another: `[n_experts * n, k]`.
+    /// Matrices of the experts, one after another: `[n_experts * n, k]`.
     pub w: WeightMatrix<'a>,
-    /// Rows of one expert.
+    /// Rows per expert.
     pub n: usize,
-    /// Added to the result.
+    /// Bias to add to the result.
     pub bias: Option<ExpertBias<'a>>,
     /// `[n_sorted, n]`
     pub out: &'a mut [f32],
 }
 
-/// The pointer to an output of which threads write disjoint rectangles.
+/// Pointer to an output of which threads write disjoint rectangles.
 struct ExpertOutPtr(*mut f32);
 
 // SAFETY: only `experts_parallel` uses it, and there each thread writes the rectangles that it drew.
@@ -65,19 +65,19 @@ impl ExpertOutPtr {
     }
 }
 
-/// Pieces of all products per thread, and rows of a piece at least: as for dense products.
-const PIECES: usize = 8;
+/// Chunks per thread over all products, and minimum rows per chunk: as for dense matrix products.
+const CHUNKS: usize = 8;
 const MIN_ROWS: usize = 4 * ROW_ALIGN;
-/// Products of one call at most.
+/// Maximum number of matrix products per call.
 const AT_ONCE: usize = 2;
 
-/// Computes up to two products of the same rows. `sorted[i]` says which row of `x` sorted row `i` is; `groups` have the
-/// sorted rows of each expert that has some.
+/// Computes up to two matrix products of the same rows. `sorted[i]` is the row of `x` for sorted row `i`;
+/// `groups` lists the sorted rows of each expert that has any.
 ///
-/// The value of an output depends on its two rows alone, as that of a dense product does.
+/// An output depends only on its two rows, as in a dense matrix product.
 ///
 /// # Panics
-/// If sizes do not fit together, or groups share rows.
+/// If sizes do not match, or groups share rows.
 pub fn experts_parallel(
     pool: &Pool,
     level: Level,
@@ -102,17 +102,18 @@ pub fn experts_parallel(
     pool.run(|_, n_threads| {
         for ((product, out), next) in products.iter().zip(&outs).zip(&next) {
             let n = product.n;
-            let share = n * groups.len() / (n_threads * PIECES);
-            let piece = share.next_multiple_of(ROW_ALIGN).max(MIN_ROWS);
-            let n_pieces = n.div_ceil(piece);
+            let share = n * groups.len() / (n_threads * CHUNKS);
+            let chunk = share.next_multiple_of(ROW_ALIGN).max(MIN_ROWS);
+            let n_chunks = n.div_ceil(chunk);
             loop {
                 let item = next.fetch_add(1, Ordering::Relaxed);
-                let Some(group) = groups.get(item / n_pieces.max(1)) else { break };
-                let Some(rows) = chunk_range(n, piece, item % n_pieces) else { break };
+                let Some(group) = groups.get(item / n_chunks.max(1)) else { break };
+                let Some(rows) = chunk_range(n, chunk, item % n_chunks) else { break };
                 let x = x.select(&sorted[group.rows.clone()]);
                 let first = out.get().wrapping_add(group.rows.start * n);
-                // SAFETY: `out` is `[n_sorted, n]` and borrowed for the whole region; groups have rows of their own, all of
-                // them inside (both asserted above), and the counter gives each range of columns of a group out once.
+                // SAFETY: `out` is `[n_sorted, n]` and borrowed for the whole region. Groups have disjoint
+                // rows, all of them in bounds (both asserted above), and the counter returns each range of
+                // columns of a group once.
                 let mut tile = unsafe { OutTile::columns(first, x.m(), n, rows.clone()) };
                 let start = group.expert * n;
                 matmul(level, &product.w, &x, start + rows.start..start + rows.end, &mut tile);

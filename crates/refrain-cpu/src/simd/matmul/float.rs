@@ -1,9 +1,10 @@
-//! Products with float weights, straight from the rows of the file.
+//! Matrix products with float weights, directly from the rows of the file.
 //!
-//! Weights and activations are both read forward, in steps of 32 lanes. Of F32 and F16 weights, element `i` is widened
-//! and added to lane `i % 32`, rounded once; of BF16 weights, elements `2 i` and `2 i + 1` are added to lane `i % 32` as
-//! [`Simd::dot_bf16`] does. At the end lane `i` is added to lane `i + 16` and those are summed as [`Simd::sum16`] does.
-//! So no copy of the weights is needed, and the bits depend on nothing but the two rows.
+//! Weights and activations are both read sequentially, in steps of 32 lanes. Element `i` of F32 and F16 weights
+//! is widened, and its product is added to lane `i % 32` with one rounding. Elements `2 i` and `2 i + 1` of
+//! BF16 weights are added to lane `i % 32` as in [`Simd::dot_bf16`]. At the end lane `i` is added to lane
+//! `i + 16`, and the result is summed as in [`Simd::sum16`]. So the weights need no copy, and the bits depend
+//! only on the two rows.
 
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
@@ -15,25 +16,25 @@ use crate::simd::lanes::{GROUP, Simd, SimdKernel};
 use crate::simd::weights::WeightMatrix;
 use refrain_tensor::DType;
 
-/// Lanes that a row is summed in.
+/// Number of lanes that a row is summed in.
 const LANES: usize = 2 * GROUP;
-/// Weight rows that are multiplied together with several activation rows.
+/// Weight rows per pass over several activation rows.
 const ROWS: usize = 4;
-/// Activation rows that are multiplied with the same weight rows before the next ones are taken.
+/// Maximum number of activation rows per pass over the same weight rows.
 const MAX_X: usize = 128;
-/// Bytes of such activation rows: a good part of a second-level cache.
+/// Maximum bytes of such activation rows: a large part of an L2 cache.
 const X_BYTES: usize = 640 * 1024;
-/// Steps of the weight rows that are laid side by side in the first-level cache.
+/// Steps of the weight rows that are copied to a contiguous buffer in the L1 cache.
 const CHUNK: usize = 32;
-/// Bytes of activations in a step, whatever their type.
+/// Bytes of activations per step, for every type.
 const X_STEP: usize = 4 * LANES;
 
 /// A float weight type.
 trait Float {
-    /// Bytes of weights in a step.
+    /// Bytes of weights per step.
     const STEP: usize;
 
-    /// The weights of lanes `part * S::LANES ..` of a step, as `dot` wants them.
+    /// Loads the weights of lanes `part * S::LANES ..` of a step, in the format of `dot`.
     /// # Safety
     /// `STEP` bytes are readable at `p`, `part < 32 / S::LANES`.
     unsafe fn load<S: Simd>(s: S, p: *const u8, part: usize) -> S::I;
@@ -45,7 +46,7 @@ trait Float {
 /// Computes weight rows `rows` for every activation row.
 ///
 /// # Panics
-/// If the weights are not floats in the file's layout.
+/// If the weights are not floats in the file layout.
 pub(super) fn products(
     level: Level,
     w: &WeightMatrix<'_>,
@@ -65,7 +66,7 @@ pub(super) fn products(
             let n_rows = ROWS.min(rows.end - first_row);
             let row = |i: usize| match w.file_row(first_row + i.min(n_rows - 1)) {
                 Some(bytes) => bytes,
-                None => panic!("float weights lie as in the file"),
+                None => panic!("float weights are always in the file layout"),
             };
             let group = RowGroup { rows: std::array::from_fn(row), n_rows, x, xs: xs.clone() };
             match w.dtype() {
@@ -78,7 +79,7 @@ pub(super) fn products(
                 DType::Q2_K | DType::Q3_K | DType::Q4_K | DType::Q5_K | DType::Q6_K => tiled(w),
                 DType::IQ4_XS | DType::I32 | DType::U32 | DType::I64 | DType::U8 => tiled(w),
             }
-            // A copy of known length is an instruction, any other is a call.
+            // A copy of constant length is one instruction; any other is a call.
             let (values, first_col) = (scratch.values.as_chunks::<ROWS>().0, first_row - rows.start);
             if n_rows == ROWS {
                 xs.clone().zip(values).for_each(|(row, values)| out.store(row, first_col, values));
@@ -93,9 +94,9 @@ fn tiled(w: &WeightMatrix<'_>) -> ! {
     unreachable!("{} weights are not multiplied row by row", w.dtype())
 }
 
-/// Weight rows and activation rows, all of which are multiplied with each other.
+/// Weight rows and activation rows; each is multiplied with each.
 struct RowGroup<'a> {
-    /// All of one length; those past `n_rows` are there to fill up.
+    /// All of one length; rows from `n_rows` on are padding.
     rows: [&'a [u8]; ROWS],
     n_rows: usize,
     x: &'a Acts<'a>,
@@ -105,12 +106,12 @@ struct RowGroup<'a> {
 
 #[repr(align(64))]
 struct FloatScratch {
-    /// A chunk of the weight rows. As they lie in the file, the rows are often a multiple of 4 KiB apart and drive each
-    /// other out of the cache.
+    /// A chunk of the weight rows. In the file, the rows are often at multiples of 4 KiB and evict each other
+    /// from the cache.
     weights: MaybeUninit<[u8; CHUNK * ROWS * X_STEP]>,
-    /// The lanes of each sum, activation row by activation row, when there are several.
+    /// Lanes of each sum, by activation row, if there are several.
     lanes: MaybeUninit<[[f32; LANES]; MAX_X * ROWS]>,
-    /// The products, likewise.
+    /// Sums, by activation row.
     values: [f32; MAX_X * ROWS],
 }
 
@@ -136,7 +137,7 @@ impl<B: Float> SimdKernel for FloatRowProducts<'_, B> {
     fn run<S: Simd>(self, s: S) {
         let RowGroup { rows, n_rows, x, xs } = self.group;
         let (n_whole, rest) = (rows[0].len() / B::STEP, rows[0].len() % B::STEP);
-        // What is left of a row, with zeros up to a whole step.
+        // The partial last step of each row, zero-padded.
         let mut tails = [[0u8; X_STEP]; ROWS];
         if rest > 0 {
             for (tail, row) in tails.iter_mut().zip(rows) {
@@ -146,8 +147,8 @@ impl<B: Float> SimdKernel for FloatRowProducts<'_, B> {
         if xs.len() == 1 {
             let x = x.row(xs.start);
             for i in 0..n_rows {
-                // SAFETY: `n_whole` steps are in each row, one in each tail, and all of them in the activations, which
-                // `new` has checked.
+                // SAFETY: each row has `n_whole` steps, each tail has one, and the activations have all of
+                // them, as `new` has checked.
                 unsafe {
                     let mut acc = [s.fsplat(0.0); 8];
                     dot_steps::<S, B>(s, &mut acc, rows[i].as_ptr(), x, n_whole);
@@ -164,8 +165,9 @@ impl<B: Float> SimdKernel for FloatRowProducts<'_, B> {
         let n_steps = n_whole + usize::from(rest > 0);
         for first in (0..n_steps).step_by(CHUNK) {
             let chunk = WeightChunk { weights, n: CHUNK.min(n_steps - first), first, lanes };
-            // SAFETY: a chunk has room for its steps, and the lanes for all `xs`; steps before `n_whole` are in the rows,
-            // the one after is in the tails, and all are in the activations. The lanes were written by the first chunk.
+            // SAFETY: a chunk has space for its steps, and the lanes for all `xs`. Steps before `n_whole` are
+            // in the rows, the last one is in the tails, and all are in the activations. The first chunk
+            // initialises the lanes.
             unsafe {
                 for step in 0..chunk.n {
                     for r in 0..ROWS {
@@ -189,18 +191,18 @@ impl<B: Float> SimdKernel for FloatRowProducts<'_, B> {
 
 /// Some steps of [`ROWS`] weight rows.
 struct WeightChunk {
-    /// Register by register, see `weights_at`.
+    /// By register, see `weights_at`.
     weights: *mut u8,
-    /// Steps, at most [`CHUNK`].
+    /// Number of steps, at most [`CHUNK`].
     n: usize,
-    /// Which step of the rows is the first of them.
+    /// Index of its first step in the rows.
     first: usize,
     /// The lanes of activation row `i` and weight row `j` begin at `(i * ROWS + j) * LANES`.
     lanes: *mut f32,
 }
 
 impl WeightChunk {
-    /// Where the register of a part of a step of a row lies: in the order in which `tile` reads.
+    /// Address of the register for a part of a step of a row, in the order that `tile` reads.
     #[inline(always)]
     fn weights_at<S: Simd>(&self, part: usize, step: usize, row: usize) -> *mut u8 {
         self.weights.wrapping_add(4 * S::LANES * ((part * CHUNK + step) * ROWS + row))
@@ -210,14 +212,14 @@ impl WeightChunk {
 /// Adds a chunk to the lanes of activation rows `xs`.
 ///
 /// # Safety
-/// The chunk's weights are there, its steps are readable in the activation rows, and the lanes are writable, and written
-/// before unless these are the first steps.
+/// The chunk's weights are initialised, its steps are readable in the activation rows, and the lanes are
+/// writable. The lanes are initialised unless these are the first steps.
 #[inline(always)]
 unsafe fn add_chunk<S: Simd, B: Float>(s: S, x: &Acts<'_>, xs: &Range<usize>, chunk: &WeightChunk) {
     let row = |i: usize| x.row(i).wrapping_add(chunk.first * X_STEP);
     let mut i = xs.start;
     while i < xs.end {
-        // SAFETY: passed on from the caller; `lanes` are those of rows `i ..`.
+        // SAFETY: by the contract of this function; `lanes` are those of rows `i ..`.
         unsafe {
             let lanes = chunk.lanes.add((i - xs.start) * ROWS * LANES);
             let left = xs.end - i;
@@ -225,7 +227,7 @@ unsafe fn add_chunk<S: Simd, B: Float>(s: S, x: &Acts<'_>, xs: &Range<usize>, ch
                 tile::<S, B, 1>(s, chunk, [row(i)], lanes);
                 i += 1;
             } else if left == 2 || S::LANES < GROUP {
-                // Eight sums and what they are made of fit into 16 registers.
+                // Eight sums and their operands fit into 16 registers.
                 tile::<S, B, 2>(s, chunk, [row(i), row(i + 1)], lanes);
                 i += 2;
             } else if left < 6 || !S::BF16 {
@@ -253,7 +255,7 @@ unsafe fn tile<S: Simd, B: Float, const M: usize>(
     lanes: *mut f32,
 ) {
     for part in 0..LANES / S::LANES {
-        // SAFETY: by the contract of this function; the parts of a sum lie one after the other.
+        // SAFETY: by the contract of this function; the parts of a sum are contiguous.
         unsafe {
             let mut acc = [[s.fsplat(0.0); M]; ROWS];
             if chunk.first > 0 {
@@ -281,7 +283,7 @@ unsafe fn tile<S: Simd, B: Float, const M: usize>(
     }
 }
 
-/// Adds `n` steps of one weight row and one activation row to the lanes, of which the first `32 / LANES` registers count.
+/// Adds `n` steps of one weight row and one activation row to the lanes, in the first `32 / LANES` registers.
 ///
 /// # Safety
 /// `n` steps are readable at `w` and at `x`.
@@ -299,7 +301,7 @@ unsafe fn dot_steps<S: Simd, B: Float>(s: S, acc: &mut [S::F; 8], w: *const u8, 
     }
 }
 
-/// The sum of all lanes.
+/// Sum of all lanes.
 #[inline(always)]
 fn fold<S: Simd>(s: S, acc: &[S::F; 8]) -> f32 {
     let mut halves = [s.fsplat(0.0); 4];
@@ -309,7 +311,7 @@ fn fold<S: Simd>(s: S, acc: &[S::F; 8]) -> f32 {
     s.sum16(halves)
 }
 
-/// The same for sums whose lanes lie one after the other, many at a time.
+/// Like [`fold`], for many sums with contiguous lanes.
 ///
 /// # Safety
 /// `32 * values.len()` floats are readable at `lanes`.

@@ -1,11 +1,11 @@
-//! Products `out[m, n] = Σ_k x[m, k] · w[n, k]` of prepared activations with weights in any layout.
+//! Matrix products `out[m, n] = Σ_k x[m, k] · w[n, k]` of prepared activations with weights in any layout.
 //!
-//! The value of an output is defined independently of how it is computed. With quantised weights, the products of a
-//! block are summed exactly in integers; the blocks of a row are then added in order, `sum = fma(integer, d_w · d_x,
-//! sum)`, followed for the types with a minimum by `sum = fma(minimum, sum of x, sum)`. With float weights, 32 lanes are
-//! added up in order and summed at the end (see `float`). So the bits do not depend on the number of threads, on how
-//! rows are divided, on `m`, on the layout or on the level; subnormal BF16 weights and sums are the one exception, which
-//! the processor's own BF16 dot products take as zero.
+//! The value of an output does not depend on how it is computed. With quantised weights, the products of a
+//! block are summed exactly in integers. The blocks of a row are then added in order,
+//! `sum = fma(integer, d_w · d_x, sum)`, followed by `sum = fma(minimum, sum of x, sum)` for types with a
+//! minimum. With float weights, 32 lanes are accumulated in order and summed at the end (see `float`). So the
+//! bits do not depend on the number of threads, the split of rows, `m`, the layout or the level. Subnormal BF16
+//! weights and sums are the one exception: the processor's BF16 dot products flush them to zero.
 
 mod block32;
 mod experts;
@@ -27,7 +27,8 @@ use super::acts::{ActError, ActKind, act_bytes};
 use super::tile::{TILE_ROWS, TileSpec};
 use super::weights::WeightMatrix;
 
-/// Row ranges that begin at a multiple of this share no tile of packed weights; others compute some rows twice.
+/// Row ranges that begin at a multiple of this share no tile of packed weights; other ranges compute some rows
+/// twice.
 pub const ROW_ALIGN: usize = TILE_ROWS;
 
 /// `m` activation rows of `k` elements, prepared by [`quantize_row`](super::quantize_row).
@@ -37,14 +38,14 @@ pub struct Acts<'a> {
     m: usize,
     k: usize,
     row_bytes: usize,
-    /// Whole rows; `m` of them unless some are selected.
+    /// All rows; `m` of them unless some are selected.
     bytes: &'a [u8],
-    /// Which of them, where it is not the first `m` in their order.
+    /// Indices of the selected rows; `None` for the first `m` in order.
     selected: Option<&'a [u32]>,
 }
 
 impl<'a> Acts<'a> {
-    /// Rows of [`act_bytes`] bytes each, one after the other.
+    /// Rows of [`act_bytes`] bytes each, contiguous.
     pub fn new(kind: ActKind, m: usize, k: usize, bytes: &'a [u8]) -> Result<Acts<'a>, ActError> {
         let row_bytes =
             act_bytes(kind, k).ok_or(ActError::NotWholeBlocks { k, block_len: kind.block_len() })?;
@@ -60,7 +61,7 @@ impl<'a> Acts<'a> {
         self.m
     }
 
-    /// Some of the rows, in the order of their numbers.
+    /// Selects some of the rows, in this order.
     pub(crate) fn select<'s>(&self, rows: &'s [u32]) -> Acts<'s>
     where
         'a: 's,
@@ -75,7 +76,7 @@ impl<'a> Acts<'a> {
     }
 }
 
-/// Where a product goes: `m` rows of `n_cols` floats, `stride` apart.
+/// Output of a matrix product: `m` rows of `n_cols` floats with stride `stride`.
 pub struct OutTile<'a> {
     first: *mut f32,
     stride: usize,
@@ -95,17 +96,18 @@ impl<'a> OutTile<'a> {
     }
 
     /// # Safety
-    /// `out` is row-major `[m, stride]`, writable for 'a, and nobody else touches columns `cols` of it meanwhile.
+    /// `out` is row-major `[m, stride]`, writable for 'a, and no other thread accesses columns `cols` of it in
+    /// the meantime.
     unsafe fn columns(out: *mut f32, m: usize, stride: usize, cols: Range<usize>) -> OutTile<'a> {
         OutTile { first: out.wrapping_add(cols.start), stride, m, n_cols: cols.len(), borrow: PhantomData }
     }
 
-    /// Adds a row to each of its rows.
+    /// Adds a row to each of the rows.
     fn add_row(&mut self, value: impl Fn(usize) -> f32) {
         for column in 0..self.n_cols {
             let value = value(column);
             for row in 0..self.m {
-                // SAFETY: inside row `row` of the rectangle that `new` or `columns` was given exclusively.
+                // SAFETY: inside row `row` of the rectangle that `new` or `columns` received exclusively.
                 unsafe { *self.first.add(row * self.stride + column) += value };
             }
         }
@@ -114,7 +116,7 @@ impl<'a> OutTile<'a> {
     #[inline(always)]
     fn store(&mut self, row: usize, first_col: usize, values: &[f32]) {
         assert!(row < self.m && first_col + values.len() <= self.n_cols);
-        // SAFETY: inside row `row` of the rectangle that `new` or `columns` was given exclusively.
+        // SAFETY: inside row `row` of the rectangle that `new` or `columns` received exclusively.
         unsafe {
             let dst = self.first.add(row * self.stride + first_col);
             std::ptr::copy_nonoverlapping(values.as_ptr(), dst, values.len());
@@ -122,14 +124,14 @@ impl<'a> OutTile<'a> {
     }
 }
 
-/// Activation rows that share one pass over a chunk of weights at most; more take another pass.
+/// Maximum number of activation rows per pass over a chunk of weights; more rows take another pass.
 const MAX_ROWS: usize = 128;
-/// Floats of running sums per activation row.
+/// Running sums per activation row.
 const SUMS: usize = TILE_ROWS;
-/// Bytes of tiles per chunk: a part of the first-level cache, next to the activations.
+/// Bytes of tiles per chunk: fits in the L1 cache together with the activations.
 const CHUNK_BYTES: usize = 16 * 1024;
 
-/// What a tile kernel works on.
+/// Arguments of a tile kernel.
 #[derive(Clone, Copy)]
 struct TileArgs<const M: usize> {
     /// `n_blocks` tiles.
@@ -138,20 +140,20 @@ struct TileArgs<const M: usize> {
     /// Prepared activation rows of `k` elements.
     x: [*const u8; M],
     k: usize,
-    /// Which block of the rows the first tile is.
+    /// Index of the first tile's block in the rows.
     first_block: usize,
     /// Running sums, `M * SUMS` floats.
     sums: *mut f32,
 }
 
-/// Left uninitialised: a product of one row with a small matrix is shorter than clearing this.
+/// Left uninitialised: clearing it would take longer than the product of one row with a small matrix.
 #[repr(align(64))]
 struct TileScratch {
     tiles: MaybeUninit<[u8; CHUNK_BYTES]>,
     sums: MaybeUninit<[f32; MAX_ROWS * SUMS]>,
 }
 
-/// The first `n` sums, cleared.
+/// Clears and returns the first `n` sums.
 fn clear(sums: &mut MaybeUninit<[f32; MAX_ROWS * SUMS]>, n: usize) -> &mut [f32] {
     assert!(n <= MAX_ROWS * SUMS);
     // SAFETY: `n` floats are inside the array, and all of them are written here before they are borrowed.
@@ -165,14 +167,14 @@ fn clear(sums: &mut MaybeUninit<[f32; MAX_ROWS * SUMS]>, n: usize) -> &mut [f32]
 /// Computes weight rows `rows` for every activation row: `out[i, j] = x[i] · w[rows.start + j]`.
 ///
 /// # Panics
-/// If activations, weights, rows and output do not fit together.
+/// If activations, weights, rows and output do not match.
 pub fn matmul(level: Level, w: &WeightMatrix<'_>, x: &Acts<'_>, rows: Range<usize>, out: &mut OutTile<'_>) {
     assert!(rows.start <= rows.end && rows.end <= w.n_rows(), "rows {rows:?} of {}", w.n_rows());
     assert!(w.act_kind() == x.kind && w.k() == x.k, "activations of {} for weights of {}", x.k, w.k());
     assert!(out.m == x.m && out.n_cols == rows.len(), "an output for {} rows", rows.len());
     let Some(spec) = w.spec() else { return float::products(level, w, x, rows, out) };
     let mut scratch = TileScratch { tiles: MaybeUninit::uninit(), sums: MaybeUninit::uninit() };
-    // Packed rows come in whole tiles; the rows of a tile that were not asked for are dropped at the end.
+    // Packed rows come in whole tiles; the rows of a tile that were not requested are dropped at the end.
     let begin = if w.is_packed() { rows.start / TILE_ROWS * TILE_ROWS } else { rows.start };
     for first_row in (begin..rows.end).step_by(TILE_ROWS) {
         let wanted = first_row.max(rows.start)..rows.end.min(first_row + TILE_ROWS);
@@ -188,7 +190,7 @@ pub fn matmul(level: Level, w: &WeightMatrix<'_>, x: &Acts<'_>, rows: Range<usiz
     }
 }
 
-/// Sums up 16 weight rows for activation rows `xs`: `SUMS` floats for each of them.
+/// Sums of 16 weight rows for activation rows `xs`: `SUMS` floats for each.
 fn row_group<'a>(
     level: Level,
     w: &WeightMatrix<'_>,
@@ -203,7 +205,7 @@ fn row_group<'a>(
     let sums = clear(&mut scratch.sums, n_sums * SUMS);
     let tile_bytes = spec.tile_bytes();
     let n_blocks = w.n_blocks();
-    // One row passes over the weights once, so there is nothing to keep in the cache for it.
+    // One row passes over the weights once, so nothing needs to stay in the cache.
     let chunk = if w.is_packed() && xs.len() == 1 { n_blocks.max(1) } else { CHUNK_BYTES / tile_bytes };
     for first_block in (0..n_blocks).step_by(chunk) {
         let blocks = first_block..n_blocks.min(first_block + chunk);
@@ -211,8 +213,8 @@ fn row_group<'a>(
             Some(tiles) => tiles,
             None => {
                 assert!(blocks.len() * tile_bytes <= CHUNK_BYTES);
-                // SAFETY: `tiles_dst` is CHUNK_BYTES of scratch that nothing else borrows, and `make_tiles` writes the
-                // tiles of all `blocks` before a kernel reads them.
+                // SAFETY: `tiles_dst` is CHUNK_BYTES of scratch that nothing else borrows, and `make_tiles`
+                // writes the tiles of all `blocks` before a kernel reads them.
                 unsafe { w.make_tiles(level, first_row, blocks.clone(), tiles_dst.cast()) };
                 tiles_dst.cast_const().cast()
             }
@@ -221,7 +223,7 @@ fn row_group<'a>(
         while row < xs.end {
             let left = xs.end - row;
             let sums = sums[(row - xs.start) * SUMS..].as_mut_ptr();
-            // Where fewer rows are left than a kernel serves, it works on the last one again, into spare sums.
+            // If fewer rows remain than the kernel handles, it computes the last one again, into spare sums.
             let at = |i: usize| x.row((row + i).min(xs.end - 1));
             let (first_block, n_blocks, k) = (blocks.start, blocks.len(), x.k);
             if left == 1 {
@@ -266,10 +268,10 @@ fn tile_sums<const M: usize>(level: Level, dtype: DType, args: TileArgs<M>) {
     }
 }
 
-/// Bytes by which a kernel that reads weights once asks for them ahead.
+/// Prefetch distance of kernels that read weights once, in bytes.
 const PREFETCH_BYTES: usize = 4096;
 
-/// Asks for what will be read soon in place of the `n_bytes` at `now`.
+/// Prefetches the data that follows the `n_bytes` at `now` at that distance.
 #[inline(always)]
 fn prefetch<S: super::lanes::Simd>(s: S, now: *const u8, n_bytes: usize) {
     for line in (0..n_bytes).step_by(64) {

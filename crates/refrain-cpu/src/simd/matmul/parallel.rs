@@ -1,4 +1,4 @@
-//! Products spread over the threads of a pool.
+//! Matrix products across the threads of a pool.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -8,15 +8,15 @@ use crate::simd::Level;
 use crate::simd::acts::{ActError, ActKind, act_bytes, quantize_row};
 use crate::simd::weights::WeightMatrix;
 
-/// One product: `out[m, n_rows] = x · wᵀ`, row-major.
+/// One matrix product: `out[m, n_rows] = x · wᵀ`, row-major.
 pub struct WeightProduct<'a> {
-    /// The weights.
+    /// Weights.
     pub w: WeightMatrix<'a>,
     /// `[m, w.n_rows()]`
     pub out: &'a mut [f32],
 }
 
-/// The pointer to an output that threads write disjoint columns of.
+/// Pointer to an output of which threads write disjoint columns.
 struct ProductOutPtr(*mut f32);
 
 // SAFETY: only `matmul_parallel` uses it, and there each thread writes the columns that it drew.
@@ -28,20 +28,20 @@ impl ProductOutPtr {
     }
 }
 
-/// Pieces of a product per thread: small enough that a thread that is held up loses little, large enough that the
-/// processor's prefetching gets going.
-const PIECES: usize = 8;
-/// Rows of a piece at least.
+/// Chunks of a matrix product per thread: small enough that a delayed thread costs little, large enough for the
+/// hardware prefetcher.
+const CHUNKS: usize = 8;
+/// Minimum rows per chunk.
 const MIN_ROWS: usize = 4 * ROW_ALIGN;
-/// Products whose counters fit on the stack; a step rarely shares activations among more.
+/// Maximum number of products whose counters fit on the stack; a step rarely shares activations among more.
 const AT_ONCE: usize = 4;
 
-/// Computes products that share their activations in one parallel region (for every four of them).
+/// Computes matrix products that share their activations, up to four in one parallel region.
 ///
-/// The threads draw pieces of rows from a counter; the result does not depend on who computes which.
+/// Threads draw chunks of rows from a counter; the result does not depend on the assignment.
 ///
 /// # Panics
-/// If a product's output is not `[x.m(), w.n_rows()]`, or weights and activations do not fit together.
+/// If a product's output is not `[x.m(), w.n_rows()]`, or weights and activations do not match.
 pub fn matmul_parallel(pool: &Pool, level: Level, x: &Acts<'_>, products: &mut [WeightProduct<'_>]) {
     for product in &*products {
         let n = product.w.n_rows();
@@ -57,10 +57,10 @@ pub fn matmul_parallel(pool: &Pool, level: Level, x: &Acts<'_>, products: &mut [
         pool.run(|_, n_threads| {
             for ((product, out), next) in products.iter().zip(&outs).zip(&next) {
                 let w = &product.w;
-                let piece = (w.n_rows() / (n_threads * PIECES)).next_multiple_of(ROW_ALIGN).max(MIN_ROWS);
-                while let Some(rows) = chunk_range(w.n_rows(), piece, next.fetch_add(1, Ordering::Relaxed)) {
-                    // SAFETY: `out` is `[m, n_rows]` (asserted above) and borrowed for the whole region, and the
-                    // counter gives each range out once.
+                let chunk = (w.n_rows() / (n_threads * CHUNKS)).next_multiple_of(ROW_ALIGN).max(MIN_ROWS);
+                while let Some(rows) = chunk_range(w.n_rows(), chunk, next.fetch_add(1, Ordering::Relaxed)) {
+                    // SAFETY: `out` is `[m, n_rows]` (asserted above) and borrowed for the whole region, and
+                    // the counter returns each range once.
                     let mut tile = unsafe { OutTile::columns(out.get(), x.m(), w.n_rows(), rows.clone()) };
                     matmul(level, w, x, rows, &mut tile);
                 }
@@ -69,7 +69,7 @@ pub fn matmul_parallel(pool: &Pool, level: Level, x: &Acts<'_>, products: &mut [
     }
 }
 
-/// Prepares `m` activation rows of `k` floats for products, the rows spread over the threads.
+/// Prepares `m` activation rows of `k` floats for matrix products, in parallel.
 pub fn prepare_parallel<'a>(
     pool: &Pool,
     level: Level,
@@ -88,7 +88,7 @@ pub fn prepare_parallel<'a>(
         let _ = quantize_row(level, kind, &src[row * k..][..k], dst);
     };
     if m == 1 {
-        // Waking the others costs more than a row.
+        // Waking other threads costs more than one row.
         prepare(0, dst);
     } else if m > 1 {
         pool.chunks_mut(dst, row_bytes, prepare);

@@ -1,7 +1,7 @@
 //! Tile kernels for weights in blocks of 256 against [`ActKind::Q8K`](crate::simd::ActKind) rows.
 //!
-//! A block is divided into 8 or 16 parts, each with a small integer scale, and the activations of each 32 elements have a
-//! shift. Both are part of the exact integer sum: at most 16 parts of 16 products of 32 · 127, scaled by at most 128 and
+//! A block has 8 or 16 parts, each with a small integer scale, and every 32 activations have a shift. Both are
+//! part of the exact integer sum: at most 16 parts of 16 products of 32 · 127, scaled by at most 128 and
 //! shifted by at most 3 bits, stay below 2^30.
 
 use std::marker::PhantomData;
@@ -14,16 +14,16 @@ use crate::simd::lanes::{GROUP, Simd, SimdKernel, fsplat_at, splat_at};
 /// A weight type in blocks of 256.
 pub(super) trait SuperBlock {
     const TILE_BYTES: usize;
-    /// Parts with a scale of their own: 8 or 16.
+    /// Number of parts with their own scale: 8 or 16.
     const PARTS: usize;
-    /// The quants are unsigned and this much too large: 0, or a power of two.
+    /// Offset of the unsigned quants: 0, or a power of two.
     const OFFSET: i32;
     /// Whether quants may exceed 127.
     const WIDE: bool;
-    /// Whether each part has a minimum beside its scale.
+    /// Whether each part has a minimum in addition to its scale.
     const MIN: bool;
 
-    /// What the parts of the block have in common, for the lanes of register `g`.
+    /// Scales and minima of the blocks in register `g`.
     /// # Safety
     /// `tile` points at a tile of this type, `g < 16 / LANES`.
     unsafe fn head<S: Simd>(s: S, tile: *const u8, g: usize) -> BlockScales<S>;
@@ -33,14 +33,14 @@ pub(super) trait SuperBlock {
     /// As for `head`, `part < PARTS`.
     unsafe fn quants<S: Simd>(s: S, tile: *const u8, g: usize, part: usize) -> [S::I; 8];
 
-    /// The scale of part `part`.
+    /// Scale of part `part`.
     #[inline(always)]
     fn scale<S: Simd>(s: S, head: &BlockScales<S>, part: usize) -> S::I {
         byte(s, head.scales[part / 4], part % 4)
     }
 
-    /// The exact sum over the parts of one block, for a single row: what [`block_dots`] gives, in a form that spends
-    /// less on taking quants apart where they are used only once.
+    /// The exact sum over the parts of one block, for a single row: same result as [`block_dots`], with less
+    /// unpacking of quants that are used only once.
     /// # Safety
     /// As for [`block_dots`].
     #[inline(always)]
@@ -48,12 +48,12 @@ pub(super) trait SuperBlock {
     where
         Self: Sized,
     {
-        // SAFETY: the contract is the same.
+        // SAFETY: by the contract of this function.
         unsafe { block_dots::<S, Self, 1>(s, one.tile, one.g, one.head, &[one.x], one.at, one.block_idx)[0] }
     }
 }
 
-/// What [`block_dots`] takes, for a single row.
+/// Arguments of [`block_dots`] for a single row.
 pub(super) struct One<'a, S: Simd> {
     tile: *const u8,
     g: usize,
@@ -64,7 +64,7 @@ pub(super) struct One<'a, S: Simd> {
 }
 
 impl<S: Simd> One<'_, S> {
-    /// Asks for a quarter of what will be read soon.
+    /// Prefetches a quarter of the next data.
     #[inline(always)]
     fn prefetch<B: SuperBlock>(&self, s: S, quarter: usize) {
         if self.g == 0 {
@@ -73,17 +73,17 @@ impl<S: Simd> One<'_, S> {
         }
     }
 
-    /// The sum of part `part` of `B`, with its scale and in the finest steps of the row.
+    /// Sum of part `part` of `B`, scaled and in the finest steps of the row.
     /// # Safety
     /// `part < PARTS`.
     #[inline(always)]
     unsafe fn scaled<B: SuperBlock>(&self, s: S, part: usize, dot: S::I) -> S::I {
-        // SAFETY: block `block_idx` of the row exists, and the part in it.
+        // SAFETY: block `block_idx` of the row exists, and the part is in it.
         let shift = unsafe { shift::<S, B>(s, self.x, self.at, self.block_idx, part) };
         s.shl_each(s.mul(dot, B::scale(s, self.head, part)), shift)
     }
 
-    /// Four activations of the row, in all lanes.
+    /// Broadcasts four activations of the row.
     /// # Safety
     /// `element + 4 <= 256`.
     #[inline(always)]
@@ -93,7 +93,7 @@ impl<S: Simd> One<'_, S> {
     }
 }
 
-/// The scales and minima of a block, one byte for each part.
+/// Scales and minima of a block, one byte per part.
 pub(super) struct BlockScales<S: Simd> {
     d: S::F,
     d_min: S::F,
@@ -121,8 +121,8 @@ impl<B: SuperBlock, const M: usize> SimdKernel for TileQ8K<B, M> {
         let TileArgs { tiles, n_blocks, x, k, first_block, sums } = self.args;
         let at = Q8KLayout::new(k);
         for g in 0..GROUP / S::LANES {
-            // SAFETY: `row_group` passes `n_blocks` tiles, rows of the layout `at` for `k`, blocks `first_block ..
-            // first_block + n_blocks` of which exist, and `M * SUMS` floats of sums.
+            // SAFETY: `row_group` passes `n_blocks` tiles, rows of the layout `at` for `k`, blocks
+            // `first_block .. first_block + n_blocks` of which exist, and `M * SUMS` floats of sums.
             unsafe {
                 let sums = sums.add(g * S::LANES);
                 let mut f = [s.fsplat(0.0); M];
@@ -172,7 +172,7 @@ unsafe fn block_dots<S: Simd, B: SuperBlock, const M: usize>(
     block_idx: usize,
 ) -> [S::I; M] {
     let mut totals = [s.splat(0); M];
-    // Not unrolled: the compiler would gather the prefetches at the end, where the processor drops most of them.
+    // Not unrolled: the compiler would move the prefetches to the end, where the processor drops most of them.
     for part in 0..B::PARTS {
         // SAFETY: in bounds by the contract of this function.
         unsafe { part_dots::<S, B, M>(s, tile, g, head, x, at, block_idx, part, &mut totals) };
@@ -198,7 +198,7 @@ unsafe fn part_dots<S: Simd, B: SuperBlock, const M: usize>(
     totals: &mut [S::I; M],
 ) {
     if M == 1 && g == 0 {
-        // Every line once, spread over the parts: the processor has few places for lines under way.
+        // Each line once, spread over the parts: the processor can have few lines in flight.
         let part_bytes = 64 * B::TILE_BYTES.div_ceil(64).div_ceil(B::PARTS);
         if part * part_bytes < B::TILE_BYTES {
             prefetch(s, tile.wrapping_add(part * part_bytes), part_bytes);
@@ -229,7 +229,7 @@ unsafe fn part_dots<S: Simd, B: SuperBlock, const M: usize>(
     }
 }
 
-/// By how many bits the sum of a part must be shifted to be in the finest steps of the row, in all lanes.
+/// Shift that converts the sum of a part to the finest steps of the row, in all lanes.
 ///
 /// # Safety
 /// Block `block_idx` of the row `x` exists, `part < PARTS`.
@@ -241,7 +241,7 @@ unsafe fn shift<S: Simd, B: SuperBlock>(
     block_idx: usize,
     part: usize,
 ) -> S::I {
-    // SAFETY: a block has eight of them.
+    // SAFETY: a block has eight shifts.
     unsafe { splat_at(s, x.add(at.shifts + 4 * (8 * block_idx + 8 * part / B::PARTS))) }
 }
 
@@ -270,7 +270,7 @@ unsafe fn min_dots<S: Simd, B: SuperBlock>(
     total
 }
 
-/// Word `j` of the lanes of register `g`, where the words begin at `words`.
+/// Word `j` of the blocks in register `g`; the words start at `words`.
 /// # Safety
 /// The word is inside a tile.
 #[inline(always)]
@@ -298,7 +298,7 @@ fn byte<S: Simd>(s: S, bytes: S::I, i: usize) -> S::I {
     s.and(s.shr(bytes, 8 * i as u32), s.splat(255))
 }
 
-/// The half floats in front of the words.
+/// The half floats before the words.
 /// # Safety
 /// `tile` points at a tile that begins with 16 half floats.
 #[inline(always)]
@@ -307,7 +307,7 @@ unsafe fn lone_half<S: Simd>(s: S, tile: *const u8, g: usize) -> S::F {
     unsafe { s.load_f16(tile.add(2 * S::LANES * g)) }
 }
 
-/// Scale and minimum factor in one word, and the 12 bytes that hold eight 6-bit scales and eight 6-bit minima after it.
+/// Scale and minimum factor in one word, then the 12 bytes with eight 6-bit scales and eight 6-bit minima.
 /// # Safety
 /// `tile` points at a tile of Q4_K or Q5_K.
 #[inline(always)]
@@ -337,13 +337,13 @@ impl SuperBlock for Q4K {
 
     #[inline(always)]
     unsafe fn head<S: Simd>(s: S, tile: *const u8, g: usize) -> BlockScales<S> {
-        // SAFETY: the caller vouches for the tile.
+        // SAFETY: by the contract of this function.
         unsafe { head_6_bits(s, tile, g) }
     }
 
     #[inline(always)]
     unsafe fn quants<S: Simd>(s: S, tile: *const u8, g: usize, part: usize) -> [S::I; 8] {
-        // Bytes 32 c .. 32 c + 32 hold part 2 c in their low nibbles and part 2 c + 1 in their high ones.
+        // Bytes 32 c .. 32 c + 32 hold part 2 c in their low nibbles and part 2 c + 1 in their high nibbles.
         let low = s.splat(0x0f0f_0f0f);
         let shift = 4 * (part % 2) as u32;
         // SAFETY: the quants are words 4 .. 36.
@@ -368,7 +368,7 @@ impl SuperBlock for Q4K {
                     let x = one.x(s, 64 * c + 32 + 4 * t);
                     even = s.dot7(even, s.and(quants, low), one.x(s, 64 * c + 4 * t));
                     odd = if S::DOT8 {
-                        // Sixteen times too large: one shift at the end does for all.
+                        // Sixteen times too large; one shift at the end corrects all.
                         s.dot8(odd, s.and(quants, high), x)
                     } else {
                         s.dot7(odd, s.and(s.shr(quants, 4), low), x)
@@ -396,16 +396,16 @@ impl SuperBlock for Q5K {
 
     #[inline(always)]
     unsafe fn head<S: Simd>(s: S, tile: *const u8, g: usize) -> BlockScales<S> {
-        // SAFETY: the caller vouches for the tile.
+        // SAFETY: by the contract of this function.
         unsafe { head_6_bits(s, tile, g) }
     }
 
     #[inline(always)]
     unsafe fn quants<S: Simd>(s: S, tile: *const u8, g: usize, part: usize) -> [S::I; 8] {
-        // As Q4_K, with bit `part` of byte l of the 32 before as the fifth bit of element l.
+        // Like Q4_K, with bit `part` of byte l of the preceding 32 as the fifth bit of element l.
         let (low, one) = (s.splat(0x0f0f_0f0f), s.splat(0x0101_0101));
         let shift = 4 * (part % 2) as u32;
-        // SAFETY: the fifth bits are words 4 .. 12, the rest words 12 .. 44.
+        // SAFETY: the fifth bits are words 4 .. 12, the low bits words 12 .. 44.
         let (mut quants, fifth): ([S::I; 8], [S::I; 8]) =
             unsafe { (words(s, tile, g, 12 + 8 * (part / 2)), words(s, tile, g, 4)) };
         for (quants, fifth) in quants.iter_mut().zip(fifth) {
@@ -440,7 +440,7 @@ impl SuperBlock for Q2K {
 
     #[inline(always)]
     unsafe fn quants<S: Simd>(s: S, tile: *const u8, g: usize, part: usize) -> [S::I; 8] {
-        // 32 bytes hold 128 elements: bits 2 i of them are elements 32 i .. 32 i + 32.
+        // 32 bytes hold 128 elements: bits 2 i are elements 32 i .. 32 i + 32.
         let (low2, shift) = (s.splat(0x0303_0303), 2 * (part / 2 % 4) as u32);
         // SAFETY: the quants are words 5 .. 21.
         let bytes: [S::I; 4] = unsafe { words(s, tile, g, 5 + 8 * (part / 8) + 4 * (part % 2)) };
@@ -464,7 +464,7 @@ impl SuperBlock for Q3K {
     #[inline(always)]
     unsafe fn head<S: Simd>(s: S, tile: *const u8, g: usize) -> BlockScales<S> {
         let (low4, low2) = (s.splat(0x0f0f_0f0f), s.splat(0x0303_0303));
-        // SAFETY: the scales are words 0 .. 3, 16 half floats come before the words.
+        // SAFETY: the scales are words 0 .. 3; 16 half floats precede the words.
         let [a, b, c] = unsafe { words(s, tile.add(32), g, 0) };
         let mut scales = [a, b, s.shr(a, 4), s.shr(b, 4)];
         for (i, scales) in scales.iter_mut().enumerate() {
@@ -478,10 +478,11 @@ impl SuperBlock for Q3K {
 
     #[inline(always)]
     unsafe fn quants<S: Simd>(s: S, tile: *const u8, g: usize, part: usize) -> [S::I; 8] {
-        // As Q2_K, with bit `part / 2` of byte l of the first 32 as the third bit.
+        // Like Q2_K, with bit `part / 2` of byte l of the first 32 as the third bit.
         let (low2, one) = (s.splat(0x0303_0303), s.splat(0x0101_0101));
         let shift = 2 * (part / 2 % 4) as u32;
-        // SAFETY: the third bits are words 3 .. 11, the rest words 11 .. 27, 16 half floats come before the words.
+        // SAFETY: the third bits are words 3 .. 11, the low bits words 11 .. 27; 16 half floats precede the
+        // words.
         let (bytes, third): ([S::I; 4], [S::I; 4]) = unsafe {
             let tile = tile.add(32);
             (words(s, tile, g, 11 + 8 * (part / 8) + 4 * (part % 2)), words(s, tile, g, 3 + 4 * (part % 2)))
@@ -512,7 +513,7 @@ impl SuperBlock for Q6K {
     #[inline(always)]
     unsafe fn head<S: Simd>(s: S, tile: *const u8, g: usize) -> BlockScales<S> {
         BlockScales {
-            // SAFETY: 16 half floats come before the words.
+            // SAFETY: 16 half floats precede the words.
             d: unsafe { lone_half(s, tile, g) },
             d_min: s.fsplat(0.0),
             // SAFETY: the scales are words 0 .. 4.
@@ -523,12 +524,12 @@ impl SuperBlock for Q6K {
 
     #[inline(always)]
     unsafe fn quants<S: Simd>(s: S, tile: *const u8, g: usize, part: usize) -> [S::I; 8] {
-        // Of each 128 elements, the low nibbles of 64 bytes are the first 64 and the high ones the rest; 32 bytes
-        // hold the upper two bits, those of element 32 i + l in bits 2 i of byte l.
+        // Of each 128 elements, the low nibbles of 64 bytes are the first 64 and the high nibbles the others.
+        // 32 bytes hold the upper two bits; those of element 32 i + l are bits 2 i of byte l.
         let (half, quarter, sixteen) = (part / 8, part / 2 % 4, part % 2);
         let first = 4 + 12 * (2 * half + sixteen);
-        // SAFETY: from word 4 on, every four parts have eight words of low nibbles and four of high bits; 16 half floats
-        // come before the words.
+        // SAFETY: from word 4 on, every four parts have eight words of low nibbles and four of high bits; 16
+        // half floats precede the words.
         let (low, high): ([S::I; 4], [S::I; 4]) = unsafe {
             let tile = tile.add(32);
             (words(s, tile, g, first + 4 * (quarter % 2)), words(s, tile, g, first + 8))
@@ -554,7 +555,7 @@ impl SuperBlock for Q6K {
         let mut total = s.splat(0);
         for four in 0..4 {
             one.prefetch::<Q6K>(s, four);
-            // The parts of one half of the block that share these words: 0, 2, 4 and 6, or 1, 3, 5 and 7.
+            // Parts of one half of the block that share these words: 0, 2, 4 and 6, or 1, 3, 5 and 7.
             let first_part = 8 * (four / 2) + four % 2;
             // SAFETY: words and activations as in `quants`; the row has a sum for each part.
             unsafe {
