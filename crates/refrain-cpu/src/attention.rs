@@ -9,22 +9,22 @@ use refrain_tensor::DType;
 use std::ops::Range;
 
 /// Cache locations of a step's rows. Constructed only after all indices in the control block were checked.
-pub(crate) struct CachePages<'a> {
+pub(crate) struct BlockPages<'a> {
     paging: &'a Paging,
     positions: &'a [i32],
     seqs: &'a [i32],
     tables: &'a [i32],
 }
 
-impl<'a> CachePages<'a> {
+impl<'a> BlockPages<'a> {
     /// Refuses positions, sequences and blocks that are out of range.
     pub(crate) fn new(
         paging: &'a Paging,
         control: &'a [i32],
         label: &str,
-    ) -> Result<CachePages<'a>, RunError> {
+    ) -> Result<BlockPages<'a>, RunError> {
         let (positions, seqs) = (&control[paging.positions.clone()], &control[paging.seqs.clone()]);
-        let pages = CachePages { paging, positions, seqs, tables: &control[paging.tables.clone()] };
+        let pages = BlockPages { paging, positions, seqs, tables: &control[paging.tables.clone()] };
         let refuse = |what, got: i32, limit| {
             Err(RunError::OutOfRange { label: label.into(), what, got: got.into(), limit })
         };
@@ -59,7 +59,7 @@ impl<'a> CachePages<'a> {
 }
 
 /// Writes a step's rows to the cache.
-pub(crate) fn kv_append(level: Level, pages: &CachePages<'_>, dtype: DType, x: &[f32], cache: &mut [u8]) {
+pub(crate) fn kv_append(level: Level, pages: &BlockPages<'_>, dtype: DType, x: &[f32], cache: &mut [u8]) {
     let Paging { n_kv_heads, kv_block, head_dim, .. } = *pages.paging;
     for (row, (&position, &seq)) in pages.positions.iter().zip(pages.seqs).enumerate() {
         let Ok(position) = usize::try_from(position) else { continue };
@@ -108,7 +108,7 @@ const MAX_GROUP: usize = 32;
 pub(crate) fn attend(
     pool: &Pool,
     level: Level,
-    pages: &CachePages<'_>,
+    pages: &BlockPages<'_>,
     attention: &Attention,
     q: &[f32],
     caches: Caches<'_>,
@@ -131,7 +131,7 @@ pub(crate) fn attend(
 /// Heads of one row that share a KV head.
 fn attend_row(
     level: Level,
-    pages: &CachePages<'_>,
+    pages: &BlockPages<'_>,
     attention: &Attention,
     q: &[f32],
     caches: Caches<'_>,

@@ -42,7 +42,7 @@ pub(crate) struct Paging {
 
 /// Layout of rows in the arena. Elements of a row are contiguous.
 #[derive(Clone, Debug)]
-pub(crate) struct RowLayout {
+pub(crate) struct ArenaRowLayout {
     pub start: usize,
     pub stride: usize,
     /// Elements per row.
@@ -50,7 +50,7 @@ pub(crate) struct RowLayout {
     pub n: usize,
 }
 
-impl RowLayout {
+impl ArenaRowLayout {
     /// Range from the first element to the last.
     pub(crate) fn range(&self) -> Range<usize> {
         let n_before = self.n.saturating_sub(1) * self.stride;
@@ -138,7 +138,7 @@ pub(crate) enum Kernel {
     },
     ShortConv {
         state: usize,
-        x: RowLayout,
+        x: ArenaRowLayout,
         w: WeightId,
         silu: bool,
         out: Range<usize>,
@@ -375,7 +375,7 @@ fn flat_weight(plan: &Shaped<'_>, operand: &Operand) -> Option<WeightId> {
 }
 
 /// F32 rows in the arena, each contiguous.
-fn rows_at(plan: &Shaped<'_>, operand: &Operand) -> Option<RowLayout> {
+fn rows_at(plan: &Shaped<'_>, operand: &Operand) -> Option<ArenaRowLayout> {
     let Place::Arena { offset } = plan.buffer(operand.buffer).place else { return None };
     let shape = operand.layout.shape();
     let (&n, inner) = shape.dims().split_first()?;
@@ -383,7 +383,7 @@ fn rows_at(plan: &Shaped<'_>, operand: &Operand) -> Option<RowLayout> {
     let is_row = operand.dtype == DType::F32 && row.is_contiguous();
     let stride = operand.layout.strides()[0];
     let start = offset / 4 + operand.layout.offset();
-    is_row.then(|| RowLayout { start, stride, len: inner.iter().product(), n })
+    is_row.then(|| ArenaRowLayout { start, stride, len: inner.iter().product(), n })
 }
 
 fn slot_paging(

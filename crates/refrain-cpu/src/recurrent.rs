@@ -1,6 +1,6 @@
 //! Recurrent layers, whose state is in slots.
 
-use crate::compile::RowLayout;
+use crate::compile::ArenaRowLayout;
 use crate::memory::Carved;
 use crate::pool::Pool;
 use crate::simd::{self, DeltaHead, Level};
@@ -130,11 +130,11 @@ pub(crate) const MAX_K_DIM: usize = 256;
 /// Operands of the gated delta rule.
 #[derive(Clone, Debug)]
 pub(crate) struct DeltaOperands {
-    pub q: RowLayout, // [n, n_key_heads, k_dim]
-    pub k: RowLayout,
-    pub v: RowLayout, // [n, n_heads, v_dim]
-    pub a: RowLayout, // [n, n_heads]
-    pub b: RowLayout,
+    pub q: ArenaRowLayout, // [n, n_key_heads, k_dim]
+    pub k: ArenaRowLayout,
+    pub v: ArenaRowLayout, // [n, n_heads, v_dim]
+    pub a: ArenaRowLayout, // [n, n_heads]
+    pub b: ArenaRowLayout,
     pub n_key_heads: usize,
     pub n_heads: usize,
 }
@@ -142,12 +142,12 @@ pub(crate) struct DeltaOperands {
 /// Rows in the arena.
 #[derive(Clone, Copy)]
 pub(crate) struct ArenaRows<'a> {
-    at: &'a RowLayout,
+    at: &'a ArenaRowLayout,
     data: &'a [f32],
 }
 
 impl<'a> ArenaRows<'a> {
-    pub(crate) fn new(carved: &Carved<'a>, at: &'a RowLayout) -> ArenaRows<'a> {
+    pub(crate) fn new(carved: &Carved<'a>, at: &'a ArenaRowLayout) -> ArenaRows<'a> {
         let Some(data) = carved.read(&at.range()) else {
             unreachable!("a recurrent layer never overwrites its inputs")
         };

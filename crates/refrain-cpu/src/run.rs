@@ -1,6 +1,6 @@
 //! Executes the calls of a compiled graph in order.
 
-use crate::attention::{CachePages, Caches, attend, kv_append};
+use crate::attention::{BlockPages, Caches, attend, kv_append};
 use crate::backend::{CpuCompiled, CpuError};
 use crate::compile::{AngleTable, Kernel, KernelCall, Loc};
 use crate::experts::{ExpertCall, ExpertEpilogue, ExpertFault, ExpertRun, RouteCall, Sorted, route_row};
@@ -220,11 +220,11 @@ impl Executor<'_> {
             }
             Kernel::KvAppend { state, dtype, x, paging } => {
                 let words: &[i32] = bytemuck::cast_slice(self.control);
-                let pages = CachePages::new(paging, words, label)?;
+                let pages = BlockPages::new(paging, words, label)?;
                 kv_append(level, &pages, *dtype, &arena[x.clone()], self.states.get_mut(*state));
             }
             Kernel::Attention { attention, q, out, states, dtype, n_heads, paging } => {
-                let pages = CachePages::new(paging, self.words(), label)?;
+                let pages = BlockPages::new(paging, self.words(), label)?;
                 let carved = carve(arena, std::slice::from_ref(out));
                 let Some(q) = carved.read(q) else { unreachable!("attention never overwrites its input") };
                 let caches = states.map(|s| self.states.get(s));

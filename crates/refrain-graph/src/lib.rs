@@ -33,6 +33,7 @@ mod queue; // steps queued before earlier results are known
 mod state_part; // parts and slots of states
 mod backend; // the trait that runs plans
 mod report; // how a step ran, and why
+mod repeat; // equal layers
 mod dot; // Graphviz output
 
 pub use arena::{Arena, Span};
@@ -63,6 +64,7 @@ pub use op::{
 pub use plan::{Buffer, BufferId, KvTraffic, Operand, Place, Plan, PlanError, PlanOptions, Step, Traffic};
 pub use queue::{Collected, StepQueue, collect_stepwise, nothing_queued, queue_stepwise};
 pub use recurrent::{GatedDelta, KeyHeads, Recurrent, ShortConv};
+pub use repeat::Repeat;
 pub use report::{Ran, Reason};
 pub use run::{Committed, CommittedStep, Feedback, LapsingBias, RowLimits, Run, RunEdits, StepFlags};
 pub use schedule::{Segment, SegmentKind};

@@ -6,8 +6,8 @@ use machine::Machine;
 use proptest::prelude::*;
 use refrain_graph::{
     Attention, Binary, BufferId, CompileError, Fusion, Graph, GraphBuilder, NodeId, Op, Place, Plan,
-    PlanError, PlanOptions, Segment, SegmentKind, State, StateId, TensorType, Unary, ValueId, View, Weight,
-    WeightId,
+    PlanError, PlanOptions, Repeat, Segment, SegmentKind, State, StateId, TensorType, Unary, ValueId, View,
+    Weight, WeightId,
 };
 use refrain_tensor::{DType, Shape};
 use refrain_testkit::{Feed, Fill, NodeSeed, RandomGraph, Rng, random_graph, tensor};
@@ -377,4 +377,40 @@ fn quotes_in_labels_are_escaped_in_pictures() {
     b.output("y", y).unwrap();
     let dot = Plan::new(&b.finish(), PlanOptions::default()).unwrap().to_dot();
     assert!(dot.contains(r#"[label="a\"b\\c.neg\nneg"]"#), "{dot}");
+}
+
+/// `n_layers` layers of two steps between two steps that are not part of a layer.
+fn layered(n_layers: usize) -> Plan {
+    let mut b = GraphBuilder::new(vec![], vec![]);
+    let x = b.input("x", float([4, 8])).unwrap();
+    let mut hidden = b.unary(Unary::Exp, x).unwrap();
+    for layer in 0..n_layers {
+        b.scope(format!("blk.{layer}"));
+        let y = b.unary(Unary::Silu, hidden).unwrap();
+        hidden = b.add(hidden, y).unwrap();
+    }
+    b.scope("");
+    let y = b.unary(Unary::Log, hidden).unwrap();
+    b.output("y", y).unwrap();
+    Plan::new(&b.finish(), PlanOptions::default()).unwrap()
+}
+
+#[test]
+fn equal_layers_are_one_repeat() {
+    let plan = layered(5);
+    assert_eq!(plan.steps().len(), 12);
+    assert_eq!(plan.repeats(), [Repeat { first: 1..3, n: 5 }]);
+    assert_eq!(plan.repeats()[0].folded(), 3..11);
+    assert!(layered(1).repeats().is_empty(), "a single layer repeats nothing");
+}
+
+#[test]
+fn a_picture_shows_equal_layers_once_with_their_number() {
+    let dot = layered(5).to_dot();
+    assert!(dot.contains("label=\"5 times: steps 1 to 10\""), "{dot}");
+    for shown in ["blk.0.silu", "blk.0.add", "s2 -> s1 [", "s2 -> s11 ["] {
+        assert!(dot.contains(shown), "{shown} in {dot}");
+    }
+    assert!(!dot.contains("blk.1"), "{dot}");
+    assert_eq!(dot.matches('{').count(), dot.matches('}').count(), "{dot}");
 }

@@ -15,7 +15,7 @@ use std::ops::Range;
 
 /// Sizes of the operands.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct SpanSizes {
+pub(super) struct SpanAttentionSizes {
     n: usize,
     n_heads: usize,
     n_kv_heads: usize,
@@ -24,11 +24,11 @@ pub(super) struct SpanSizes {
     d: usize,
 }
 
-impl SpanSizes {
-    pub(super) fn of(q: &ValueOperand, k: &ValueOperand) -> SpanSizes {
+impl SpanAttentionSizes {
+    pub(super) fn of(q: &ValueOperand, k: &ValueOperand) -> SpanAttentionSizes {
         let head_dim = q.dim(2);
         let d = head_dim.next_multiple_of(16);
-        SpanSizes { n: q.dim(0), n_heads: q.dim(1), n_kv_heads: k.dim(1), head_dim, d }
+        SpanAttentionSizes { n: q.dim(0), n_heads: q.dim(1), n_kv_heads: k.dim(1), head_dim, d }
     }
 
     /// Number of query heads that share a KV head.
@@ -64,7 +64,7 @@ struct HeadRows<'a> {
 }
 
 impl<'a> HeadRows<'a> {
-    fn new(ops: &Operands<'a>, value: &ValueOperand, sizes: &SpanSizes) -> HeadRows<'a> {
+    fn new(ops: &Operands<'a>, value: &ValueOperand, sizes: &SpanAttentionSizes) -> HeadRows<'a> {
         let Some(bytes) = ops.dense(value) else { unreachable!("attention never overwrites its input") };
         HeadRows { dtype: value.dtype, bytes, n_heads: value.dim(1), head_dim: sizes.head_dim, d: sizes.d }
     }
@@ -193,7 +193,7 @@ impl Values<'_> {
     ) -> Result<(), RunError> {
         let (mut ops, tools) = self.open(&call.outs, arena);
         let Tools { pool, level, scratch, label, .. } = tools;
-        let sizes = SpanSizes::of(&call.ins[0], &call.ins[1]);
+        let sizes = SpanAttentionSizes::of(&call.ins[0], &call.ins[1]);
         let [q, k, v] = [0, 1, 2].map(|i| HeadRows::new(&ops, &call.ins[i], &sizes));
         let seen = VisibleKeys::new(attention, ops.ints(&call.ins[3]), sizes.n, label)?;
         let size = call.outs[0].dtype.block_bytes();
@@ -224,7 +224,7 @@ impl Values<'_> {
     ) -> Result<(), RunError> {
         let (mut ops, tools) = self.open(&call.outs, arena);
         let Tools { pool, level, scratch, label, .. } = tools;
-        let sizes = SpanSizes::of(&call.ins[1], &call.ins[2]);
+        let sizes = SpanAttentionSizes::of(&call.ins[1], &call.ins[2]);
         let [dy, q, k, v] = [0, 1, 2, 3].map(|i| HeadRows::new(&ops, &call.ins[i], &sizes));
         let y = HeadRows::new(&ops, &call.ins[5], &sizes);
         let seen = VisibleKeys::new(attention, ops.ints(&call.ins[4]), sizes.n, label)?;
@@ -288,7 +288,7 @@ fn row_means(level: Level, [dy, y]: [HeadRows<'_>; 2], block: usize, local: &mut
 struct Forward<'a> {
     level: Level,
     attention: &'a SpanAttention,
-    sizes: SpanSizes,
+    sizes: SpanAttentionSizes,
     seen: &'a VisibleKeys<'a>,
     q: HeadRows<'a>,
     k: HeadRows<'a>,
@@ -355,7 +355,7 @@ impl Forward<'_> {
 struct SpanBackward<'a> {
     level: Level,
     attention: &'a SpanAttention,
-    sizes: SpanSizes,
+    sizes: SpanAttentionSizes,
     seen: &'a VisibleKeys<'a>,
     dy: HeadRows<'a>,
     q: HeadRows<'a>,

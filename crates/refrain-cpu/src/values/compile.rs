@@ -1,6 +1,6 @@
 //! Compilation of a plan's steps into value calls.
 
-use super::attention::SpanSizes;
+use super::attention::SpanAttentionSizes;
 use super::matrix::factor;
 use super::spread::{CHUNK, chunk_of_rows, scratch_floats};
 use super::{ValueCall, ValueLoc, ValueOp, ValueOperand};
@@ -256,8 +256,12 @@ impl ValueCall {
                 self.ins.iter().map(n_parts).max().unwrap_or(0) + scratch_floats(&[SQUARES, 1], n_threads)
             }
             ValueOp::AdamW(_) => scratch_floats(&[CHUNK; 9], n_threads),
-            ValueOp::SpanAttention(_) => SpanSizes::of(&self.ins[0], &self.ins[1]).forward(n_threads),
-            ValueOp::SpanAttentionGrad(_) => SpanSizes::of(&self.ins[1], &self.ins[2]).backward(n_threads),
+            ValueOp::SpanAttention(_) => {
+                SpanAttentionSizes::of(&self.ins[0], &self.ins[1]).forward(n_threads)
+            }
+            ValueOp::SpanAttentionGrad(_) => {
+                SpanAttentionSizes::of(&self.ins[1], &self.ins[2]).backward(n_threads)
+            }
         }
     }
 }
