@@ -618,7 +618,7 @@ impl DeviceModel {
     fn plan_memory(&mut self, places: Places, candidates: [StepMemory; 2]) -> Result<(), CudaError> {
         self.with_kernels(|| {
             let dtypes = self.model.weights.iter().map(|weight| weight.ty.dtype);
-            self.supplies.kernels.ask_for_pack(dtypes).map_err(|e| CudaError::Kernels(Arc::new(e)))
+            self.supplies.kernels.request_pack(dtypes).map_err(|e| CudaError::Kernels(Arc::new(e)))
         })?;
         let (ctx, stream, model) = (&self.ctx, &mut self.stream, &self.model);
         let loading = (&self.supplies.kernels, &self.options.on_load);

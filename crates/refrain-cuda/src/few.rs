@@ -66,7 +66,7 @@ impl Lowering<'_> {
             parts: &[part],
             gate: None,
             k,
-            behind: None,
+            previous_tail: None,
             step,
         })
     }

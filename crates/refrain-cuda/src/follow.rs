@@ -53,7 +53,7 @@ impl Followed {
     }
 
     fn apply(&mut self, edits: &Edits) {
-        for (to, words) in edits.pieces() {
+        for (to, words) in edits.ranges() {
             let bytes: &[u8] = bytemuck::cast_slice(words);
             // Ranges before the control block belong to the header.
             let start = (4 * to).checked_sub(FEED_BYTES as usize);

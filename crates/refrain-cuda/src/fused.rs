@@ -184,7 +184,7 @@ impl Lowering<'_> {
     pub(crate) fn row_products(
         &self,
         run: &SingleRowProducts,
-        behind: Option<usize>,
+        previous_tail: Option<usize>,
     ) -> Result<(Launch, Option<usize>), KernelError> {
         let (plan, label) = (self.plan, run.label(self.plan));
         let first = plan.step(run.parts[0].product);
@@ -198,7 +198,7 @@ impl Lowering<'_> {
             parts: &[],
             gate: None,
             k: first.inputs[1].layout.shape().dims()[0],
-            behind,
+            previous_tail,
             step: &label,
         };
         let row = |step: &Step, operand: &Operand| -> Result<Buf, KernelError> { self.dense(step, operand) };
@@ -236,7 +236,7 @@ impl Lowering<'_> {
             });
         }
         args.parts = &parts;
-        let left = if gate.is_some() && self.overlaps { self.kernels.product_rest(&args)? } else { None };
+        let left = if gate.is_some() && self.overlaps { self.kernels.product_tail_bytes(&args)? } else { None };
         Ok((self.kernels.product(&args)?, left))
     }
 }

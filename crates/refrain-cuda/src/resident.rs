@@ -652,8 +652,8 @@ impl ResidentMemory {
         launch: &Launch,
         edits: &Edits,
     ) -> Result<(), DriverError> {
-        let mut pieces = edits.pieces();
-        if let (Some((to, words)), None) = (pieces.next(), pieces.next()) {
+        let mut ranges = edits.ranges();
+        if let (Some((to, words)), None) = (ranges.next(), ranges.next()) {
             let bytes: &[u8] = bytemuck::cast_slice(words);
             let to = self.message.slice(4 * to as u64, bytes.len() as u64)?;
             return stream.stage(&mut self.lease, &mut self.staging, to, bytes);

@@ -310,12 +310,12 @@ impl Lowering<'_> {
         &self,
         step: &Step,
         rope: refrain_graph::Rope,
-        is_back: bool,
+        is_inverse: bool,
     ) -> Result<Launch, KernelError> {
         let shape = step.inputs[0].layout.shape();
         self.kernels.typed_rope(&TypedRopeArgs {
             rope,
-            is_back,
+            is_inverse,
             x: self.view(&step.inputs[0])?,
             positions: self.dense(step, &step.inputs[1])?,
             inv_freq: self.vector(step, 2)?,

@@ -193,7 +193,7 @@ impl Kernels {
                 let mut flags = u32::from(t.decays) << 16;
                 let grad = if a.clears { Access::ReadWrite } else { Access::Read };
                 // When the step is skipped, the old contents stay: outputs count as read too.
-                for (slot, (what, floats, access)) in [
+                for (slot, (name, floats, access)) in [
                     ("a gradient", Some(t.grad), grad),
                     ("a weight", Some(t.weight), Access::ReadWrite),
                     ("a master", t.master.map(|buf| Floats { buf, dtype: DType::F32 }), Access::ReadWrite),
@@ -205,10 +205,10 @@ impl Kernels {
                 {
                     let Some(floats) = floats else { continue };
                     let at = i * size_of::<AdamEntry>() + 8 * slot;
-                    bufs.push((at, case.floats(what, &floats, t.n)?, access));
+                    bufs.push((at, case.floats(name, &floats, t.n)?, access));
                     let shift = [Some(0), Some(4), None, Some(8), Some(12)][slot];
                     flags |=
-                        shift.map_or(Ok(0), |by| case.code(what, floats.dtype).map(|code| code << by))?;
+                        shift.map_or(Ok(0), |by| case.code(name, floats.dtype).map(|code| code << by))?;
                 }
                 let first_block = case.u32("the number of blocks", n_blocks)?;
                 table.entries[i] = AdamEntry { n: t.n as u64, first_block, flags, ..AdamEntry::zeroed() };
@@ -254,14 +254,14 @@ impl AdamTensor {
 }
 
 impl OpCase<'_> {
-    fn floats(&self, what: &'static str, floats: &Floats, n: usize) -> Result<Buf, KernelError> {
+    fn floats(&self, name: &'static str, floats: &Floats, n: usize) -> Result<Buf, KernelError> {
         crate::require!(
             self,
             FLOATS.contains(&floats.dtype),
-            "{what} is {}, must be F32, F16 or BF16",
+            "{name} is {}, must be F32, F16 or BF16",
             floats.dtype
         );
-        self.elements(what, floats.buf, floats.dtype, &[n])
+        self.elements(name, floats.buf, floats.dtype, &[n])
     }
 }
 
@@ -302,26 +302,26 @@ fn step(k: &mut SimKernel<'_>) -> KernelResult {
         let dims = [entry.n as usize];
         let dtype = |by: u32| dtype_of(entry.flags >> by & 15);
         let grad = Typed::read(k, DevicePtr(entry.grad), dtype(0)?, &dims)?;
-        let mut places = vec![(k.ptr(0)?, DType::I32, 1)];
+        let mut operands = vec![(k.ptr(0)?, DType::I32, 1)];
         let mut inputs = vec![params.input(), sum_squares.input()];
         match clears {
             0 => inputs.push(grad.input()),
-            _ => places.push((DevicePtr(entry.grad), dtype(0)?, dims[0])),
+            _ => operands.push((DevicePtr(entry.grad), dtype(0)?, dims[0])),
         }
-        places.push((DevicePtr(entry.weight), dtype(4)?, dims[0]));
+        operands.push((DevicePtr(entry.weight), dtype(4)?, dims[0]));
         if entry.master != 0 {
-            places.push((DevicePtr(entry.master), DType::F32, dims[0]));
+            operands.push((DevicePtr(entry.master), DType::F32, dims[0]));
         }
-        places.push((DevicePtr(entry.m), dtype(8)?, dims[0]));
-        places.push((DevicePtr(entry.v), dtype(12)?, dims[0]));
-        let states = places.iter().map(|&(ptr, dtype, n)| Typed::read(k, ptr, dtype, &[n]));
+        operands.push((DevicePtr(entry.m), dtype(8)?, dims[0]));
+        operands.push((DevicePtr(entry.v), dtype(12)?, dims[0]));
+        let states = operands.iter().map(|&(ptr, dtype, n)| Typed::read(k, ptr, dtype, &[n]));
         let mut states = states.collect::<KernelResult<Vec<_>>>()?;
         let mut outputs: Vec<Out<'_>> =
             states.iter_mut().map(|state| Out { ty: state.ty, bytes: &mut state.bytes }).collect();
         let decays = vec![entry.flags >> 16 & 1 == 1].into();
         let adam = AdamW { decays, masters: entry.master != 0, clears: clears != 0 };
         refrain_reference::run(&Op::Train(TrainOp::AdamW(adam)), &inputs, &mut outputs).map_err(fault)?;
-        for ((ptr, ..), state) in places.iter().zip(&states).skip(1) {
+        for ((ptr, ..), state) in operands.iter().zip(&states).skip(1) {
             k.write(*ptr, &state.bytes)?;
         }
     }

@@ -125,8 +125,8 @@ pub struct AttendNorm {
 pub fn attend_splits(n: usize, n_kv_heads: usize, max_len: usize, n_sms: u32) -> usize {
     // A single block keeps an SM busy with its loads in flight. With several rows there are two blocks per
     // SM, since rows differ in length: blocks that a short row does not need end at once.
-    let places = if n > 1 { 2 * n_sms as usize } else { n_sms as usize };
-    let filling = (places / (n * n_kv_heads).max(1)).clamp(1, MAX_SPLITS);
+    let slots = if n > 1 { 2 * n_sms as usize } else { n_sms as usize };
+    let filling = (slots / (n * n_kv_heads).max(1)).clamp(1, MAX_SPLITS);
     // The largest power of two up to it.
     if max_len <= ALONE { 1 } else { 1 << filling.ilog2() }
 }
@@ -207,7 +207,7 @@ impl Kernels {
         };
         let n_groups = a.n_kv_heads * (a.n_heads / a.n_kv_heads).div_ceil(per_block);
         let blocks = a.n_splits * n_groups;
-        let (blocks, alone) = placed(blocks, a.n, a.fills, self.card().n_sms);
+        let (blocks, alone) = grid_blocks(blocks, a.n, a.fills, self.card().n_sms);
         let grid = [case.u32("blocks", blocks)?, a.n as u32, 1];
         let warp_bytes = warp_bytes(self.card(), size, heads_of(per_block), a.cache_dtype);
         let sizes = sizes(&case, a, per_block, alone, warp_bytes)?;
@@ -262,9 +262,9 @@ impl Kernels {
 
 /// Returns the number of blocks for each of `n` rows, and whether the next launch must wait for this one to
 /// end; see [`AttendArgs::fills`].
-fn placed(blocks: usize, n: usize, fills: bool, n_sms: usize) -> (usize, bool) {
-    let placed = if fills && n == 1 { blocks.max(n_sms) } else { blocks };
-    (placed, fills && placed * n != n_sms)
+fn grid_blocks(blocks: usize, n: usize, fills: bool, n_sms: usize) -> (usize, bool) {
+    let grid_blocks = if fills && n == 1 { blocks.max(n_sms) } else { blocks };
+    (grid_blocks, fills && grid_blocks * n != n_sms)
 }
 
 /// Returns the head size of the kernel for these heads, and the number of heads per block.
@@ -295,10 +295,10 @@ fn check(case: &OpCase<'_>, a: &AttendArgs<'_>) -> Result<(usize, usize), Kernel
         a.head_dim
     );
     let found = SIZES.into_iter().find(|&(d, _)| a.head_dim <= d && a.head_dim.is_multiple_of(8));
-    let (size, most) =
+    let (size, max_heads) =
         found.ok_or_else(|| case.refuse("head_dim must be a multiple of 8, at most 512".to_owned()))?;
     let group = a.n_heads / a.n_kv_heads;
-    Ok((size, group.div_ceil(group.div_ceil(most))))
+    Ok((size, group.div_ceil(group.div_ceil(max_heads))))
 }
 
 fn sizes(
@@ -357,8 +357,8 @@ fn warp_bytes(card: &Card, size: usize, heads: usize, dtype: DType) -> u32 {
 /// Every kernel: cache dtype, head size and heads per block.
 fn all_kernels() -> impl Iterator<Item = (DType, usize, usize)> {
     [DType::F16, DType::BF16, DType::F32].into_iter().flat_map(|dtype| {
-        SIZES.into_iter().flat_map(move |(size, most)| {
-            HEADS.into_iter().filter(move |&h| h <= most).map(move |heads| (dtype, size, heads))
+        SIZES.into_iter().flat_map(move |(size, max_heads)| {
+            HEADS.into_iter().filter(move |&h| h <= max_heads).map(move |heads| (dtype, size, heads))
         })
     })
 }
@@ -395,14 +395,14 @@ fn twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
         let w = Dense::read(k, k.ptr(norm)?, DType::F32, &[head_dim])?;
         run_f32(&Op::RmsNorm { eps: s.eps }, &[&Dense::f32(&x, &dims)?, &w], &dims)
     };
-    let turned = |x: Vec<f32>, heads: usize| {
+    let rotated = |x: Vec<f32>, heads: usize| {
         let dims = [n, heads, head_dim];
         run_f32(&rope, &[&Dense::f32(&x, &dims)?, &positions, &inv_freq], &dims)
     };
-    let q = turned(normed(k, [5, 12, 16], n_heads)?, n_heads)?;
+    let q = rotated(normed(k, [5, 12, 16], n_heads)?, n_heads)?;
     let pointers = [k.ptr(8)?, k.ptr(9)?, k.ptr(10)?];
     if k.arg::<u64>(6)? != 0 {
-        let keys = turned(normed(k, [6, 13, 17], n_kv_heads)?, n_kv_heads)?;
+        let keys = rotated(normed(k, [6, 13, 17], n_kv_heads)?, n_kv_heads)?;
         let values = normed(k, [7, 14, 18], n_kv_heads)?;
         let caches = [(k.ptr(3)?, keys.as_slice()), (k.ptr(4)?, values.as_slice())];
         append(k, dtype, &caches, pointers, n, &s.pages)?;
@@ -421,7 +421,7 @@ fn twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
         softcap: s.softcap,
     };
     let [positions, seqs, tables] = pointers;
-    let y = attention::whole(k, &sizes, dtype, &q, [k.ptr(3)?, k.ptr(4)?, positions, seqs, tables])?;
+    let y = attention::unsplit(k, &sizes, dtype, &q, [k.ptr(3)?, k.ptr(4)?, positions, seqs, tables])?;
     let dtype = if s.narrow_bf16 != 0 { DType::BF16 } else { DType::F16 };
     let to = Narrowed { dtype, n_cols: n_heads * head_dim, plane_rows: s.narrow_rows as usize };
     if k.arg::<u64>(15)? == 0 { k.write(k.ptr(0)?, &y) } else { to.write(k, &y, 15, Some(0)) }
@@ -489,7 +489,7 @@ fn check_state(k: &SimKernel<'_>, n: usize, s: &AttendSizes) -> KernelResult {
 
 #[cfg(test)]
 mod tests {
-    use super::{Card, N_WARPS, all_kernels, placed, warp_bytes};
+    use super::{Card, N_WARPS, all_kernels, grid_blocks, warp_bytes};
     use crate::load::GpuArch;
     use crate::tuning::Tuning;
 
@@ -501,11 +501,11 @@ mod tests {
                 // Queries, key and value in f32, queries in two parts, the warps' partial results, and a
                 // margin.
                 let declared = 4 * (heads + 2) * size + 64 * size + 2048;
-                let asked = (N_WARPS * warp_bytes(&card, size, heads, dtype)) as usize;
+                let dynamic = (N_WARPS * warp_bytes(&card, size, heads, dtype)) as usize;
                 let name = super::name(size, heads, dtype);
                 assert!(
-                    asked + declared <= card.shared_limit,
-                    "{name}: {asked} and {declared} bytes of {kib} KiB"
+                    dynamic + declared <= card.shared_limit,
+                    "{name}: {dynamic} and {declared} bytes of {kib} KiB"
                 );
             }
         }
@@ -513,11 +513,11 @@ mod tests {
 
     #[test]
     fn a_row_has_a_block_on_every_sm_or_the_next_launch_waits() {
-        assert_eq!(placed(128, 1, true, 132), (132, false));
-        assert_eq!(placed(132, 1, true, 132), (132, false));
-        assert_eq!(placed(256, 1, true, 132), (256, true));
-        assert_eq!(placed(66, 2, true, 132), (66, false));
-        assert_eq!(placed(32, 2, true, 132), (32, true));
-        assert_eq!(placed(8, 1, false, 132), (8, false));
+        assert_eq!(grid_blocks(128, 1, true, 132), (132, false));
+        assert_eq!(grid_blocks(132, 1, true, 132), (132, false));
+        assert_eq!(grid_blocks(256, 1, true, 132), (256, true));
+        assert_eq!(grid_blocks(66, 2, true, 132), (66, false));
+        assert_eq!(grid_blocks(32, 2, true, 132), (32, true));
+        assert_eq!(grid_blocks(8, 1, false, 132), (8, false));
     }
 }

@@ -225,7 +225,7 @@ fn split(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
     let q = read_rows(k, k.ptr(2)?, k.arg(8)?, n * n_heads, head_dim)?;
     let pointers = [k.ptr(3)?, k.ptr(4)?, k.ptr(5)?, k.ptr(6)?, k.ptr(7)?];
     let positions = k.read::<i32>(k.ptr(5)?, n)?;
-    let y = whole(k, &s, dtype, &q, pointers)?;
+    let y = unsplit(k, &s, dtype, &q, pointers)?;
     if n_splits == 1 {
         return k.write(k.ptr(0)?, &y);
     }
@@ -244,7 +244,7 @@ fn split(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
 }
 
 /// Attention of query rows; `pointers` are the parameters of keys, values, positions, sequences and tables.
-pub(crate) fn whole(
+pub(crate) fn unsplit(
     k: &SimKernel<'_>,
     s: &AttentionSizes,
     dtype: DType,

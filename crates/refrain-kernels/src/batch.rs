@@ -71,9 +71,9 @@ impl Division {
     }
 
     fn shared_bytes(&self, tuning: BatchTuning) -> u32 {
-        let room = if self.m == 128 { 2 * tuning.shared_bytes } else { tuning.shared_bytes };
+        let budget = if self.m == 128 { 2 * tuning.shared_bytes } else { tuning.shared_bytes };
         let x_bytes = HEAD_BYTES + self.x_slots * self.m * 2 * PLANE;
-        (x_bytes + (room.saturating_sub(x_bytes) / self.w_bytes).clamp(2, 6) * self.w_bytes) as u32
+        (x_bytes + (budget.saturating_sub(x_bytes) / self.w_bytes).clamp(2, 6) * self.w_bytes) as u32
     }
 
     fn fits(&self, card: &Card) -> bool {
@@ -169,7 +169,7 @@ pub struct BatchArgs<'a> {
 /// Number of clusters of this size that run concurrently. All blocks of a cluster run on one group of SMs
 /// (GPC). Occupancy by cluster size shows that an H200 has six groups of 18 SMs and two of 12; other GPUs are
 /// assumed to be divided alike.
-fn clusters_at_once(n_sms: usize, per_sm: usize, n_blocks: usize) -> usize {
+fn concurrent_clusters(n_sms: usize, per_sm: usize, n_blocks: usize) -> usize {
     let in_groups = |sms: usize| sms * per_sm / n_blocks;
     ((6 * in_groups(18) + 2 * in_groups(12)) * n_sms / 132).max(1)
 }
@@ -216,19 +216,19 @@ impl Kernels {
         let tiles = tiles * m.div_ceil(division.m);
         let units = k.div_ceil(division.planes * PLANE).max(1);
         let clustered = card.has_clusters;
-        let most = if gated && !clustered { 1 } else { MAX_SPLITS.min(units) };
+        let max_splits = if gated && !clustered { 1 } else { MAX_SPLITS.min(units) };
         // Cost in units: every block adds a prologue and an epilogue, and partial sums are read once more.
         let cost = |splits: usize| {
             let per_split = units.div_ceil(splits);
             let n_splits = units.div_ceil(per_split);
-            let places = match clustered {
-                true => clusters_at_once(card.n_sms, division.per_sm(), n_splits),
+            let concurrent = match clustered {
+                true => concurrent_clusters(card.n_sms, division.per_sm(), n_splits),
                 false => (card.n_sms * division.per_sm() / n_splits).max(1),
             };
-            let rounds = tiles.div_ceil(places);
+            let rounds = tiles.div_ceil(concurrent);
             2 * rounds * (per_split + 1) + if splits > 1 { 1 + splits / 2 } else { 0 }
         };
-        let n_splits = (1..=most).min_by_key(|&splits| cost(splits))?;
+        let n_splits = (1..=max_splits).min_by_key(|&splits| cost(splits))?;
         let plan = BatchPlan { division, n_splits: 1, per_split: units, clustered };
         Some(plan.with_splits(n_splits, k))
     }
@@ -397,11 +397,11 @@ fn four_bits_row(dtype: DType, packed: &[u8], row: usize, out: &mut [f32]) {
             }
         };
         let round = |v: f32| bf16::from_f32(v).to_f32();
-        let (scale, left) = (round(scale), round(scale.mul_add(8.0, -min)));
+        let (scale, offset) = (round(scale), round(scale.mul_add(8.0, -min)));
         let nibbles = &unit[512 * plane + 16 * lane..][..16];
         for (e, v) in out.iter_mut().enumerate() {
             let quant = nibbles[e % 16] >> (4 * (e / 16)) & 15;
-            *v = round((f32::from(quant) - 8.0).mul_add(scale, left));
+            *v = round((f32::from(quant) - 8.0).mul_add(scale, offset));
         }
     }
 }

@@ -284,7 +284,7 @@ impl BlasLt {
         }
         let candidates = match path {
             Some(path) => vec![path.to_owned()],
-            None => usual_places(),
+            None => candidate_paths(),
         };
         let mut tried = Vec::new();
         for file in candidates {
@@ -356,12 +356,12 @@ impl BlasLt {
                 factor.pitch
             );
         }
-        let mut known = self.planned.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(planned) = known.get(&shape) {
+        let mut planned_shapes = self.planned.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(planned) = planned_shapes.get(&shape) {
             return Ok(Arc::clone(planned));
         }
         let planned = Arc::new(self.choose(shape, case)?);
-        known.insert(shape, Arc::clone(&planned));
+        planned_shapes.insert(shape, Arc::clone(&planned));
         Ok(planned)
     }
 
@@ -419,7 +419,7 @@ impl BlasLt {
         let (mut found, mut n_found) = ([nothing; CANDIDATES], 0);
         // The library is column-major: it computes y^T = b^T a^T, [n, m] = [n, k] [k, m]. A factor with
         // contiguous rows needs no transposition there; one with contiguous columns does.
-        let turned = |factor: &BlasLtFactor| if factor.has_rows { OP_N } else { OP_T };
+        let transposition = |factor: &BlasLtFactor| if factor.has_rows { OP_N } else { OP_T };
         let sizes = |factor: &BlasLtFactor, rows: u64, cols: u64| match factor.has_rows {
             true => (factors, cols, rows, factor.pitch as i64, factor.batch_stride as i64),
             false => (factors, rows, cols, factor.pitch as i64, factor.batch_stride as i64),
@@ -431,13 +431,13 @@ impl BlasLt {
         unsafe {
             ok("cublasLtMatmulDescCreate", (f.desc_create)(&mut planned.desc, COMPUTE_32F, R_32F))?;
             for (which, factor) in [(DESC_TRANSA, &shape.b), (DESC_TRANSB, &shape.a)] {
-                let turn = turned(factor);
-                let set = (f.desc_set)(planned.desc, which, (&raw const turn).cast(), size_of::<i32>());
+                let transposed = transposition(factor);
+                let set = (f.desc_set)(planned.desc, which, (&raw const transposed).cast(), size_of::<i32>());
                 ok("cublasLtMatmulDescSetAttribute", set)?;
             }
             for (layout, (kind, rows, cols, pitch, offset)) in planned.layouts.iter_mut().zip(layouts) {
-                let made = (f.layout_create)(layout, kind, rows, cols, pitch);
-                ok("cublasLtMatrixLayoutCreate", made)?;
+                let created = (f.layout_create)(layout, kind, rows, cols, pitch);
+                ok("cublasLtMatrixLayoutCreate", created)?;
                 if shape.n_batch > 1 {
                     let count = shape.n_batch as i32;
                     let set = (f.layout_set)(
@@ -481,7 +481,7 @@ impl BlasLt {
                 }
             }
             let [a, b, d] = planned.layouts;
-            let asked = (f.heuristic)(
+            let status = (f.heuristic)(
                 self.handle,
                 planned.desc,
                 a,
@@ -493,14 +493,14 @@ impl BlasLt {
                 found.as_mut_ptr(),
                 &mut n_found,
             );
-            crate::require!(case, asked != NOT_SUPPORTED, "cuBLASLt has no algorthis shapehm for this shape");
-            ok("cublasLtMatmulAlgoGetHeuristic", asked)?;
+            crate::require!(case, status != NOT_SUPPORTED, "cuBLASLt has no algorithm for this shape");
+            ok("cublasLtMatmulAlgoGetHeuristic", status)?;
         }
         let found = &found[..usize::try_from(n_found).unwrap_or(0).min(CANDIDATES)];
         let usable =
             |found: &&AlgorithmCandidate| found.status == 0 && found.workspace_bytes as u64 <= WORKSPACE;
         let candidates: Vec<Algorithm> = found.iter().filter(usable).map(|found| found.algorithm).collect();
-        crate::require!(case, !candidates.is_empty(), "cuBLASLt has no algorthis shapehm for this shape");
+        crate::require!(case, !candidates.is_empty(), "cuBLASLt has no algorithm for this shape");
         planned.choice = shared_choice((self.file.clone(), self.card, shape), candidates);
         Ok(planned)
     }
@@ -638,15 +638,15 @@ impl BlasLtProduct {
             (0..n).try_for_each(|_| self.enqueue_with(with, q))
         })?;
         let (start, end) = (stream.context().event()?, stream.context().event()?);
-        let mut least = f32::INFINITY;
+        let mut fastest_ms = f32::INFINITY;
         for _ in 0..REPLAYS {
             stream.record_event(&start)?;
             graph.replay(lease, stream)?;
             stream.record_event(&end)?;
             stream.synchronize()?;
-            least = least.min(end.ms_since(&start)?);
+            fastest_ms = fastest_ms.min(end.ms_since(&start)?);
         }
-        Ok(least / n as f32)
+        Ok(fastest_ms / n as f32)
     }
 
     /// Enqueues the product.
@@ -718,7 +718,7 @@ fn ok(call: &'static str, code: u32) -> Result<(), KernelError> {
 }
 
 /// Candidate paths: the loader's own search, then the locations that toolkits and Python packages use.
-fn usual_places() -> Vec<PathBuf> {
+fn candidate_paths() -> Vec<PathBuf> {
     let names = ["libcublasLt.so.13", "libcublasLt.so.12"];
     let toolkits =
         ["/usr/local/cuda/lib64", "/usr/local/cuda/targets/x86_64-linux/lib", "/usr/lib/x86_64-linux-gnu"];

@@ -52,10 +52,10 @@ impl KernelCache {
             }
         };
         let body = bytes.get(MAGIC.len() + DIGEST_BYTES..).unwrap_or_default();
-        let whole = bytes.starts_with(MAGIC)
+        let intact = bytes.starts_with(MAGIC)
             && !body.is_empty()
             && Sha256::digest(body)[..] == bytes[MAGIC.len()..MAGIC.len() + DIGEST_BYTES];
-        if !whole {
+        if !intact {
             tracing::warn!(
                 "kernel cache {} is damaged ({} bytes), compiling again",
                 path.display(),
@@ -105,12 +105,12 @@ mod tests {
         assert_eq!(cache.get(&key).as_deref(), Some(b"machine code".as_slice()));
 
         let path = cache.path(&key);
-        let whole = fs::read(&path).unwrap();
-        for cut in [0, 1, MAGIC.len(), whole.len() - 1] {
-            fs::write(&path, &whole[..cut]).unwrap();
+        let intact = fs::read(&path).unwrap();
+        for cut in [0, 1, MAGIC.len(), intact.len() - 1] {
+            fs::write(&path, &intact[..cut]).unwrap();
             assert_eq!(cache.get(&key), None, "{cut} bytes");
         }
-        let mut wrong = whole.clone();
+        let mut wrong = intact.clone();
         *wrong.last_mut().unwrap() ^= 1;
         fs::write(&path, &wrong).unwrap();
         assert_eq!(cache.get(&key), None);

@@ -107,7 +107,7 @@ pub struct CommitArgs<'a> {
 /// Ranges of memory that the host changes between two steps, in one launch.
 #[derive(Clone, Debug, Default)]
 pub struct Edits {
-    pieces: Vec<[u32; 4]>,
+    ranges: Vec<[u32; 4]>,
     words: Vec<u32>,
 }
 
@@ -118,33 +118,33 @@ impl Edits {
     /// Size in words of this message plus one more range of `n` words.
     #[must_use]
     pub fn n_words_with(&self, n: usize) -> usize {
-        EDIT_WORDS * (self.pieces.len() + 2) + self.words.len() + n
+        EDIT_WORDS * (self.ranges.len() + 2) + self.words.len() + n
     }
 
     /// Adds a range: `words` are written from word `to` on. Ranges must not overlap.
     pub fn push(&mut self, to: u32, words: &[u32]) {
-        self.pieces.push([to, self.words.len() as u32, words.len() as u32, 0]);
+        self.ranges.push([to, self.words.len() as u32, words.len() as u32, 0]);
         self.words.extend_from_slice(words);
     }
 
     /// Whether there is nothing to change.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.pieces.is_empty()
+        self.ranges.is_empty()
     }
 
     /// The ranges, each with its destination and words.
-    pub fn pieces(&self) -> impl Iterator<Item = (usize, &[u32])> {
+    pub fn ranges(&self) -> impl Iterator<Item = (usize, &[u32])> {
         let words = |from: u32, n: u32| &self.words[from as usize..(from + n) as usize];
-        self.pieces.iter().map(move |&[to, from, n, _]| (to as usize, words(from, n)))
+        self.ranges.iter().map(move |&[to, from, n, _]| (to as usize, words(from, n)))
     }
 
     /// The message in the kernel's format.
     #[must_use]
     pub fn message(&self) -> Vec<u32> {
-        let first = (EDIT_WORDS * (self.pieces.len() + 1)) as u32;
-        let mut message = vec![self.pieces.len() as u32, 0, 0, 0];
-        message.extend(self.pieces.iter().flat_map(|&[to, from, n, _]| [to, first + from, n, 0]));
+        let first = (EDIT_WORDS * (self.ranges.len() + 1)) as u32;
+        let mut message = vec![self.ranges.len() as u32, 0, 0, 0];
+        message.extend(self.ranges.iter().flat_map(|&[to, from, n, _]| [to, first + from, n, 0]));
         message.extend_from_slice(&self.words);
         message
     }

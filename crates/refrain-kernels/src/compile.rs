@@ -38,19 +38,19 @@ pub(crate) fn n_threads() -> usize {
     std::thread::available_parallelism().map_or(1, NonZeroUsize::get).min(MAX_THREADS)
 }
 
-/// Compiles units on several threads and calls `hear` on the calling thread. The first failure stops the
+/// Compiles units on several threads and calls `on_progress` on the calling thread. The first failure stops the
 /// compilation: units not yet started are skipped.
 pub(crate) fn compile(
     compiler: &dyn Compiler,
     units: &[KernelUnit],
     n_threads: usize,
-    hear: &mut dyn FnMut(Compiling),
+    on_progress: &mut dyn FnMut(Compiling),
 ) -> Result<Vec<Vec<u8>>, KernelError> {
     let n_total = units.len();
     let mut code = vec![Vec::new(); n_total];
     let next = &AtomicUsize::new(0);
     if n_total > 0 {
-        hear(Compiling { n_done: 0, n_total });
+        on_progress(Compiling { n_done: 0, n_total });
     }
     std::thread::scope(|scope| {
         let (sender, results) = channel();
@@ -68,7 +68,7 @@ pub(crate) fn compile(
         drop(sender);
         for (n_before, (idx, result)) in results.into_iter().enumerate() {
             code[idx] = result?;
-            hear(Compiling { n_done: n_before + 1, n_total });
+            on_progress(Compiling { n_done: n_before + 1, n_total });
         }
         Ok(code)
     })

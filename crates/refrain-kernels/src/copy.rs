@@ -19,7 +19,7 @@ use crate::vouch::Vouch;
 pub struct CopyArgs<'a> {
     /// Elements of 1, 2 or 4 bytes, in any layout.
     pub x: BufView,
-    /// Dense, of the same dtype and shape; not `x`.
+    /// Contiguous, of the same dtype and shape; not `x`.
     pub y: Buf,
     /// Name of the step that the launch belongs to.
     pub step: &'a str,
@@ -30,7 +30,7 @@ pub struct CopyArgs<'a> {
 pub struct CastArgs<'a> {
     /// F32, F16 or BF16, in any layout.
     pub x: BufView,
-    /// Dense, of the same shape; not `x`.
+    /// Contiguous, of the same shape; not `x`.
     pub y: Buf,
     /// F32, F16 or BF16.
     pub to: DType,

@@ -20,7 +20,7 @@ pub enum KernelError {
         because: String,
     },
     /// A buffer is too small for the shape.
-    #[error("{op} x {dtype} x [{shape}]: {what} has {got_bytes} bytes, needs {need_bytes}")]
+    #[error("{op} x {dtype} x [{shape}]: {name} has {got_bytes} bytes, needs {need_bytes}")]
     Buffer {
         /// Op.
         op: &'static str,
@@ -29,7 +29,7 @@ pub enum KernelError {
         /// Named sizes.
         shape: String,
         /// Name of the buffer.
-        what: &'static str,
+        name: &'static str,
         /// Size of the buffer.
         got_bytes: u64,
         /// Size that the shape requires.
@@ -43,14 +43,14 @@ pub enum KernelError {
     },
     /// The binary has no code for the GPU, and there is no compiler.
     #[error(
-        "no kernels for {card}: this binary has {held}, and the CUDA compiler library NVRTC was not found \
+        "no kernels for {card}: this binary has {contents}, and the CUDA compiler library NVRTC was not found \
          (tried {tried})"
     )]
     NoKernels {
         /// Architecture of the GPU.
         card: String,
         /// Architectures in the binary, as text.
-        held: String,
+        contents: String,
         /// File names and paths that were tried.
         tried: String,
     },
@@ -132,8 +132,8 @@ impl KernelError {
         match self {
             KernelError::NvrtcMissing { .. } | KernelError::NoKernels { .. } => Some(
                 "install libnvrtc.so.13 or .12: `pip install nvidia-cuda-nvrtc`, or the CUDA toolkit's runtime \
-                 packages (REFRAIN_NVRTC names it where it is elsewhere); or use a binary of `cargo xtask dist`, \
-                 which holds compiled kernels"
+                 packages; set REFRAIN_NVRTC if it is in an unusual location. Or use a binary built by `cargo xtask \
+                 dist`, which embeds compiled kernels"
                     .to_owned(),
             ),
             KernelError::BlasLtMissing { .. } => Some(
@@ -142,7 +142,7 @@ impl KernelError {
             ),
             KernelError::BlasLtSymbol { .. } => Some("install cuBLAS 12 or newer".to_owned()),
             KernelError::NvrtcSymbol { .. } => Some("install NVRTC 12 or newer".to_owned()),
-            KernelError::TooOld { .. } => Some("use --device cpu".to_owned()),
+            KernelError::TooOld { .. } => Some("use the CPU".to_owned()),
             KernelError::Parameter { .. } => Some("delete the kernel cache folder".to_owned()),
             KernelError::Driver(DriverError::KernelMissing { .. }) => {
                 Some("register the twins before loading: refrain_kernels::register_twins".to_owned())
@@ -175,12 +175,12 @@ impl OpCase<'_> {
     }
 
     /// Converts a size to a kernel parameter.
-    pub(crate) fn u32(&self, what: &'static str, n: usize) -> Result<u32, KernelError> {
+    pub(crate) fn u32(&self, name: &'static str, n: usize) -> Result<u32, KernelError> {
         // Half the range, so that an index plus the overhang of the grid still fits.
         u32::try_from(n)
             .ok()
             .filter(|&n| n <= i32::MAX as u32)
-            .ok_or_else(|| self.refuse(format!("{what} is {n}, must be at most {}", i32::MAX)))
+            .ok_or_else(|| self.refuse(format!("{name} is {n}, must be at most {}", i32::MAX)))
     }
 
     /// Checks that every size is nonzero and fits a kernel parameter.
@@ -194,18 +194,18 @@ impl OpCase<'_> {
     /// Checks the size and alignment of a dense buffer, and cuts it to the bytes that the kernel accesses.
     pub(crate) fn buf(
         &self,
-        what: &'static str,
+        name: &'static str,
         buf: Buf,
         n_bytes: Option<usize>,
         align: u64,
     ) -> Result<Buf, KernelError> {
-        let need = n_bytes.ok_or_else(|| self.refuse(format!("the size of {what} overflows")))? as u64;
+        let need = n_bytes.ok_or_else(|| self.refuse(format!("the size of {name} overflows")))? as u64;
         if buf.len() < need {
             return Err(KernelError::Buffer {
                 op: self.op,
                 dtype: self.dtype,
                 shape: self.shape(),
-                what,
+                name,
                 got_bytes: buf.len(),
                 need_bytes: need,
             });
@@ -213,16 +213,16 @@ impl OpCase<'_> {
         crate::require!(
             self,
             buf.offset().is_multiple_of(align),
-            "{what} starts at byte {}, must be {align}-byte aligned",
+            "{name} starts at byte {}, must be {align}-byte aligned",
             buf.offset()
         );
         Ok(buf.slice(0, need)?)
     }
 
     /// Checks a dense buffer of four-byte elements.
-    pub(crate) fn words(&self, what: &'static str, buf: Buf, n: &[usize]) -> Result<Buf, KernelError> {
+    pub(crate) fn words(&self, name: &'static str, buf: Buf, n: &[usize]) -> Result<Buf, KernelError> {
         let n = n.iter().try_fold(4_usize, |a, &b| a.checked_mul(b));
-        self.buf(what, buf, n, 4)
+        self.buf(name, buf, n, 4)
     }
 }
 

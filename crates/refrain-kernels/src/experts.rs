@@ -214,7 +214,7 @@ impl Kernels {
         case.sizes()?;
         crate::require!(case, k <= MAX_CHOICES, "a row has at most {MAX_CHOICES} choices");
         crate::require!(case, k <= a.n_experts, "{k} choices need at least {k} experts, got {}", a.n_experts);
-        crate::require!(case, a.n_experts <= MAX_EXPERTS, "at most {MAX_EXPERTS} experts");
+        crate::require!(case, a.n_experts <= MAX_EXPERTS, "a router has at most {MAX_EXPERTS} experts");
         let groups = route.groups.unwrap_or(RouteGroups { n_groups: 0, n_kept: 0, n_best: 0 });
         crate::require!(
             case,
@@ -222,7 +222,7 @@ impl Kernels {
             "a router has at most {MAX_ROUTE_GROUPS} groups"
         );
         let vector =
-            |what, buf: Option<Buf>| buf.map(|buf| case.words(what, buf, &[a.n_experts])).transpose();
+            |name, buf: Option<Buf>| buf.map(|buf| case.words(name, buf, &[a.n_experts])).transpose();
         let params = RouteParams {
             n_experts: case.u32("n_experts", a.n_experts)?,
             n_choices: case.u32("n_choices", k)?,
@@ -259,7 +259,7 @@ impl Kernels {
         let shape = shape(s);
         let case = OpCase { op: "expert_gate", dtype: a.gate.dtype, shape: &shape };
         self.check(&case, s, &[a.gate, a.up])?;
-        let (gate, up) = (place(&case, s, &a.gate)?, place(&case, s, &a.up)?);
+        let (gate, up) = (locate(&case, s, &a.gate)?, locate(&case, s, &a.up)?);
         let pairs = [s.n_rows, s.n_choices];
         let (n, dtype) = (s.n, a.gate.dtype);
         let x = case.buf("x", a.x, s.n_rows.checked_mul(s.k).and_then(|n| n.checked_mul(4)), 16)?;
@@ -321,7 +321,7 @@ impl Kernels {
         let shape = shape(s);
         let case = OpCase { op: "expert_sum", dtype: a.down.dtype, shape: &shape };
         self.check(&case, s, &[a.down])?;
-        let down = place(&case, s, &a.down)?;
+        let down = locate(&case, s, &a.down)?;
         let (n, dtype, pairs) = (s.n, a.down.dtype, s.n_rows * s.n_choices);
         let x = case.buf("x", a.x, pairs.checked_mul(s.k).and_then(|n| n.checked_mul(4)), 16)?;
         let ids = case.words("ids", a.ids, &[pairs])?;
@@ -374,7 +374,7 @@ impl Kernels {
     }
 
     /// Multiplies all choices, sorted by expert: `[weights, pairs, n]`.
-    #[expect(clippy::too_many_arguments, reason = "what two launchers share")]
+    #[expect(clippy::too_many_arguments, reason = "shared by two launchers")]
     fn sorted_rows(
         &self,
         case: &OpCase<'_>,
@@ -435,8 +435,8 @@ impl Kernels {
         crate::require!(case, s.n_experts <= 65_535, "the grid takes at most 65535 experts");
         let pairs = s.n_rows.saturating_mul(s.n_choices);
         crate::require!(case, pairs <= 65_535, "{pairs} choices in total, at most 65535 fit in one launch");
-        let alike = weights.iter().all(|w| w.dtype == dtype && w.rows == weights[0].rows);
-        crate::require!(case, alike, "both matrices must be of one dtype and shape");
+        let same_shape = weights.iter().all(|w| w.dtype == dtype && w.rows == weights[0].rows);
+        crate::require!(case, same_shape, "both matrices must be of one dtype and shape");
         let need = self.shared_need(dtype, s);
         let limit = self.card().shared_limit.saturating_sub(STATIC_BYTES);
         crate::require!(
@@ -457,7 +457,7 @@ fn shape(s: &ExpertSizes) -> [(&'static str, usize); 5] {
     [("n_rows", s.n_rows), ("n_choices", s.n_choices), ("n_experts", s.n_experts), ("n", s.n), ("k", s.k)]
 }
 
-fn place(case: &OpCase<'_>, s: &ExpertSizes, w: &ExpertWeight) -> Result<PlacedExperts, KernelError> {
+fn locate(case: &OpCase<'_>, s: &ExpertSizes, w: &ExpertWeight) -> Result<PlacedExperts, KernelError> {
     let packed = PACKED_DTYPES.contains(&w.dtype);
     let whole_tiles = w.rows.is_multiple_of(TILE_ROWS) && w.first.is_multiple_of(TILE_ROWS);
     crate::require!(case, !packed || whole_tiles, "the rows of an expert must be a multiple of {TILE_ROWS}");
@@ -575,7 +575,7 @@ fn chosen(id: i32, p: &ExpertParams) -> Option<usize> {
 }
 
 /// Returns a row as the kernel multiplies it: rounded to 8 bits for packed weights.
-fn kept(dtype: DType, x: &[f32]) -> Vec<f32> {
+fn as_multiplied(dtype: DType, x: &[f32]) -> Vec<f32> {
     if !PACKED_DTYPES.contains(&dtype) {
         return x.to_vec();
     }
@@ -599,7 +599,7 @@ fn products(
     let partial = || fault("a row ends inside a quantisation block");
     let bytes = weight_bytes(dtype, n, cols).ok_or_else(partial)?;
     let w = k.view::<u8>(k.ptr(w)?.add(expert as u64 * p.expert_bytes), bytes)?;
-    let x = kept(dtype, x);
+    let x = as_multiplied(dtype, x);
     let mut row = vec![0.0; cols];
     let mut y = Vec::with_capacity(n);
     for i in 0..n {
@@ -627,7 +627,7 @@ fn add_bias(k: &SimKernel<'_>, arg: usize, p: &ExpertParams, expert: usize, y: &
     Ok(())
 }
 
-fn joined(p: &ExpertParams, gate: &[f32], up: &[f32]) -> Vec<f32> {
+fn activated(p: &ExpertParams, gate: &[f32], up: &[f32]) -> Vec<f32> {
     let activation = match p.activation {
         0 => ExpertActivation::Silu,
         1 => ExpertActivation::GeluTanh,
@@ -649,7 +649,7 @@ fn gate_twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
         let mut up = products(k, dtype, 4, &p, expert, &x)?;
         add_bias(k, 5, &p, expert, &mut gate)?;
         add_bias(k, 6, &p, expert, &mut up)?;
-        y.copy_from_slice(&joined(&p, &gate, &up));
+        y.copy_from_slice(&activated(&p, &gate, &up));
     }
     k.write(k.ptr(0)?, &y)
 }
@@ -714,7 +714,7 @@ fn join_twin(k: &mut SimKernel<'_>) -> KernelResult {
         let mut up: Vec<f32> = k.read(k.ptr(1)?.add(at(1)), n)?;
         add_bias(k, 3, &p, expert, &mut gate)?;
         add_bias(k, 4, &p, expert, &mut up)?;
-        y.copy_from_slice(&joined(&p, &gate, &up));
+        y.copy_from_slice(&activated(&p, &gate, &up));
     }
     k.write(k.ptr(0)?, &y)
 }

@@ -199,7 +199,7 @@ pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
 }
 
 /// Position of word `w` among the eight words of a row's sub-block.
-const fn word_place(w: usize) -> usize {
+const fn word_index(w: usize) -> usize {
     if w < 4 { 2 * w } else { 2 * (w - 4) + 1 }
 }
 
@@ -212,7 +212,7 @@ fn rows_twin(kernel: &mut SimKernel<'_>, padded: usize) -> KernelResult {
             let to = &mut out[sub * (SUB + 8) * padded..][..(SUB + 8) * padded];
             let (q, d) = round(block);
             for (w, word) in q.chunks_exact(4).enumerate() {
-                let at = SUB * row + 4 * word_place(w);
+                let at = SUB * row + 4 * word_index(w);
                 to[at..at + 4].copy_from_slice(bytemuck::cast_slice(word));
             }
             let sum: i32 = q.iter().map(|q| i32::from(*q)).sum();
@@ -225,14 +225,14 @@ fn rows_twin(kernel: &mut SimKernel<'_>, padded: usize) -> KernelResult {
 
 /// Rounds 32 numbers to signed bytes with a scale.
 pub(crate) fn round(block: &[f32]) -> ([i8; SUB], f32) {
-    let most = block.iter().map(|v| v.to_bits() & 0x7fff_ffff).max().unwrap_or(0);
-    let most = f32::from_bits(most);
-    if most < 1e-35 {
+    let max_abs = block.iter().map(|v| v.to_bits() & 0x7fff_ffff).max().unwrap_or(0);
+    let max_abs = f32::from_bits(max_abs);
+    if max_abs < 1e-35 {
         return ([0; SUB], 0.0);
     }
     let mut q = [0; SUB];
-    q.iter_mut().zip(block).for_each(|(q, v)| *q = (v * (127.0 / most)).round_ties_even() as i8);
-    (q, if most < 8e37 { most * (1.0 / 127.0) } else { f32::NAN })
+    q.iter_mut().zip(block).for_each(|(q, v)| *q = (v * (127.0 / max_abs)).round_ties_even() as i8);
+    (q, if max_abs < 8e37 { max_abs * (1.0 / 127.0) } else { f32::NAN })
 }
 
 /// Converts row `row` of rounded rows back to floats.
@@ -240,7 +240,7 @@ fn unround(rows: &[u8], padded: usize, row: usize, k: usize) -> Vec<f32> {
     let value = |i: usize| {
         let at = &rows[i / SUB * (SUB + 8) * padded..];
         let (word, byte) = (i % SUB / 4, i % 4);
-        let q = at[SUB * row + 4 * word_place(word) + byte] as i8;
+        let q = at[SUB * row + 4 * word_index(word) + byte] as i8;
         let d: f32 = bytemuck::pod_read_unaligned(&at[SUB * padded + 8 * row..][..4]);
         f32::from(q) * d
     };
@@ -285,10 +285,10 @@ mod tests {
 
     #[test]
     fn words_of_a_sub_block_are_permuted_so_that_those_of_a_lane_are_adjacent() {
-        let mut places: Vec<usize> = (0..8).map(word_place).collect();
-        assert!((0..4).all(|w| places[w].is_multiple_of(2) && places[w + 4] == places[w] + 1));
-        places.sort_unstable();
-        assert_eq!(places, [0, 1, 2, 3, 4, 5, 6, 7]);
+        let mut indices: Vec<usize> = (0..8).map(word_index).collect();
+        assert!((0..4).all(|w| indices[w].is_multiple_of(2) && indices[w + 4] == indices[w] + 1));
+        indices.sort_unstable();
+        assert_eq!(indices, [0, 1, 2, 3, 4, 5, 6, 7]);
     }
 
     #[test]

@@ -67,7 +67,7 @@ impl Kernels {
         let y = case.buf("y", a.y, y_bytes, 16)?;
         // Several blocks load an unquantised row at once; see `gather.cu`.
         let parts = if a.dtype.is_quantized() { 1 } else { a.d.div_ceil(PART).max(1) };
-        crate::require!(case, parts <= 65_535, "at most {} columns", 65_535 * PART);
+        crate::require!(case, parts <= 65_535, "the grid takes at most {} columns", 65_535 * PART);
         Ok(self
             .launch(&name(a.dtype, a.packed), [a.n_ids as u32, parts as u32], 256)?
             .step(a.step)
@@ -94,13 +94,13 @@ pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     for dtype in LINEAR_DTYPES {
         let entry =
             KernelEntry::new(KernelFamily::Gather, name(dtype, false), &PARAMS, move |k| twin(k, dtype));
-        all.push(entry.unit(&suffix(dtype, false)).starting_next_late());
+        all.push(entry.unit(&suffix(dtype, false)).releasing_next_after_wait());
     }
     for dtype in PACKED_DTYPES {
         let entry = KernelEntry::new(KernelFamily::Gather, name(dtype, true), &PARAMS, move |k| {
             packed_twin(k, dtype)
         });
-        all.push(entry.unit(&suffix(dtype, true)).starting_next_late());
+        all.push(entry.unit(&suffix(dtype, true)).releasing_next_after_wait());
     }
 }
 

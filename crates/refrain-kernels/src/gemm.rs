@@ -73,8 +73,8 @@ impl GemmPlan {
         let tile = if m > LOW.rows && enough { HIGH } else { LOW };
         let steps = k.div_ceil(DEPTH).max(1);
         // Each split has at least four stages.
-        let wanted = (2 * n_sms / blocks(tile)).clamp(1, MAX_SPLITS).min((steps / 4).max(1));
-        let k_split = steps.div_ceil(wanted) * DEPTH;
+        let target_splits = (2 * n_sms / blocks(tile)).clamp(1, MAX_SPLITS).min((steps / 4).max(1));
+        let k_split = steps.div_ceil(target_splits) * DEPTH;
         GemmPlan { tile, n_splits: k.div_ceil(k_split).max(1), k_split }
     }
 

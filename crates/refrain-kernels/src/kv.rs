@@ -53,12 +53,12 @@ impl OpCase<'_> {
     /// Checks a whole cache `[n_blocks, n_kv_heads, kv_block, head_dim]`.
     pub(crate) fn cache(
         &self,
-        what: &'static str,
+        name: &'static str,
         cache: Buf,
         cells: [usize; 4],
     ) -> Result<Buf, KernelError> {
         let bytes = cells.iter().try_fold(self.dtype.block_bytes(), |x, &y| x.checked_mul(y));
-        self.buf(what, cache, bytes, 16)
+        self.buf(name, cache, bytes, 16)
     }
 }
 

@@ -161,7 +161,7 @@ impl Kernels {
         };
         let supply = supply.map_err(|error| match error {
             KernelError::NvrtcMissing { tried } => {
-                KernelError::NoKernels { card: card.to_string(), held: held(&archive), tried }
+                KernelError::NoKernels { card: card.to_string(), contents: contents(&archive), tried }
             }
             error => error,
         });
@@ -183,12 +183,12 @@ impl Kernels {
     /// Runs `describe` with every kernel that it requests loaded; fails if one cannot be loaded.
     ///
     /// `describe` runs once, and its result is returned if no kernel was missing. Otherwise the result is
-    /// dropped, all requested kernels are compiled on all cores and loaded, and `describe` runs again. `hear`
+    /// dropped, all requested kernels are compiled on all cores and loaded, and `describe` runs again. `on_progress`
     /// receives the progress. During the first run, missing kernels are replaced by a stand-in of another
     /// device, whose launches every stream refuses.
     pub fn prepared<T, E>(
         &self,
-        hear: &mut dyn FnMut(Compiling),
+        on_progress: &mut dyn FnMut(Compiling),
         mut describe: impl FnMut() -> Result<T, E>,
     ) -> Result<Result<T, E>, KernelError> {
         let search = Search::begin(self);
@@ -199,15 +199,15 @@ impl Kernels {
             return Ok(described);
         }
         drop(described);
-        self.load_units(&missing, hear)?;
+        self.load_units(&missing, on_progress)?;
         Ok(describe())
     }
 
     /// Loads every kernel.
-    pub fn load_all(&self, hear: &mut dyn FnMut(Compiling)) -> Result<(), KernelError> {
+    pub fn load_all(&self, on_progress: &mut dyn FnMut(Compiling)) -> Result<(), KernelError> {
         let loaded = self.loaded();
         let missing = KernelUnit::all().iter().filter(|unit| !loaded.contains(unit));
-        self.load_units(&missing.copied().collect::<Vec<_>>(), hear)
+        self.load_units(&missing.copied().collect::<Vec<_>>(), on_progress)
     }
 
     /// Where the kernels came from.
@@ -265,11 +265,15 @@ impl Kernels {
         Ok(self.loaded.borrow().get(name).ok_or_else(unknown)?.clone())
     }
 
-    fn load_units(&self, units: &[KernelUnit], hear: &mut dyn FnMut(Compiling)) -> Result<(), KernelError> {
+    fn load_units(
+        &self,
+        units: &[KernelUnit],
+        on_progress: &mut dyn FnMut(Compiling),
+    ) -> Result<(), KernelError> {
         // Checked before compiling, since the driver would refuse to load the result.
         self.ctx.refuse_while_recording("loading kernels")?;
         let mut supply = self.supply.borrow_mut();
-        let refused = match self.load_code(&mut supply, units, hear) {
+        let refused = match self.load_code(&mut supply, units, on_progress) {
             Ok(()) => return Ok(()),
             // Neither a lost context nor a compile error goes away on a second attempt.
             Err(
@@ -280,7 +284,7 @@ impl Kernels {
             Err(error) => error,
         };
         match supply.fall_back(&refused)? {
-            true => self.load_code(&mut supply, units, hear),
+            true => self.load_code(&mut supply, units, on_progress),
             false => Err(refused),
         }
     }
@@ -289,9 +293,9 @@ impl Kernels {
         &self,
         supply: &mut Supply,
         units: &[KernelUnit],
-        hear: &mut dyn FnMut(Compiling),
+        on_progress: &mut dyn FnMut(Compiling),
     ) -> Result<(), KernelError> {
-        let code = supply.code(units, hear)?;
+        let code = supply.code(units, on_progress)?;
         let overlaps = supply.arch() >= OVERLAPS;
         units.iter().zip(code).try_for_each(|(&unit, code)| self.load_unit(unit, &code, overlaps))
     }
@@ -361,7 +365,7 @@ impl fmt::Debug for Kernels {
 }
 
 /// Describes the contents of an archive.
-fn held(archive: &Archive<'_>) -> String {
+fn contents(archive: &Archive<'_>) -> String {
     let archs: Vec<String> = archive.archs().iter().map(ToString::to_string).collect();
     match archs.as_slice() {
         [] => "no prebuilt kernels".to_owned(),

@@ -33,8 +33,8 @@ pub struct CrossEntropyArgs<'a> {
 
 /// Threads per block: each holds 64 16-bit logits or 32 F32 logits.
 fn block(vocab: usize, dtype: DType) -> u32 {
-    let kept = 128 / dtype.block_bytes();
-    (vocab.div_ceil(kept).next_multiple_of(32) as u32).clamp(64, 512)
+    let per_thread = 128 / dtype.block_bytes();
+    (vocab.div_ceil(per_thread).next_multiple_of(32) as u32).clamp(64, 512)
 }
 
 impl Kernels {
@@ -80,7 +80,7 @@ fn cross_entropy(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
     let targets = Typed::read(k, k.ptr(3)?, DType::I32, &[n])?;
     let scale = Typed::read(k, k.ptr(4)?, DType::F32, &[1])?;
     let op = Op::Train(TrainOp::CrossEntropy);
-    let made = run_typed(&op, &[&logits, &targets, &scale], &[(DType::F32, &[n]), (dtype, &dims)])?;
-    k.write(k.ptr(0)?, &made[0])?;
-    k.write(k.ptr(1)?, &made[1])
+    let results = run_typed(&op, &[&logits, &targets, &scale], &[(DType::F32, &[n]), (dtype, &dims)])?;
+    k.write(k.ptr(0)?, &results[0])?;
+    k.write(k.ptr(1)?, &results[1])
 }

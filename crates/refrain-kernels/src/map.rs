@@ -143,8 +143,8 @@ impl MapOp {
     /// Function code, and two numeric arguments.
     fn params(&self) -> (u32, [f32; 2]) {
         match *self {
-            MapOp::Unary(f) | MapOp::UnaryGrad(f) => (place(&UNARY, f, Unary::name), unary_params(f)),
-            MapOp::Binary(f) => (place(&BINARY, f, Binary::name), [0.0; 2]),
+            MapOp::Unary(f) | MapOp::UnaryGrad(f) => (code_of(&UNARY, f, Unary::name), unary_params(f)),
+            MapOp::Binary(f) => (code_of(&BINARY, f, Binary::name), [0.0; 2]),
             MapOp::Gate(Gate::Silu) | MapOp::GateGrad(Gate::Silu) => (0, [0.0; 2]),
             MapOp::Gate(Gate::GeluTanh) | MapOp::GateGrad(Gate::GeluTanh) => (1, [0.0; 2]),
             MapOp::Compare(Compare::Equal) => (0, [0.0; 2]),
@@ -157,7 +157,7 @@ impl MapOp {
     }
 }
 
-fn place<T: Copy>(all: &[T], f: T, name: fn(T) -> &'static str) -> u32 {
+fn code_of<T: Copy>(all: &[T], f: T, name: fn(T) -> &'static str) -> u32 {
     all.iter().position(|&other| name(other) == name(f)).map_or(u32::MAX, |at| at as u32)
 }
 
@@ -350,13 +350,13 @@ fn twin(k: &mut SimKernel<'_>, (op, [n_in, n_out]): (Op, [usize; 2])) -> KernelR
     let dims = [map.n as usize];
     let mut inputs = Vec::new();
     for operand in 0..n_in {
-        let places = (0..dims[0]).map(|i| map.at(operand, i));
-        inputs.push(Typed::walked(k, k.ptr(2 + operand)?, map.dtype(operand + 1)?, places, &dims)?);
+        let indices = (0..dims[0]).map(|i| map.at(operand, i));
+        inputs.push(Typed::walked(k, k.ptr(2 + operand)?, map.dtype(operand + 1)?, indices, &dims)?);
     }
     if matches!(op, Op::Train(TrainOp::Dropout(_))) {
         inputs.push(Typed::read(k, k.ptr(4)?, DType::U32, &[4])?);
     }
     let outputs = vec![(map.dtype(0)?, &dims[..]); n_out];
-    let made = run_typed(&op, &inputs.iter().collect::<Vec<_>>(), &outputs)?;
-    made.iter().enumerate().try_for_each(|(i, bytes)| k.write(k.ptr(i)?, bytes))
+    let results = run_typed(&op, &inputs.iter().collect::<Vec<_>>(), &outputs)?;
+    results.iter().enumerate().try_for_each(|(i, bytes)| k.write(k.ptr(i)?, bytes))
 }

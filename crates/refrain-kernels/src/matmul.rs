@@ -147,12 +147,12 @@ pub fn library_product(a: &Layout, b: &Layout, dtype: DType) -> Result<BlasLtSha
         if pitch < run {
             return Err(strided());
         }
-        let seen = outer(layout).and_then(|l| l.broadcast_to(product.batch).ok()).ok_or_else(strided)?;
+        let broadcast = outer(layout).and_then(|l| l.broadcast_to(product.batch).ok()).ok_or_else(strided)?;
         // Requires one stride between matrices, in row-major order of the outer dimensions.
         let dims = product.batch.dims();
-        let inner = dims.iter().zip(seen.strides()).rev().find(|(n, _)| **n > 1).map_or(0, |(_, s)| *s);
+        let inner = dims.iter().zip(broadcast.strides()).rev().find(|(n, _)| **n > 1).map_or(0, |(_, s)| *s);
         let (mut step, mut even) = (1, true);
-        for (&n, &stride) in dims.iter().zip(seen.strides()).rev().filter(|(n, _)| **n > 1) {
+        for (&n, &stride) in dims.iter().zip(broadcast.strides()).rev().filter(|(n, _)| **n > 1) {
             even &= stride == step * inner;
             step *= n;
         }
@@ -334,9 +334,9 @@ mod tests {
         assert_eq!((flat.m, flat.n_batch), (15, 1));
         let batched = shape(&dense(&[3, 5, 8]), &dense(&[3, 8, 7])).unwrap();
         assert_eq!((batched.n_batch, batched.a.batch_stride, batched.b.batch_stride), (3, 40, 56));
-        assert_eq!(batched.align, 2, "35 results of two bytes lie between the matrices");
-        let one_left = shape(&dense(&[5, 8]), &dense(&[3, 8, 7])).unwrap();
-        assert_eq!((one_left.n_batch, one_left.a.batch_stride), (3, 0));
+        assert_eq!(batched.align, 2, "matrices are 35 two-byte results apart");
+        let one_a = shape(&dense(&[5, 8]), &dense(&[3, 8, 7])).unwrap();
+        assert_eq!((one_a.n_batch, one_a.a.batch_stride), (3, 0));
         // Heads as a middle dimension: two strides.
         let heads = dense(&[2, 5, 3, 8]).permute(&[0, 2, 1, 3]).unwrap();
         let right = dense(&[2, 3, 8, 7]);

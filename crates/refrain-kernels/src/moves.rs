@@ -45,7 +45,7 @@ pub struct PickArgs<'a> {
     pub x: BufView,
     /// `[n_rows]` I32, in device memory, read at run time.
     pub ids: Buf,
-    /// `[n_rows]` of the same type.
+    /// `[n_rows]` of the same dtype.
     pub y: Buf,
     /// Name of the step that the launch belongs to.
     pub step: &'a str,
@@ -60,7 +60,7 @@ pub struct PlaceColumnsArgs<'a> {
     pub x: Buf,
     /// F32, F16 or BF16.
     pub dtype: DType,
-    /// `[n_rows, width]` of the same type.
+    /// `[n_rows, width]` of the same dtype.
     pub y: Buf,
     /// Number of rows.
     pub n_rows: usize,
@@ -81,7 +81,7 @@ pub struct PadArgs<'a> {
     pub before: usize,
     /// Number of zeros after `x`.
     pub after: usize,
-    /// Dense, of the same type.
+    /// Contiguous, of the same dtype.
     pub y: Buf,
     /// Name of the step that the launch belongs to.
     pub step: &'a str,
@@ -94,14 +94,14 @@ pub struct TypedRopeArgs<'a> {
     /// Rotated pairs, their number and the magnitude factor.
     pub rope: Rope,
     /// Rotates by the negative angle.
-    pub is_back: bool,
+    pub is_inverse: bool,
     /// `[n, n_heads, head_dim]` floats; each head is contiguous.
     pub x: BufView,
     /// `[n]` I32, in device memory, read at run time.
     pub positions: Buf,
     /// `[n_dims / 2]` F32.
     pub inv_freq: Buf,
-    /// `[n, n_heads, head_dim]` of the same type; may alias `x` if that is contiguous.
+    /// `[n, n_heads, head_dim]` of the same dtype; may alias `x` if that is contiguous.
     pub y: Buf,
     /// Number of rows.
     pub n: usize,
@@ -237,7 +237,7 @@ impl Kernels {
         let case = OpCase { op: "pad", dtype: a.x.dtype, shape: &shape };
         case.sizes()?;
         crate::require!(case, FLOATS.contains(&a.x.dtype), "x must be F32, F16 or BF16");
-        let [stride, inner_stride] = case.strides_around(&a.x.layout, axis)?;
+        let [stride, inner_stride] = case.strides_at_axis(&a.x.layout, axis)?;
         crate::require!(
             case,
             dims[axis] == 1 || inner_stride as usize == inner,
@@ -297,7 +297,7 @@ impl Kernels {
             wide: u32::from(wide) | u32::from((rows.n_inner as usize).is_multiple_of(a.n_heads)) << 1,
             n_each: n_each as u32,
             magnitude: a.rope.magnitude,
-            direction: if a.is_back { -1.0 } else { 1.0 },
+            direction: if a.is_inverse { -1.0 } else { 1.0 },
         };
         Ok(self
             .launch(&rope_name(a.rope.style, a.x.dtype), n_threads.div_ceil(ROPE_BLOCK), ROPE_BLOCK)?
@@ -333,7 +333,7 @@ pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     const R: usize = size_of::<RowLayout>();
     let mut add = |entry: KernelEntry, unit: &str| all.push(entry.unit(unit));
     let gather = KernelEntry::new(KernelFamily::Moves, "move_gather", &[P, P, P, W, W, W, W, W, W], gather);
-    add(gather.starting_next_late(), "any");
+    add(gather.releasing_next_after_wait(), "any");
     add(KernelEntry::new(KernelFamily::Moves, "move_pick", &[P, P, P, R, W, W, W], pick), "any");
     add(KernelEntry::new(KernelFamily::Moves, "move_place", &[P, P, P, W, W, W], place), "any");
     add(KernelEntry::new(KernelFamily::Moves, "move_pad", &[P, P, size_of::<Padding>()], pad), "any");

@@ -43,11 +43,11 @@ impl Narrow {
         crate::require!(case, GEMM_DTYPES.contains(&self.dtype), "the 16-bit output must be F16 or BF16");
         crate::require!(case, n_cols.is_multiple_of(4), "n_cols must be a multiple of 4");
         crate::require!(case, n_rows <= 65_535, "at most 65535 rows fit in one launch");
-        let placed =
+        let planes_fit =
             self.plane_rows == 0 || (self.plane_rows.is_power_of_two() && n_cols.is_multiple_of(PLANE));
         crate::require!(
             case,
-            placed,
+            planes_fit,
             "planes of {} rows need columns in multiples of 128 and a power of two of rows",
             self.plane_rows
         );
@@ -144,7 +144,7 @@ impl Kernels {
         let case = OpCase { op: "narrow_add_rms_norm", dtype: a.a.dtype, shape: &shape };
         case.sizes()?;
         let y = to.check(&case, a.n_rows, a.n_cols)?;
-        let (left, a_rows) = aligned(&case, "a", &a.a, a.n_rows, a.n_cols)?;
+        let (a_buf, a_rows) = aligned(&case, "a", &a.a, a.n_rows, a.n_cols)?;
         let (right, b_rows) = aligned(&case, "b", &a.b, a.n_rows, a.n_cols)?;
         let words = a.n_rows.checked_mul(a.n_cols).and_then(|n| n.checked_mul(4));
         let launch = self
@@ -153,7 +153,7 @@ impl Kernels {
             .write(case.buf("sum", a.sum, words, 16)?)
             .write(y);
         Ok(wide(&case, launch, to, a.y, [a.n_rows, a.n_cols])?
-            .read(left)
+            .read(a_buf)
             .read(right)
             .read(case.buf("w", a.w, a.n_cols.checked_mul(4), 16)?)
             .baked(Baked(a_rows))

@@ -79,14 +79,14 @@ impl Kernels {
         let shape = [("n_rows", a.n_rows), ("n_cols", a.n_cols)];
         let case = OpCase { op: "add_rms_norm", dtype: a.a.dtype, shape: &shape };
         case.sizes()?;
-        let (left, a_rows) = case.rows("a", &a.a, a.n_rows, a.n_cols)?;
+        let (a_buf, a_rows) = case.rows("a", &a.a, a.n_rows, a.n_cols)?;
         let (right, b_rows) = case.rows("b", &a.b, a.n_rows, a.n_cols)?;
         Ok(self
             .launch("rms_norm_add_f32", a.n_rows as u32, block(a.n_cols))?
             .step(a.step)
             .write(case.words("sum", a.sum, &[a.n_rows, a.n_cols])?)
             .write(case.words("y", a.y, &[a.n_rows, a.n_cols])?)
-            .read(left)
+            .read(a_buf)
             .read(right)
             .read(case.words("w", a.w, &[a.n_cols])?)
             .baked(Baked(a_rows))

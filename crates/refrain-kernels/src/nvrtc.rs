@@ -83,7 +83,7 @@ impl Nvrtc {
     pub fn open(path: Option<&Path>) -> Result<Nvrtc, KernelError> {
         let candidates = match path {
             Some(path) => vec![path.to_owned()],
-            None => usual_places(),
+            None => candidate_paths(),
         };
         let mut tried = Vec::new();
         for file in candidates {
@@ -116,7 +116,7 @@ impl Nvrtc {
             archs,
             file,
             _library: Arc::new(library),
-            _builtins: builtins_beside(path).into(),
+            _builtins: open_builtins(path).into(),
         })
     }
 
@@ -172,7 +172,7 @@ impl Nvrtc {
 }
 
 /// Opens the builtins library in the same folder: the loader does not search a Python package's folder.
-fn builtins_beside(path: &Path) -> Vec<libloading::Library> {
+fn open_builtins(path: &Path) -> Vec<libloading::Library> {
     let folder = path.parent().filter(|f| !f.as_os_str().is_empty());
     let found = folder.map(|f| entries_starting_with(f, "libnvrtc-builtins.so.")).unwrap_or_default();
     // SAFETY: the library is NVRTC's own, from the same folder; its initialisers set up nothing else.
@@ -332,10 +332,10 @@ impl Image {
     /// Inverse of [`Image::to_bytes`]; `None` for malformed bytes.
     pub(crate) fn from_bytes(mut bytes: &[u8]) -> Option<Image> {
         let mut all = Vec::with_capacity(KernelUnit::all().len());
-        while let Some((head, rest)) = bytes.split_first_chunk() {
-            let (code, rest) = rest.split_at_checked(u32::from_le_bytes(*head) as usize)?;
+        while let Some((head, tail)) = bytes.split_first_chunk() {
+            let (code, tail) = tail.split_at_checked(u32::from_le_bytes(*head) as usize)?;
             all.push(code.to_vec());
-            bytes = rest;
+            bytes = tail;
         }
         (bytes.is_empty() && all.len() == KernelUnit::all().len()).then_some(Image { code: all })
     }
@@ -369,14 +369,14 @@ fn loaded_from(path: &Path) -> PathBuf {
 }
 
 /// Candidate paths: the loader's own search, then the locations that toolkits and Python packages use.
-fn usual_places() -> Vec<PathBuf> {
+fn candidate_paths() -> Vec<PathBuf> {
     let names = ["libnvrtc.so.13", "libnvrtc.so.12"];
-    let mut places: Vec<PathBuf> = names.iter().map(PathBuf::from).collect();
-    places.push("libnvrtc.so".into());
+    let mut paths: Vec<PathBuf> = names.iter().map(PathBuf::from).collect();
+    paths.push("libnvrtc.so".into());
     let mut folders = vec![PathBuf::from("/usr/local/cuda/lib64"), "/usr/lib/x86_64-linux-gnu".into()];
     folders.extend(python_folders(&["cu13", "cuda_nvrtc"]));
-    places.extend(folders.iter().flat_map(|f| names.iter().map(move |n| f.join(n))).filter(|p| p.exists()));
-    places
+    paths.extend(folders.iter().flat_map(|f| names.iter().map(move |n| f.join(n))).filter(|p| p.exists()));
+    paths
 }
 
 /// Folders in which the Python packages of these names put their libraries.

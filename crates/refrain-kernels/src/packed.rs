@@ -326,7 +326,7 @@ impl Kernels {
 
     /// Requests the kernels of [`Kernels::pack`] for the packed dtypes among these. Lets
     /// [`Kernels::prepared`] compile them before any memory exists to describe launches with.
-    pub fn ask_for_pack(&self, dtypes: impl IntoIterator<Item = DType>) -> Result<(), KernelError> {
+    pub fn request_pack(&self, dtypes: impl IntoIterator<Item = DType>) -> Result<(), KernelError> {
         let packed = dtypes.into_iter().filter(|dtype| PACKED_DTYPES.contains(dtype));
         packed.into_iter().try_for_each(|dtype| self.get(&name(dtype)).map(drop))
     }

@@ -55,20 +55,20 @@ impl<'a> Archive<'a> {
         if bytes.is_empty() {
             return Ok(Archive::default());
         }
-        let rest = bytes.strip_prefix(MAGIC).ok_or(Unusable::Damaged)?;
-        let (digest, mut rest) = rest.split_at_checked(DIGEST_BYTES).ok_or(Unusable::Damaged)?;
+        let remaining = bytes.strip_prefix(MAGIC).ok_or(Unusable::Damaged)?;
+        let (digest, mut remaining) = remaining.split_at_checked(DIGEST_BYTES).ok_or(Unusable::Damaged)?;
         if digest != source_digest() {
             return Err(Unusable::Stale);
         }
         let mut entries = Vec::new();
-        while !rest.is_empty() {
-            let (head, after) = rest.split_at_checked(4 * HEAD_WORDS).ok_or(Unusable::Damaged)?;
+        while !remaining.is_empty() {
+            let (head, after) = remaining.split_at_checked(4 * HEAD_WORDS).ok_or(Unusable::Damaged)?;
             let word = |i: usize| u32::from_le_bytes(std::array::from_fn(|b| head[4 * i + b]));
             let (digest, after) = after.split_at_checked(DIGEST_BYTES).ok_or(Unusable::Damaged)?;
             let (packed, after) = after.split_at_checked(word(3) as usize).ok_or(Unusable::Damaged)?;
             let arch = GpuArch { major: word(0), minor: word(1) };
             entries.push(ArchiveEntry { arch, image_bytes: word(2) as usize, digest, packed });
-            rest = after;
+            remaining = after;
         }
         Ok(Archive { entries })
     }
@@ -209,14 +209,14 @@ mod tests {
 
     #[test]
     fn a_damaged_archive_is_detected_wherever_it_is_cut_or_changed() {
-        let whole = archive();
-        for cut in 1..whole.len() {
+        let archive_bytes = archive();
+        for cut in 1..archive_bytes.len() {
             // A cut between two entries leaves a smaller but intact archive.
-            let image = Archive::parse(&whole[..cut]).map(|archive| archive.image_for(SM_90));
+            let image = Archive::parse(&archive_bytes[..cut]).map(|archive| archive.image_for(SM_90));
             assert!(!matches!(image, Ok(Some(Ok((SM_90, _))))), "{cut}");
         }
-        for at in (0..whole.len()).step_by(7) {
-            let mut wrong = whole.clone();
+        for at in (0..archive_bytes.len()).step_by(7) {
+            let mut wrong = archive_bytes.clone();
             wrong[at] ^= 0x10;
             if let Ok(archive) = Archive::parse(&wrong)
                 && let Some(Ok((_, bytes))) = archive.image_for(SM_90)

@@ -96,9 +96,9 @@ pub struct ProductArgs<'a> {
     pub gate: Option<Gate>,
     /// Columns of every `w`.
     pub k: usize,
-    /// [`Kernels::product_rest`] of the previous launch, if that is a long product and this one starts while
+    /// [`Kernels::product_tail_bytes`] of the previous launch, if that is a long product and this one starts while
     /// it runs.
-    pub behind: Option<usize>,
+    pub previous_tail: Option<usize>,
     /// Name of the step that the launch belongs to.
     pub step: &'a str,
 }
@@ -138,13 +138,13 @@ struct Cut {
     grid: usize,
     tile_inverse: u32,
     /// Maximum number of chunks per warp.
-    share: usize,
+    chunks_per_warp: usize,
     /// Ring slots per warp.
     stages: u8,
     /// Shared memory per block.
     shared: u32,
     /// Whether a block of the next launch fits on the same SM.
-    beside: bool,
+    shares_sm: bool,
 }
 
 /// Returns the dtypes of a launch: the first, and the other one if there are two.
@@ -152,8 +152,8 @@ fn dtypes(case: &OpCase<'_>, parts: &[ProductWeight]) -> Result<(DType, DType), 
     let first = parts[0].dtype;
     let second = parts.iter().map(|p| p.dtype).find(|d| *d != first);
     let Some(second) = second else { return Ok((first, first)) };
-    let known = PAIRS.into_iter().find(|pair| parts.iter().all(|p| pair.contains(&p.dtype)));
-    match known {
+    let pair = PAIRS.into_iter().find(|pair| parts.iter().all(|p| pair.contains(&p.dtype)));
+    match pair {
         Some([a, b]) => Ok((a, b)),
         None => Err(case.refuse(format!("no kernel combines {first} and {second} in one launch"))),
     }
@@ -204,12 +204,12 @@ impl Kernels {
     /// Returns the bytes that an SM loads after the start of the launch of [`ProductArgs`]: x, and the
     /// weights that do not fit the initial rings. `None` if the next launch's blocks do not fit next to it on
     /// an SM.
-    pub fn product_rest(&self, a: &ProductArgs<'_>) -> Result<Option<usize>, KernelError> {
+    pub fn product_tail_bytes(&self, a: &ProductArgs<'_>) -> Result<Option<usize>, KernelError> {
         let shape = shape(a);
         let cut = self.cut(&case(a, &shape), a)?;
-        let weights = cut.share.saturating_sub(usize::from(cut.stages)) * cut.warps * cut.slot;
+        let weights = cut.chunks_per_warp.saturating_sub(usize::from(cut.stages)) * cut.warps * cut.slot;
         let rows = if a.b.is_some() { 2 } else { 1 };
-        Ok(cut.beside.then(|| weights.saturating_add(4 * rows * a.k)))
+        Ok(cut.shares_sm.then(|| weights.saturating_add(4 * rows * a.k)))
     }
 
     fn cut(&self, case: &OpCase<'_>, a: &ProductArgs<'_>) -> Result<Cut, KernelError> {
@@ -233,8 +233,8 @@ impl Kernels {
             !gated || (n_parts == 2 && same),
             "a gate needs two matrices of one shape and dtype"
         );
-        let whole = if first.is_quantized() { first.block_len().max(second.block_len()) } else { 8 };
-        crate::require!(case, a.k.is_multiple_of(whole), "k must be a multiple of {whole}");
+        let k_unit = if first.is_quantized() { first.block_len().max(second.block_len()) } else { 8 };
+        crate::require!(case, a.k.is_multiple_of(k_unit), "k must be a multiple of {k_unit}");
 
         let tiles = |p: &ProductWeight| p.n.div_ceil(chunk.rows);
         let n_tiles: usize = if gated { tiles(&a.parts[0]) } else { a.parts.iter().map(tiles).sum() };
@@ -249,13 +249,25 @@ impl Kernels {
         let weights = a.parts.iter().try_fold(0_usize, |sum, p| {
             weight_bytes(p.dtype, p.n, a.k).and_then(|bytes| sum.checked_add(bytes))
         });
-        let share = of_block.div_ceil(chunk.warps);
+        let chunks_per_warp = of_block.div_ceil(chunk.warps);
         let weights = weights.unwrap_or(usize::MAX);
         // Small products use no more ring slots than they fill.
-        let most = if weights < tuning.small_bytes { share } else { usize::MAX };
-        let (stages, shared, beside) = self.product_shared(case, a.k, [chunk, other], most)?;
+        let max_stages = if weights < tuning.small_bytes { chunks_per_warp } else { usize::MAX };
+        let (stages, shared, shares_sm) = self.product_shared(case, a.k, [chunk, other], max_stages)?;
         let (warps, slot) = (chunk.warps, chunk.bytes.max(other.bytes));
-        Ok(Cut { first, second, warps, slot, n_tiles, grid, tile_inverse, share, stages, shared, beside })
+        Ok(Cut {
+            first,
+            second,
+            warps,
+            slot,
+            n_tiles,
+            grid,
+            tile_inverse,
+            chunks_per_warp,
+            stages,
+            shared,
+            shares_sm,
+        })
     }
 
     /// Builds the launch for [`ProductArgs`].
@@ -269,15 +281,15 @@ impl Kernels {
         crate::require!(case, a.sum.is_none() || a.b.is_some(), "the sum output needs b");
         let tuning = &self.card().tuning.product;
         let pace = pace(tuning, cut.slot, gated);
-        let behind = a.behind.filter(|&rest| cut.beside && rest <= tuning.late_bytes_max);
-        let chunks = usize::from(cut.stages).min(cut.share) * cut.warps;
+        let previous_tail = a.previous_tail.filter(|&tail| cut.shares_sm && tail <= tuning.late_bytes_max);
+        let chunks = usize::from(cut.stages).min(cut.chunks_per_warp) * cut.warps;
         let (early, late) =
-            filling(tuning, chunks as u32, pace, behind.and_then(|rest| self.card().cycles_of(rest)));
+            filling(tuning, chunks as u32, pace, previous_tail.and_then(|tail| self.card().cycles_of(tail)));
         let mut launch = self
             .launch(&name(a.kind(), first, second), case.u32("n", grid)?, 32 * cut.warps as u32)?
             .shared(cut.shared)
             .step(a.step);
-        let row = |what, buf: Buf, n| case.buf(what, buf, usize::checked_mul(n, 4), 16);
+        let row = |name, buf: Buf, n| case.buf(name, buf, usize::checked_mul(n, 4), 16);
         for i in 0..MAX_PARTS {
             launch = match a.parts.get(i) {
                 Some(part) => {
@@ -306,9 +318,9 @@ impl Kernels {
             params.second |= u8::from(part.dtype != first) << i;
         }
         launch = launch.baked(Baked(params)).read(row("a", a.a, a.k)?);
-        for (what, buf) in [("b", a.b), ("inner", a.inner), ("norm", a.norm)] {
+        for (name, buf) in [("b", a.b), ("inner", a.inner), ("norm", a.norm)] {
             launch = match buf {
-                Some(buf) => launch.read(row(what, buf, a.k)?),
+                Some(buf) => launch.read(row(name, buf, a.k)?),
                 None => launch.null(),
             };
         }
@@ -331,32 +343,33 @@ impl Kernels {
         Ok(launch.vouch(&case))
     }
 
-    /// Returns the ring slots per warp (at most `most`), the shared memory per block, and whether a block of
+    /// Returns the ring slots per warp (at most `max_stages`), the shared memory per block, and whether a block of
     /// the next launch fits on the same SM.
     fn product_shared(
         &self,
         case: &OpCase<'_>,
         k: usize,
         [chunk, other]: [RingChunk; 2],
-        most: usize,
+        max_stages: usize,
     ) -> Result<(u8, u32, bool), KernelError> {
         let slot = chunk.bytes.max(other.bytes);
         let bytes = |stages: usize| block_bytes(chunk, slot, k, stages);
         let limit = product_limit(self.card().shared_limit);
         let half = (self.card().shared_sm / 2).saturating_sub(STATIC_BYTES);
-        let wanted = (chunk.ring / (chunk.warps * slot)).min(most).clamp(1, 64);
-        let fits = |room: usize, stages: usize| bytes(stages) <= room.min(limit);
+        let wanted = (chunk.ring / (chunk.warps * slot)).min(max_stages).clamp(1, 64);
+        let fits = |available: usize, stages: usize| bytes(stages) <= available.min(limit);
         // A long x may leave less than two chunks per warp in half an SM's shared memory. Then the block
         // takes the whole SM.
-        let beside = (wanted.min(2)..=wanted).rev().find(|&stages| fits(half, stages));
-        let Some(stages) = beside.or_else(|| (1..=wanted.min(2)).rev().find(|&stages| fits(limit, stages)))
+        let shared_sm_stages = (wanted.min(2)..=wanted).rev().find(|&stages| fits(half, stages));
+        let Some(stages) =
+            shared_sm_stages.or_else(|| (1..=wanted.min(2)).rev().find(|&stages| fits(limit, stages)))
         else {
             let need = bytes(1);
             return Err(
                 case.refuse(format!("a block needs {need} bytes of shared memory, the GPU has {limit}"))
             );
         };
-        Ok((stages as u8, bytes(stages) as u32, beside.is_some()))
+        Ok((stages as u8, bytes(stages) as u32, shared_sm_stages.is_some()))
     }
 }
 
@@ -405,10 +418,10 @@ fn pace(tuning: &ProductTuning, bytes: usize, gated: bool) -> u8 {
     if fours < 255 { fours as u8 } else { 255 }
 }
 
-/// Computes [`ProductParams::early`] and [`ProductParams::late`] for a number of chunks. `behind` is the time
+/// Computes [`ProductParams::early`] and [`ProductParams::late`] for a number of chunks. `previous_cycles` is the time
 /// in cycles for which the previous launch still reads, if known.
-fn filling(tuning: &ProductTuning, chunks: u32, pace: u8, behind: Option<usize>) -> (u32, u32) {
-    let Some(cycles) = behind else { return (chunks, 0) };
+fn filling(tuning: &ProductTuning, chunks: u32, pace: u8, previous_cycles: Option<usize>) -> (u32, u32) {
+    let Some(cycles) = previous_cycles else { return (chunks, 0) };
     let half = chunks.div_ceil(2);
     let late = cycles.saturating_add(tuning.late_cycles).min(tuning.late_cycles_max) as u32;
     (half, late.max(4 * u32::from(pace) * half))
@@ -468,15 +481,15 @@ pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
 /// Rounds a row to blocks of 32 signed bytes like the kernel, and converts it back.
 fn round_to_bytes(x: &mut [f32]) {
     for block in x.chunks_mut(32) {
-        let most = block.iter().map(|v| v.to_bits() & 0x7fff_ffff).max().unwrap_or(0);
-        let most = f32::from_bits(most);
-        if most < 1e-35 {
+        let max_abs = block.iter().map(|v| v.to_bits() & 0x7fff_ffff).max().unwrap_or(0);
+        let max_abs = f32::from_bits(max_abs);
+        if max_abs < 1e-35 {
             block.fill(0.0);
             continue;
         }
-        let (inverse, d) = (127.0 / most, most * (1.0 / 127.0));
+        let (inverse, d) = (127.0 / max_abs, max_abs * (1.0 / 127.0));
         for v in block {
-            *v = if most < 8e37 { (*v * inverse).round_ties_even() * d } else { f32::NAN };
+            *v = if max_abs < 8e37 { (*v * inverse).round_ties_even() * d } else { f32::NAN };
         }
     }
 }
@@ -591,9 +604,9 @@ mod tests {
     #[test]
     fn multiplying_by_the_inverse_divides() {
         for n in [2, 3, 5, 7, 16, 28, 112, 1000] {
-            let most = 1 << 20;
-            let inverse = u64::from(inverse(n, most).unwrap());
-            for m in (0..most).step_by(17).chain([most - 1, n, n - 1, 2 * n - 1]) {
+            let m_max = 1 << 20;
+            let inverse = u64::from(inverse(n, m_max).unwrap());
+            for m in (0..m_max).step_by(17).chain([m_max - 1, n, n - 1, 2 * n - 1]) {
                 assert_eq!(((m as u64 * inverse) >> 32) as usize, m / n, "{m} / {n}");
             }
         }
@@ -604,7 +617,7 @@ mod tests {
     #[test]
     fn after_a_long_launch_half_of_the_prefetch_is_delayed_and_never_precedes_the_first_half() {
         let tuning = Tuning::of(GpuArch { major: 9, minor: 0 }).product;
-        let filling = |chunks, pace, behind| filling(&tuning, chunks, pace, behind);
+        let filling = |chunks, pace, cycles| filling(&tuning, chunks, pace, cycles);
         assert_eq!(filling(64, 18, None), (64, 0));
         assert_eq!(filling(64, 18, Some(5000)), (32, 2000 + 5000));
         assert_eq!(filling(5, 255, Some(0)), (3, 4 * 255 * 3));

@@ -38,7 +38,7 @@ pub(crate) type SharedBytes = Arc<dyn Fn(&Card) -> u32 + Send + Sync>;
 pub(crate) struct KernelEntry {
     pub(crate) info: KernelInfo,
     pub(crate) twin: TwinBody,
-    /// See [`KernelEntry::starting_next_late`].
+    /// See [`KernelEntry::releasing_next_after_wait`].
     pub(crate) starts_next_late: bool,
     pub(crate) shared: SharedBytes,
 }
@@ -60,7 +60,7 @@ impl KernelEntry {
     }
 
     /// Marks a kernel that releases the next one only after its own dependency wait (`overlap.cuh`).
-    pub(crate) fn starting_next_late(mut self) -> KernelEntry {
+    pub(crate) fn releasing_next_after_wait(mut self) -> KernelEntry {
         self.starts_next_late = true;
         self
     }

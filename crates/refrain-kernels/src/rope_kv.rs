@@ -108,9 +108,9 @@ impl Kernels {
         let cells = [a.n_blocks, a.n_kv_heads, a.kv_block, a.head_dim];
         // One thread per rotated pair, per remaining element, and per element of a value.
         let per_head = a.head_dim - n_dims / 2;
-        let turned = n_q.saturating_add(n_kv).saturating_mul(per_head);
+        let rotated = n_q.saturating_add(n_kv).saturating_mul(per_head);
         let n_threads =
-            case.u32("the number of elements", turned.saturating_add(n_kv.saturating_mul(a.head_dim)))?;
+            case.u32("the number of elements", rotated.saturating_add(n_kv.saturating_mul(a.head_dim)))?;
         let sizes = RopeKvSizes {
             n: a.n as u32,
             n_heads: a.n_heads as u32,
@@ -177,12 +177,12 @@ fn twin(k: &mut SimKernel<'_>, style: RopeStyle, dtype: DType) -> KernelResult {
     let rope = Op::Rope(Rope { style, n_dims, magnitude: sizes.magnitude });
     let positions = Dense::read(k, k.ptr(7)?, DType::I32, &[n])?;
     let inv_freq = Dense::read(k, k.ptr(10)?, DType::F32, &[n_dims / 2])?;
-    let turned = |k: &SimKernel<'_>, ptr: usize, rows: usize, n_heads: usize| {
+    let rotated = |k: &SimKernel<'_>, ptr: usize, rows: usize, n_heads: usize| {
         let dims = [n, n_heads, head_dim];
         let x = Dense::f32(&read_rows(k, k.ptr(ptr)?, k.arg(rows)?, n * n_heads, head_dim)?, &dims)?;
         run_f32(&rope, &[&x, &positions, &inv_freq], &dims)
     };
-    let (q, keys) = (turned(k, 4, 11, n_heads)?, turned(k, 5, 12, n_kv_heads)?);
+    let (q, keys) = (rotated(k, 4, 11, n_heads)?, rotated(k, 5, 12, n_kv_heads)?);
     let values = read_rows(k, k.ptr(6)?, k.arg(13)?, n * n_kv_heads, head_dim)?;
     k.write(k.ptr(0)?, &q)?;
     k.write(k.ptr(1)?, &keys)?;

@@ -211,7 +211,7 @@ pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     all.push(KernelEntry::new(KernelFamily::Sample, "sample_chunks_f32", &params, chunks).unit("chunks"));
     let entry =
         KernelEntry::new(KernelFamily::Sample, "sample_select_f32", &[P, P, P, P, P, P, W, W], select);
-    all.push(entry.unit("select").shared(select_shared).starting_next_late());
+    all.push(entry.unit("select").shared(select_shared).releasing_next_after_wait());
     all.push(KernelEntry::new(KernelFamily::Sample, "sample_list_f32", &params, chunks).unit("top"));
     all.push(KernelEntry::new(KernelFamily::Sample, "sample_top_f32", &[P, P, P, W, W], top).unit("top"));
     let params = [P, P, P, P, P, P, P, size_of::<RowLayout>(), W, W, W, P];

@@ -21,7 +21,7 @@ pub struct ScatterAddRowsArgs<'a> {
     pub ids: Buf,
     /// `[n, d]` floats with contiguous rows.
     pub x: BufView,
-    /// `[n_rows, d]` of the same type.
+    /// `[n_rows, d]` of the same dtype.
     pub y: Buf,
     /// Scratch of [`scatter_scratch_bytes`] bytes.
     pub scratch: Buf,

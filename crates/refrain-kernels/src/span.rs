@@ -145,17 +145,17 @@ impl OpCase<'_> {
     /// Checks an operand of attention: rows of heads, of the case's dtype.
     pub(crate) fn heads(
         &self,
-        what: &'static str,
+        name: &'static str,
         view: &BufView,
         dims: &[usize],
     ) -> Result<HeadOperand, KernelError> {
         let shape = view.layout.shape();
-        crate::require!(self, view.dtype == self.dtype, "{what} is {}, must have the dtype of q", view.dtype);
-        crate::require!(self, shape.dims() == dims, "{what} is {shape}, must be {dims:?}");
-        let buf = self.extent(what, view)?;
+        crate::require!(self, view.dtype == self.dtype, "{name} is {}, must have the dtype of q", view.dtype);
+        crate::require!(self, shape.dims() == dims, "{name} is {shape}, must be {dims:?}");
+        let buf = self.extent(name, view)?;
         self.u32("the extent", view.layout.end())?;
         let &[row, head, element] = view.layout.strides() else {
-            return Err(self.refuse(format!("{what} is {shape}")));
+            return Err(self.refuse(format!("{name} is {shape}")));
         };
         let even = |n: usize| n.is_multiple_of(8);
         let is_aligned = (element == 1 || dims[2] == 1)

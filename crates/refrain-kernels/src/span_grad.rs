@@ -89,8 +89,8 @@ impl Kernels {
         );
         let (of_dy, of_y) = (case.heads("dy", &a.dy, q.dims())?, case.heads("y", &a.y, q.dims())?);
         let size = dtype.block_bytes();
-        let result = |what, buf, heads: usize| {
-            case.buf(what, buf, (n * heads).checked_mul(head_dim * size), size as u64)
+        let result = |name, buf, heads: usize| {
+            case.buf(name, buf, (n * heads).checked_mul(head_dim * size), size as u64)
         };
         let (dq, dk, dv) =
             (result("dq", a.dq, n_heads)?, result("dk", a.dk, n_kv_heads)?, result("dv", a.dv, n_kv_heads)?);
@@ -204,7 +204,7 @@ fn pairs(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
 }
 
 /// Operands that both gradient kernels read.
-struct Given {
+struct GradOperands {
     s: SpanSizes,
     dy: Vec<f64>,
     q: Vec<f64>,
@@ -214,14 +214,14 @@ struct Given {
     pairs: Vec<f32>,
 }
 
-impl Given {
+impl GradOperands {
     /// Reads the operands from parameter `first` on.
-    fn read(k: &SimKernel<'_>, first: usize, dtype: DType) -> KernelResult<Given> {
+    fn read(k: &SimKernel<'_>, first: usize, dtype: DType) -> KernelResult<GradOperands> {
         let (strides, s): (Strides, SpanSizes) = (k.arg(first + 6)?, k.arg(first + 7)?);
         let [n, n_heads, n_kv_heads, head_dim] =
             [s.n, s.n_heads, s.n_kv_heads, s.head_dim].map(|n| n as usize);
         let (dims, kv_dims) = ([n, n_heads, head_dim], [n, n_kv_heads, head_dim]);
-        Ok(Given {
+        Ok(GradOperands {
             s,
             dy: read_heads(k, k.ptr(first)?, strides.dy, dims, dtype)?,
             q: read_heads(k, k.ptr(first + 1)?, strides.q, dims, dtype)?,
@@ -273,21 +273,21 @@ fn add(to: &mut [f64], factor: f64, x: &[f64]) {
 }
 
 fn keys(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
-    let given = Given::read(k, 2, dtype)?;
-    let d = given.s.head_dim as usize;
-    let [mut dk, mut dv] = [vec![0.0; given.k.len()], vec![0.0; given.v.len()]];
-    given.each(|query, key, p, ds| {
-        add(&mut dk[key..][..d], ds, &given.q[query..]);
-        add(&mut dv[key..][..d], p, &given.dy[query..]);
+    let operands = GradOperands::read(k, 2, dtype)?;
+    let d = operands.s.head_dim as usize;
+    let [mut dk, mut dv] = [vec![0.0; operands.k.len()], vec![0.0; operands.v.len()]];
+    operands.each(|query, key, p, ds| {
+        add(&mut dk[key..][..d], ds, &operands.q[query..]);
+        add(&mut dv[key..][..d], p, &operands.dy[query..]);
     });
     write_floats(k, k.ptr(0)?, &dk, dtype)?;
     write_floats(k, k.ptr(1)?, &dv, dtype)
 }
 
 fn queries(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
-    let given = Given::read(k, 1, dtype)?;
-    let d = given.s.head_dim as usize;
-    let mut dq = vec![0.0; given.q.len()];
-    given.each(|query, key, _, ds| add(&mut dq[query..][..d], ds, &given.k[key..]));
+    let operands = GradOperands::read(k, 1, dtype)?;
+    let d = operands.s.head_dim as usize;
+    let mut dq = vec![0.0; operands.q.len()];
+    operands.each(|query, key, _, ds| add(&mut dq[query..][..d], ds, &operands.k[key..]));
     write_floats(k, k.ptr(0)?, &dq, dtype)
 }

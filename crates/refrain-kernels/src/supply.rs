@@ -48,14 +48,14 @@ impl Supply {
     pub(crate) fn code(
         &mut self,
         units: &[KernelUnit],
-        hear: &mut dyn FnMut(Compiling),
+        on_progress: &mut dyn FnMut(Compiling),
     ) -> Result<Vec<Vec<u8>>, KernelError> {
         match self {
             Supply::Twins(_) => Ok(twins(units)),
             Supply::Prebuilt { image, .. } => {
                 Ok(units.iter().map(|&unit| image.code(unit).unwrap_or_default().to_vec()).collect())
             }
-            Supply::Compiled(compiled) => compiled.code(units, hear),
+            Supply::Compiled(compiled) => compiled.code(units, on_progress),
         }
     }
 
@@ -142,14 +142,14 @@ impl UnitCompiler {
     fn code(
         &mut self,
         units: &[KernelUnit],
-        hear: &mut dyn FnMut(Compiling),
+        on_progress: &mut dyn FnMut(Compiling),
     ) -> Result<Vec<Vec<u8>>, KernelError> {
         let trusts_cache = !std::mem::take(&mut self.distrusts_cache);
         let found = units.iter().map(|&unit| self.cached(unit).filter(|_| trusts_cache));
         let found: Vec<Option<Vec<u8>>> = found.collect();
         let missing = units.iter().zip(&found).filter(|(_, found)| found.is_none());
         let missing: Vec<KernelUnit> = missing.map(|(unit, _)| *unit).collect();
-        let compiled = compile(&*self.compiler, &missing, self.n_threads, hear)?;
+        let compiled = compile(&*self.compiler, &missing, self.n_threads, on_progress)?;
         if let Some(cache) = &self.cache {
             missing.iter().zip(&compiled).for_each(|(&unit, code)| {
                 cache.put(&self.compiler.key(unit), code);
@@ -251,7 +251,7 @@ mod tests {
 
     /// Requests the kernels of [`digest`] and of two packed dtypes.
     fn describe(kernels: &Kernels) -> Result<(), KernelError> {
-        kernels.ask_for_pack([DType::Q4_K, DType::F16, DType::Q6_K])?;
+        kernels.request_pack([DType::Q4_K, DType::F16, DType::Q6_K])?;
         kernels.digester().map(drop)
     }
 
@@ -260,24 +260,25 @@ mod tests {
         let (ctx, fake) = (context(), Fake::default());
         let kernels = fake.kernels(&ctx, 2, None);
         assert_eq!(kernels.loaded(), []);
-        let (mut n_runs, mut heard) = (0, Vec::new());
+        let (mut n_runs, mut progress) = (0, Vec::new());
         let mut run = || {
-            let described = kernels.prepared(&mut |event| heard.push((event.n_done, event.n_total)), || {
-                n_runs += 1;
-                describe(&kernels)
-            });
+            let described =
+                kernels.prepared(&mut |event| progress.push((event.n_done, event.n_total)), || {
+                    n_runs += 1;
+                    describe(&kernels)
+                });
             described.unwrap().unwrap();
         };
         run();
         run();
         assert_eq!(n_runs, 3, "the second time nothing is missing");
-        assert_eq!(heard, [(0, 3), (1, 3), (2, 3), (3, 3)]);
+        assert_eq!(progress, [(0, 3), (1, 3), (2, 3), (3, 3)]);
         let mut wanted = vec![pack("q4_k"), pack("q6_k"), digest()];
         wanted.sort();
         assert_eq!(fake.compiled(), wanted);
         assert_eq!(kernels.loaded(), wanted);
         assert_eq!(kernels.origin(), KernelOrigin::Compiled { n_cached: 0, n_compiled: 3 });
-        kernels.ask_for_pack([DType::Q8_0]).unwrap();
+        kernels.request_pack([DType::Q8_0]).unwrap();
         assert_eq!(fake.compiled(), [pack("q8_0")], "a single requested unit is compiled alone");
     }
 
@@ -354,7 +355,7 @@ mod tests {
         let options = LoadOptions { nvrtc: Some("/nowhere/libnvrtc.so".into()), ..LoadOptions::default() };
         let kernels =
             Kernels::of(&ctx, Supply::Prebuilt { arch, image: Image::new(code), card: arch, options });
-        kernels.ask_for_pack([DType::Q4_K]).unwrap();
+        kernels.request_pack([DType::Q4_K]).unwrap();
         assert_eq!(kernels.origin(), KernelOrigin::Prebuilt(arch));
         let error = kernels.digester().unwrap_err();
         assert!(matches!(error, KernelError::NvrtcMissing { .. }), "{error}");

@@ -31,7 +31,7 @@ pub struct TypedRmsNormArgs<'a> {
     pub x: BufView,
     /// `[n_cols]`.
     pub w: NormWeights,
-    /// `[n_rows, n_cols]` of the same type; may alias `x`.
+    /// `[n_rows, n_cols]` of the same dtype; may alias `x`.
     pub y: Buf,
     /// Number of rows.
     pub n_rows: usize,
@@ -52,9 +52,9 @@ pub struct TypedAddRmsNormArgs<'a> {
     pub b: BufView,
     /// `[n_cols]`.
     pub w: NormWeights,
-    /// `[n_rows, n_cols]` of the same type; may alias `a`.
+    /// `[n_rows, n_cols]` of the same dtype; may alias `a`.
     pub sum: Buf,
-    /// `[n_rows, n_cols]` of the same type; may alias `b`.
+    /// `[n_rows, n_cols]` of the same dtype; may alias `b`.
     pub y: Buf,
     /// Number of rows.
     pub n_rows: usize,
@@ -136,7 +136,7 @@ pub struct TypedReduceArgs<'a> {
     pub x: BufView,
     /// Reduced dimension.
     pub axis: usize,
-    /// Dense, of the same type.
+    /// Contiguous, of the same dtype.
     pub y: Buf,
     /// Scratch of [`reduce_scratch_bytes`] bytes.
     pub scratch: Buf,
@@ -200,7 +200,7 @@ pub fn rms_norm_grad_scratch_bytes(n_rows: usize, n_cols: usize) -> u64 {
 }
 
 /// Splits dimensions into the outer size, the axis and the inner size.
-fn around(dims: &[usize], axis: usize) -> [usize; 3] {
+fn split_dims(dims: &[usize], axis: usize) -> [usize; 3] {
     [dims[..axis].iter().product(), dims[axis], dims[axis + 1..].iter().product()]
 }
 
@@ -212,7 +212,7 @@ fn n_slices([n_outer, n, n_inner]: [usize; 3]) -> usize {
 /// Scratch size of [`Kernels::typed_reduce`]; 0 along the last dimension.
 #[must_use]
 pub fn reduce_scratch_bytes(dims: &[usize], axis: usize) -> u64 {
-    let sizes = around(dims, axis);
+    let sizes = split_dims(dims, axis);
     match sizes[2] {
         1 => 0,
         n_inner => 4 * (sizes[0] as u64) * (n_slices(sizes) as u64) * n_inner as u64,
@@ -242,8 +242,8 @@ impl<'a> RowCase<'a> {
             ..RowShape::zeroed()
         };
         let mut inputs = Vec::new();
-        for (i, (what, view)) in views.iter().enumerate() {
-            let (buf, rows) = case.float_rows(what, view, [n_rows, n_cols])?;
+        for (i, (name, view)) in views.iter().enumerate() {
+            let (buf, rows) = case.float_rows(name, view, [n_rows, n_cols])?;
             shape.wide &= u32::from(rows_are_wide(buf, rows, n_cols));
             *(if i == 0 { &mut shape.a } else { &mut shape.b }) = rows;
             inputs.push(buf);
@@ -264,8 +264,8 @@ impl<'a> RowCase<'a> {
     }
 
     /// Checks an output of the rows' dtype; notes whether eight elements at a time can be written.
-    fn output(&mut self, what: &'static str, buf: Buf, dims: &[usize]) -> Result<Buf, KernelError> {
-        let buf = self.case.elements(what, buf, self.case.dtype, dims)?;
+    fn output(&mut self, name: &'static str, buf: Buf, dims: &[usize]) -> Result<Buf, KernelError> {
+        let buf = self.case.elements(name, buf, self.case.dtype, dims)?;
         self.shape.wide &= u32::from(is_aligned(buf));
         Ok(buf)
     }
@@ -376,14 +376,14 @@ impl Kernels {
     ) -> Result<(), KernelError> {
         let shape = a.x.layout.shape();
         let axis = a.axis.min(shape.rank().saturating_sub(1));
-        let dims = around(shape.dims(), axis);
+        let dims = split_dims(shape.dims(), axis);
         let [n_outer, n, n_inner] = dims;
         let sizes = [("n_outer", n_outer), ("n", n), ("n_inner", n_inner)];
         let case = OpCase { op: "reduce", dtype: a.x.dtype, shape: &sizes };
         case.sizes()?;
         crate::require!(case, FLOATS.contains(&a.x.dtype), "x is {}, must be F32, F16 or BF16", a.x.dtype);
         let kind = KINDS.iter().position(|kind| *kind == a.kind).map_or(0, |at| at as u32);
-        let strides = case.strides_around(&a.x.layout, axis)?;
+        let strides = case.strides_at_axis(&a.x.layout, axis)?;
         if n_inner == 1 {
             let rows = RowLayout { n_inner: n_outer as u32, inner_stride: strides[0], outer_stride: 0 };
             crate::require!(case, strides[1] == 1 || n == 1, "x has strided rows; copy it first");
@@ -446,7 +446,7 @@ impl Kernels {
 
 impl OpCase<'_> {
     /// Strides of the outer dimensions and of `axis`; the inner dimensions must be contiguous.
-    pub(crate) fn strides_around(&self, layout: &Layout, axis: usize) -> Result<[u32; 2], KernelError> {
+    pub(crate) fn strides_at_axis(&self, layout: &Layout, axis: usize) -> Result<[u32; 2], KernelError> {
         let (dims, strides) = (layout.shape(), layout.strides());
         let dims = dims.dims();
         let refuse = || self.refuse(format!("strides of {strides:?} along dimension {axis}; copy it first"));
@@ -513,9 +513,9 @@ fn add_rms_norm(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
     let b = Typed::rows(k, k.ptr(3)?, dtype, shape.b, &dims)?;
     let w = Typed::read(k, k.ptr(4)?, w_dtype, &dims[1..])?;
     let outputs = [(dtype, &dims[..]); 2];
-    let made = run_typed(&Op::AddRmsNorm { eps: shape.eps }, &[&a, &b, &w], &outputs)?;
-    k.write(k.ptr(0)?, &made[0])?;
-    k.write(k.ptr(1)?, &made[1])
+    let results = run_typed(&Op::AddRmsNorm { eps: shape.eps }, &[&a, &b, &w], &outputs)?;
+    k.write(k.ptr(0)?, &results[0])?;
+    k.write(k.ptr(1)?, &results[1])
 }
 
 /// Writes all sums to the first partial result.
@@ -531,10 +531,10 @@ fn rms_norm_grad(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
     };
     let op = Op::Train(TrainOp::RmsNormGrad { eps: shape.eps, adds: more.is_some() });
     let inputs: Vec<&Typed> = [&dy, &x, &w].into_iter().chain(&more).collect();
-    let mut made = run_typed(&op, &inputs, &[(dtype, &dims), (DType::F32, &dims[1..])])?;
-    made[1].resize(4 * n_parts * dims[1], 0);
-    k.write(k.ptr(0)?, &made[0])?;
-    k.write(k.ptr(1)?, &made[1])
+    let mut results = run_typed(&op, &inputs, &[(dtype, &dims), (DType::F32, &dims[1..])])?;
+    results[1].resize(4 * n_parts * dims[1], 0);
+    k.write(k.ptr(0)?, &results[0])?;
+    k.write(k.ptr(1)?, &results[1])
 }
 
 fn softmax(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
@@ -568,23 +568,23 @@ fn reduce_rows(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
 fn reduce_columns(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
     let c: Columns = k.arg(2)?;
     let [n_outer, n, n_inner, n_slices] = [c.n_outer, c.n, c.n_inner, c.n_slices].map(|n| n as usize);
-    let place = |i: usize| {
+    let index_of = |i: usize| {
         let (outer, j, inner) = (i / n_inner / n, i / n_inner % n, i % n_inner);
         outer * c.outer_stride as usize + j * c.stride as usize + inner
     };
     let dims = [n_outer, n, n_inner];
-    let x = Typed::walked(k, k.ptr(1)?, dtype, (0..n_outer * n * n_inner).map(place), &dims)?;
-    let (whole, rest) = match kind(c.kind)? {
+    let x = Typed::walked(k, k.ptr(1)?, dtype, (0..n_outer * n * n_inner).map(index_of), &dims)?;
+    let (whole, neutral) = match kind(c.kind)? {
         Reduce::Sum | Reduce::Mean => (Reduce::Sum, 0.0_f32),
         Reduce::Max => (Reduce::Max, f32::NEG_INFINITY),
     };
     let op = Op::Reduce { kind: whole, axis: 1 };
-    let made = run_typed(&op, &[&x], &[(DType::F32, &[n_outer, 1, n_inner])])?;
-    let made: Vec<f32> = bytemuck::pod_collect_to_vec(&made[0]);
+    let results = run_typed(&op, &[&x], &[(DType::F32, &[n_outer, 1, n_inner])])?;
+    let results: Vec<f32> = bytemuck::pod_collect_to_vec(&results[0]);
     let mut parts = Vec::with_capacity(n_outer * n_slices * n_inner);
-    for outer in made.chunks_exact(n_inner) {
+    for outer in results.chunks_exact(n_inner) {
         parts.extend_from_slice(outer);
-        parts.extend(std::iter::repeat_n(rest, (n_slices - 1) * n_inner));
+        parts.extend(std::iter::repeat_n(neutral, (n_slices - 1) * n_inner));
     }
     k.write(k.ptr(0)?, &parts)
 }
@@ -602,6 +602,6 @@ fn finish_columns(k: &mut SimKernel<'_>) -> KernelResult {
         parts.bytes = bytemuck::pod_collect_to_vec(&scaled);
     }
     let op = Op::Reduce { kind, axis: 1 };
-    let made = run_typed(&op, &[&parts], &[(dtype, &[dims[0], 1, dims[2]])])?;
-    k.write(k.ptr(0)?, &made[0])
+    let results = run_typed(&op, &[&parts], &[(dtype, &[dims[0], 1, dims[2]])])?;
+    k.write(k.ptr(0)?, &results[0])
 }

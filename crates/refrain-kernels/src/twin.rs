@@ -9,8 +9,8 @@ use refrain_tensor::{DType, Layout, Shape};
 use crate::view::RowLayout;
 
 /// A fault raised by the twin itself, for invalid input values.
-pub(crate) fn fault(what: impl std::fmt::Display) -> Fault {
-    Fault::new(Code::LAUNCH_FAILED, what.to_string())
+pub(crate) fn fault(reason: impl std::fmt::Display) -> Fault {
+    Fault::new(Code::LAUNCH_FAILED, reason.to_string())
 }
 
 /// Reads a word parameter as a count.

@@ -40,38 +40,38 @@ pub(crate) fn rows_are_wide(buf: Buf, rows: RowLayout, n_cols: usize) -> bool {
 
 impl OpCase<'_> {
     /// Code of a dtype in kernel parameters.
-    pub(crate) fn code(&self, what: &'static str, dtype: DType) -> Result<u32, KernelError> {
+    pub(crate) fn code(&self, name: &'static str, dtype: DType) -> Result<u32, KernelError> {
         let at = TYPES.iter().position(|t| *t == dtype);
-        at.map(|at| at as u32).ok_or_else(|| self.refuse(format!("{what} is {dtype}, which no kernel reads")))
+        at.map(|at| at as u32).ok_or_else(|| self.refuse(format!("{name} is {dtype}, which no kernel reads")))
     }
 
     /// Checks a contiguous buffer of elements.
     pub(crate) fn elements(
         &self,
-        what: &'static str,
+        name: &'static str,
         buf: Buf,
         dtype: DType,
         dims: &[usize],
     ) -> Result<Buf, KernelError> {
         let size = dtype.block_bytes();
         let bytes = dims.iter().try_fold(size, |a, &b| a.checked_mul(b));
-        self.buf(what, buf, bytes, size as u64)
+        self.buf(name, buf, bytes, size as u64)
     }
 
     /// Checks rows of floats of one dtype.
     pub(crate) fn float_rows(
         &self,
-        what: &'static str,
+        name: &'static str,
         view: &BufView,
         [n_rows, n_cols]: [usize; 2],
     ) -> Result<(Buf, RowLayout), KernelError> {
         crate::require!(
             self,
             view.dtype == self.dtype && FLOATS.contains(&view.dtype),
-            "{what} is {}, must be F32, F16 or BF16 like the other operands",
+            "{name} is {}, must be F32, F16 or BF16 like the other operands",
             view.dtype
         );
-        self.rows_of_any(what, view, n_rows, n_cols)
+        self.rows_of_any(name, view, n_rows, n_cols)
     }
 }
 
@@ -121,15 +121,15 @@ impl Typed {
         k: &SimKernel<'_>,
         ptr: DevicePtr,
         dtype: DType,
-        places: impl Iterator<Item = usize> + Clone,
+        indices: impl Iterator<Item = usize> + Clone,
         dims: &[usize],
     ) -> KernelResult<Typed> {
         let size = dtype.block_bytes();
-        let end = places.clone().max().map_or(0, |last| last + 1);
+        let end = indices.clone().max().map_or(0, |last| last + 1);
         // One access covers the whole extent: it still catches a stray index, and logging every element would
         // be slow.
         let all = k.view::<u8>(ptr, end * size)?;
-        Typed::new(dtype, dims, places.flat_map(|at| all[at * size..][..size].iter().copied()).collect())
+        Typed::new(dtype, dims, indices.flat_map(|at| all[at * size..][..size].iter().copied()).collect())
     }
 
     pub(crate) fn input(&self) -> In<'_> {
@@ -144,12 +144,13 @@ pub(crate) fn run_typed(
     outputs: &[(DType, &[usize])],
 ) -> KernelResult<Vec<Vec<u8>>> {
     let inputs: Vec<In<'_>> = inputs.iter().map(|typed| typed.input()).collect();
-    let mut made = Vec::with_capacity(outputs.len());
+    let mut buffers = Vec::with_capacity(outputs.len());
     for (dtype, dims) in outputs {
         let shape = Shape::new(dims).map_err(fault)?;
-        made.push((TensorType { dtype: *dtype, shape }, vec![0; shape.n_elements() * dtype.block_bytes()]));
+        buffers
+            .push((TensorType { dtype: *dtype, shape }, vec![0; shape.n_elements() * dtype.block_bytes()]));
     }
-    let mut outs: Vec<Out<'_>> = made.iter_mut().map(|(ty, bytes)| Out { ty: *ty, bytes }).collect();
+    let mut outs: Vec<Out<'_>> = buffers.iter_mut().map(|(ty, bytes)| Out { ty: *ty, bytes }).collect();
     refrain_reference::run(op, &inputs, &mut outs).map_err(fault)?;
-    Ok(made.into_iter().map(|(_, bytes)| bytes).collect())
+    Ok(buffers.into_iter().map(|(_, bytes)| bytes).collect())
 }

@@ -68,21 +68,21 @@ impl Walk {
 
 impl OpCase<'_> {
     /// The bytes of a view, from its first to its last element.
-    pub(crate) fn extent(&self, what: &'static str, view: &BufView) -> Result<Buf, KernelError> {
+    pub(crate) fn extent(&self, name: &'static str, view: &BufView) -> Result<Buf, KernelError> {
         let size = view.dtype.block_bytes();
         crate::require!(
             self,
             !view.dtype.is_quantized(),
-            "{what} is {}, which cannot be strided",
+            "{name} is {}, which cannot be strided",
             view.dtype
         );
         let (start, end) = (view.layout.offset(), view.layout.end());
         let bytes = end.checked_mul(size);
-        self.buf(what, view.buf, bytes, 1)?;
+        self.buf(name, view.buf, bytes, 1)?;
         crate::require!(
             self,
             (view.buf.offset() + (start * size) as u64).is_multiple_of(size as u64),
-            "{what} is not aligned to its element size"
+            "{name} is not aligned to its element size"
         );
         Ok(view.buf.slice((start * size) as u64, ((end - start) * size) as u64)?)
     }
@@ -90,40 +90,40 @@ impl OpCase<'_> {
     /// An F32 view as `n_rows` contiguous rows of `n_cols` elements.
     pub(crate) fn rows(
         &self,
-        what: &'static str,
+        name: &'static str,
         view: &BufView,
         n_rows: usize,
         n_cols: usize,
     ) -> Result<(Buf, RowLayout), KernelError> {
-        crate::require!(self, view.dtype == DType::F32, "{what} is {}, must be F32", view.dtype);
-        self.rows_of_any(what, view, n_rows, n_cols)
+        crate::require!(self, view.dtype == DType::F32, "{name} is {}, must be F32", view.dtype);
+        self.rows_of_any(name, view, n_rows, n_cols)
     }
 
     /// A view of any dtype as contiguous rows of `n_cols` elements.
     pub(crate) fn rows_of_any(
         &self,
-        what: &'static str,
+        name: &'static str,
         view: &BufView,
         n_rows: usize,
         n_cols: usize,
     ) -> Result<(Buf, RowLayout), KernelError> {
         let shape = view.layout.shape();
-        let given = shape.n_elements();
+        let n_elements = shape.n_elements();
         crate::require!(
             self,
-            shape.dim_back(0) == n_cols && n_rows.checked_mul(n_cols) == Some(given),
-            "{what} has shape {shape}, must be {n_rows} rows of {n_cols}"
+            shape.dim_back(0) == n_cols && n_rows.checked_mul(n_cols) == Some(n_elements),
+            "{name} has shape {shape}, must be {n_rows} rows of {n_cols}"
         );
-        crate::require!(self, view.layout.rows_are_contiguous(), "{what} has strided rows; copy it first");
+        crate::require!(self, view.layout.rows_are_contiguous(), "{name} has strided rows; copy it first");
         let Some((n_inner, [inner, outer])) = strides_of_rows(&view.layout) else {
-            return Err(self.refuse(format!("{what} has rows with more than two strides; copy it first")));
+            return Err(self.refuse(format!("{name} has rows with more than two strides; copy it first")));
         };
         let rows = RowLayout {
             n_inner: self.u32("a row count", n_inner)?,
             inner_stride: self.u32("a row stride", inner)?,
             outer_stride: self.u32("a row stride", outer)?,
         };
-        Ok((self.extent(what, view)?, rows))
+        Ok((self.extent(name, view)?, rows))
     }
 
     /// Builds the indexing of `shape` with one or two operands broadcast to it.

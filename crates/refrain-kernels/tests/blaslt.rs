@@ -16,13 +16,13 @@ use refrain_kernels::{
 use refrain_tensor::{DType, Layout as Tensor};
 use refrain_testkit::encode;
 
-struct Room {
+struct Buffers {
     memory: std::sync::Arc<refrain_driver::Memory>,
     bufs: [Buf; 6],
 }
 
 /// Allocates x, w, y, scratch, workspace and wide.
-fn room(bed: &Bed, m: usize, n: usize, k: usize, scratch: u64) -> Room {
+fn buffers(bed: &Bed, m: usize, n: usize, k: usize, scratch: u64) -> Buffers {
     let mut layout = MemoryLayout::new("products");
     let sizes = [
         ("x", 2 * (m * k) as u64),
@@ -35,7 +35,7 @@ fn room(bed: &Bed, m: usize, n: usize, k: usize, scratch: u64) -> Room {
     let regions = sizes.map(|(name, bytes)| layout.device(name, bytes));
     let memory = bed.plan(&layout);
     let bufs = regions.map(|r| memory.buf(r));
-    Room { memory, bufs }
+    Buffers { memory, bufs }
 }
 
 #[test]
@@ -46,9 +46,9 @@ fn a_library_product_agrees_with_ours_and_has_the_same_bits_recorded_and_eager()
     for dtype in [DType::F16, DType::BF16] {
         for (m, n, k) in [(16, 64, 64), (17, 40, 72), (128, 512, 2048), (512, 2048, 2048)] {
             let plan = GemmPlan::new(m, &[n], k, 132);
-            let room = room(&bed, m, n, k, plan.scratch_bytes(m, n));
-            let [x, w, y, scratch, workspace, _] = room.bufs;
-            let mut lease = room.memory.lease().unwrap();
+            let buffers = buffers(&bed, m, n, k, plan.scratch_bytes(m, n));
+            let [x, w, y, scratch, workspace, _] = buffers.bufs;
+            let mut lease = buffers.memory.lease().unwrap();
             bed.stream.upload(&mut lease, x, &encode(dtype, &normals(m * k, 1))).unwrap();
             bed.stream.upload(&mut lease, w, &encode(dtype, &normals(n * k, 2))).unwrap();
             let mut launches = Vec::new();
@@ -69,7 +69,7 @@ fn a_library_product_agrees_with_ours_and_has_the_same_bits_recorded_and_eager()
             for method in [Method::Stream, Method::Nodes] {
                 let options = RecordOptions::named("product");
                 let graph =
-                    bed.stream.record(&room.memory, method, &options, |q| product.enqueue(q)).unwrap();
+                    bed.stream.record(&buffers.memory, method, &options, |q| product.enqueue(q)).unwrap();
                 for _ in 0..3 {
                     let fill = bed.stream.run(&mut lease, false, |q| q.fill(y, 0xff));
                     fill.unwrap();
@@ -205,15 +205,15 @@ const TURNS: usize = 20;
 /// Microseconds per operation that a closure enqueues, recorded many times in one graph.
 fn time(
     bed: &mut Bed,
-    room: &Room,
+    buffers: &Buffers,
     f: impl Fn(&mut dyn Queue) -> Result<(), refrain_driver::DriverError>,
 ) -> f64 {
-    let mut lease = room.memory.lease().unwrap();
+    let mut lease = buffers.memory.lease().unwrap();
     bed.stream.run(&mut lease, false, |q| f(q)).unwrap();
     let options = RecordOptions::named("timing");
     let graph = bed
         .stream
-        .record(&room.memory, Method::Stream, &options, |q| (0..TURNS).try_for_each(|_| f(q)))
+        .record(&buffers.memory, Method::Stream, &options, |q| (0..TURNS).try_for_each(|_| f(q)))
         .unwrap();
     graph.replay(&mut lease, &mut bed.stream).unwrap();
     let (start, end) = (bed.ctx.event().unwrap(), bed.ctx.event().unwrap());
@@ -250,10 +250,10 @@ fn prefill_products_are_timed() {
         let mut line = format!("{m:>4} x {n:>6} x {k:>6}:");
         let chosen = GemmPlan::new(m, &[n], k, 132);
         let most = GemmPlan::fixed(false, 8, k).scratch_bytes(m, n).max(chosen.scratch_bytes(m, n));
-        let room = room(&bed, m, n, k, most);
-        let [x, w, y, scratch, workspace, wide] = room.bufs;
+        let buffers = buffers(&bed, m, n, k, most);
+        let [x, w, y, scratch, workspace, wide] = buffers.bufs;
         {
-            let mut lease = room.memory.lease().unwrap();
+            let mut lease = buffers.memory.lease().unwrap();
             let some = encode(dtype, &normals(1 << 16, 1));
             for buf in [x, w] {
                 let mut bytes = some.repeat(buf.len() as usize / some.len() + 1);
@@ -263,7 +263,7 @@ fn prefill_products_are_timed() {
         }
         let product =
             blas.product(BlasLtShape::of_rows(dtype, m, n, k), [x, w, y, workspace], "library").unwrap();
-        let us = time(&mut bed, &room, |q| product.enqueue(q));
+        let us = time(&mut bed, &buffers, |q| product.enqueue(q));
         line += &format!(" cuBLASLt {us:.1} us ({:.0} TFLOP/s);", flops / us / 1e6);
         let fixed = |tall, splits| {
             (format!("m{} s{splits}", if tall { 128 } else { 64 }), GemmPlan::fixed(tall, splits, k))
@@ -283,12 +283,12 @@ fn prefill_products_are_timed() {
             let parts = &[LinearPart { w, y, n }];
             let args = GemmArgs { x, dtype, parts, m, k, plan, scratch: Some(scratch), step: "own" };
             bed.kernels.gemm(&args, &mut launches).unwrap();
-            let us = time(&mut bed, &room, |q| launches.iter().try_for_each(|l| q.launch(l)));
+            let us = time(&mut bed, &buffers, |q| launches.iter().try_for_each(|l| q.launch(l)));
             line += &format!(" {name} {us:.1} ({:.0});", flops / us / 1e6);
         }
         let to = Narrow { y: x, dtype, plane_rows: 0, also_wide: false };
         let cast = bed.kernels.narrow_rows(&bed::dense(wide, &[m, k]), m, k, &to, "cast").unwrap();
-        let us = time(&mut bed, &room, |q| q.launch(&cast));
+        let us = time(&mut bed, &buffers, |q| q.launch(&cast));
         line += &format!(" cast {us:.1} us");
         for quantised in [DType::Q4_K, DType::Q6_K, DType::Q8_0] {
             // Only the number of bytes matters, not their values.
@@ -297,7 +297,7 @@ fn prefill_products_are_timed() {
                 let to = w.slice((n * k) as u64, (n * k / 2) as u64).unwrap();
                 let args = DequantArgs { w: from, dtype: quantised, y: to, n: n / 4, k, step: "decode" };
                 let launch = bed.kernels.dequant(&args).unwrap();
-                let us = time(&mut bed, &room, |q| q.launch(&launch));
+                let us = time(&mut bed, &buffers, |q| q.launch(&launch));
                 line += &format!(" {quantised} {us:.1} us for {} M", (n * k / 4) >> 20);
             }
         }

@@ -131,10 +131,10 @@ fn machine_code_is_compiled_once_and_a_damaged_or_read_only_cache_costs_only_tim
     };
     let load = |cache: &Path| {
         let kernels = open(cache);
-        let mut heard = Vec::new();
-        kernels.load_all(&mut |event| heard.push(event)).unwrap_or_else(|e| panic!("{e}"));
+        let mut progress = Vec::new();
+        kernels.load_all(&mut |event| progress.push(event)).unwrap_or_else(|e| panic!("{e}"));
         assert_eq!(kernels.loaded().len(), KernelUnit::all().len());
-        assert_eq!(heard.last().map_or(0, |event| event.n_done), n_compiled(&kernels).1);
+        assert_eq!(progress.last().map_or(0, |event| event.n_done), n_compiled(&kernels).1);
         n_compiled(&kernels)
     };
     let n = KernelUnit::all().len();

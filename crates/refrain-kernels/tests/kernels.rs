@@ -60,8 +60,8 @@ both! {
         run_all(&mut bed, cases::dense::products());
     }
 
-    fn products_have_the_same_bits_alone_and_beside_others(bed) {
-        same_bits_beside_others(&mut bed);
+    fn products_have_the_same_bits_alone_and_with_others(bed) {
+        same_bits_with_others(&mut bed);
     }
 
     fn one_row_times_weights_with_norms_and_gates_agrees_with_the_reference(bed) {
@@ -214,7 +214,7 @@ both! {
     }
 
     fn an_edit_changes_the_words_it_names_and_no_other(bed) {
-        edit_pieces(&mut bed);
+        edit_ranges(&mut bed);
     }
 }
 
@@ -301,7 +301,7 @@ fn same_bits_for_every_m(bed: &mut Bed) {
 }
 
 /// Three products with enough columns for two per warp must equal each of them computed alone.
-fn same_bits_beside_others(bed: &mut Bed) {
+fn same_bits_with_others(bed: &mut Bed) {
     for dtype in [DType::F32, DType::BF16, DType::Q3_K, DType::IQ4_XS] {
         let (k, ns) = (512, [2051, 7, 1030]);
         let n: usize = ns.iter().sum();
@@ -470,7 +470,7 @@ fn commit_until_done(bed: &mut Bed) {
 }
 
 /// Edits of one word and of more than a block has threads, in two messages; nothing else may change.
-fn edit_pieces(bed: &mut Bed) {
+fn edit_ranges(bed: &mut Bed) {
     const N: usize = 1200;
     let mut layout = MemoryLayout::new("edit");
     let (words, edits) = (layout.device("words", 4 * N as u64), layout.device("edits", 4 * 1024));
@@ -490,7 +490,7 @@ fn edit_pieces(bed: &mut Bed) {
     second.push(N as u32 - 1, &[8, 8, 8]);
     assert_eq!(first.n_words_with(5), first.message().len() + 4 + 5);
     for all in [&first, &second] {
-        for (to, words) in all.pieces() {
+        for (to, words) in all.ranges() {
             for (place, word) in want[to..].iter_mut().zip(words) {
                 *place = *word as i32;
             }

@@ -107,7 +107,7 @@ fn launches(
     between: Between,
 ) -> Vec<Launch> {
     let mut launches = Vec::new();
-    let (mut turn, mut behind) = (0, None);
+    let (mut turn, mut previous_tail) = (0, None);
     let mut product = |ns: &[usize], k: usize, dtype: DType, is_normed: bool, gate: Option<Gate>| {
         turn ^= 1;
         let part = |(i, &n): (usize, &usize)| ProductWeight {
@@ -128,11 +128,11 @@ fn launches(
             parts: &parts,
             gate,
             k,
-            behind: behind.take(),
+            previous_tail: previous_tail.take(),
             step: "product",
         };
         if gate.is_some() {
-            behind = bed.kernels.product_rest(&args).unwrap();
+            previous_tail = bed.kernels.product_tail_bytes(&args).unwrap();
         }
         bed.kernels.product(&args).unwrap()
     };

@@ -19,21 +19,21 @@ use refrain_testkit::encode;
 const TURNS: usize = 20;
 
 /// Device buffers filled with normal numbers.
-struct Room {
+struct Buffers {
     memory: Arc<Memory>,
     bufs: Vec<Buf>,
 }
 
-fn room(bed: &mut Bed, sizes: &[(&str, u64)]) -> Room {
+fn buffers(bed: &mut Bed, sizes: &[(&str, u64)]) -> Buffers {
     let mut layout = MemoryLayout::new("train");
     let regions: Vec<_> = sizes.iter().map(|&(name, bytes)| layout.device(name, bytes)).collect();
     let memory = bed.plan(&layout);
     let bufs: Vec<Buf> = regions.into_iter().map(|r| memory.buf(r)).collect();
-    Room { memory, bufs }
+    Buffers { memory, bufs }
 }
 
-fn fill(bed: &mut Bed, room: &Room, buf: Buf, dtype: DType, seed: u64) {
-    let mut lease = room.memory.lease().unwrap();
+fn fill(bed: &mut Bed, buffers: &Buffers, buf: Buf, dtype: DType, seed: u64) {
+    let mut lease = buffers.memory.lease().unwrap();
     let some = encode(dtype, &normals(1 << 16, seed));
     let mut bytes = some.repeat(buf.len() as usize / some.len() + 1);
     bytes.truncate(buf.len() as usize);
@@ -42,34 +42,34 @@ fn fill(bed: &mut Bed, room: &Room, buf: Buf, dtype: DType, seed: u64) {
 
 /// Milliseconds per operation that a closure enqueues, recorded many times in one graph: the minimum of
 /// several replays.
-fn time(bed: &mut Bed, room: &Room, f: impl Fn(&mut dyn Queue) -> Result<(), DriverError>) -> f64 {
-    let mut lease = room.memory.lease().unwrap();
+fn time(bed: &mut Bed, buffers: &Buffers, f: impl Fn(&mut dyn Queue) -> Result<(), DriverError>) -> f64 {
+    let mut lease = buffers.memory.lease().unwrap();
     bed.stream.run(&mut lease, false, |q| f(q)).unwrap();
     let options = RecordOptions::named("timing");
     let graph = bed
         .stream
-        .record(&room.memory, Method::Stream, &options, |q| (0..TURNS).try_for_each(|_| f(q)))
+        .record(&buffers.memory, Method::Stream, &options, |q| (0..TURNS).try_for_each(|_| f(q)))
         .unwrap();
-    let mut least = f64::INFINITY;
+    let mut fastest = f64::INFINITY;
     for _ in 0..5 {
         let (start, end) = (bed.ctx.event().unwrap(), bed.ctx.event().unwrap());
         bed.stream.record_event(&start).unwrap();
         graph.replay(&mut lease, &mut bed.stream).unwrap();
         bed.stream.record_event(&end).unwrap();
         bed.stream.synchronize().unwrap();
-        least = least.min(f64::from(end.ms_since(&start).unwrap()) / TURNS as f64);
+        fastest = fastest.min(f64::from(end.ms_since(&start).unwrap()) / TURNS as f64);
     }
-    least
+    fastest
 }
 
 /// The contents of a buffer after some launches.
 fn result(
     bed: &mut Bed,
-    room: &Room,
+    buffers: &Buffers,
     buf: Buf,
     f: impl Fn(&mut dyn Queue) -> Result<(), DriverError>,
 ) -> Vec<u8> {
-    let mut lease = room.memory.lease().unwrap();
+    let mut lease = buffers.memory.lease().unwrap();
     bed.stream.run(&mut lease, false, |q| q.fill(buf, 0xff)).unwrap();
     let out = bed.stream.run(&mut lease, false, |q| f(q)).unwrap();
     out.values(&mut bed.stream, buf).unwrap()
@@ -109,24 +109,24 @@ fn product_times(bed: &mut Bed, blas: &Arc<BlasLt>, name: &str, layout: &str, [m
     let bytes = |a: usize, b: usize| 2 * (a * b) as u64;
     let sizes =
         [("a", bytes(m, k)), ("b", bytes(k, n)), ("y", bytes(m, n)), ("workspace", BlasLt::WORKSPACE_BYTES)];
-    let room = room(bed, &sizes);
-    let [a, b, y, workspace] = room.bufs[..] else { unreachable!() };
-    fill(bed, &room, a, dtype, 1);
-    fill(bed, &room, b, dtype, 2);
-    let (a_lies, b_lies) = (factor(layout.starts_with('T'), m, k), factor(layout.ends_with('T'), k, n));
+    let buffers = buffers(bed, &sizes);
+    let [a, b, y, workspace] = buffers.bufs[..] else { unreachable!() };
+    fill(bed, &buffers, a, dtype, 1);
+    fill(bed, &buffers, b, dtype, 2);
+    let (a_layout, b_layout) = (factor(layout.starts_with('T'), m, k), factor(layout.ends_with('T'), k, n));
     let view = |buf, layout| BufView { buf, dtype, layout };
-    let args = MatMulArgs { a: view(a, a_lies), b: view(b, b_lies), y, c: None, step: "own" };
+    let args = MatMulArgs { a: view(a, a_layout), b: view(b, b_layout), y, c: None, step: "own" };
     let own = bed.kernels.matmul(&args).unwrap();
-    let shape = library_product(&a_lies, &b_lies, dtype).unwrap();
+    let shape = library_product(&a_layout, &b_layout, dtype).unwrap();
     let library = blas.product(shape, [a, b, y, workspace], "library").unwrap();
     let times = {
-        let mut lease = room.memory.lease().unwrap();
-        library.measure(&mut bed.stream, &room.memory, &mut lease).unwrap().unwrap()
+        let mut lease = buffers.memory.lease().unwrap();
+        library.measure(&mut bed.stream, &buffers.memory, &mut lease).unwrap().unwrap()
     };
     let flops = 2.0 * m as f64 * k as f64 * n as f64;
     let tflops = |ms: f64| flops / ms / 1e9;
     let (by_library, by_own) =
-        (time(bed, &room, |q| library.enqueue(q)), time(bed, &room, |q| q.launch(&own)));
+        (time(bed, &buffers, |q| library.enqueue(q)), time(bed, &buffers, |q| q.launch(&own)));
     println!(
         "{layout} {name:<8} {m:>6} x {k:>6} x {n:>6}: cuBLASLt {by_library:.4} ms ({:.0} TFLOPS; algorithm {} of {:.4?}), own {by_own:.4} ms ({:.0})",
         tflops(by_library),
@@ -134,14 +134,14 @@ fn product_times(bed: &mut Bed, blas: &Arc<BlasLt>, name: &str, layout: &str, [m
         times.ms,
         tflops(by_own)
     );
-    let first = result(bed, &room, y, |q| library.enqueue(q));
+    let first = result(bed, &buffers, y, |q| library.enqueue(q));
     assert_eq!(
         first,
-        result(bed, &room, y, |q| library.enqueue(q)),
+        result(bed, &buffers, y, |q| library.enqueue(q)),
         "{layout} {m} x {k} x {n} by the library"
     );
-    let ours = result(bed, &room, y, |q| q.launch(&own));
-    assert_eq!(ours, result(bed, &room, y, |q| q.launch(&own)), "{layout} {m} x {k} x {n}");
+    let ours = result(bed, &buffers, y, |q| q.launch(&own));
+    assert_eq!(ours, result(bed, &buffers, y, |q| q.launch(&own)), "{layout} {m} x {k} x {n}");
     let (library, own) = (bed::decode(dtype, &first), bed::decode(dtype, &ours));
     let most = own.iter().fold(0.0_f32, |a, b| a.max(b.abs()));
     let off = own.iter().zip(&library).fold(0.0_f32, |a, (b, c)| a.max((b - c).abs()));
@@ -198,13 +198,13 @@ fn attention_times(bed: &mut Bed, s: Shape) {
         ("dv", of_k),
         ("scratch", span_grad_scratch_bytes(n, n_heads)),
     ];
-    let room = room(bed, &sizes);
-    let [dy, q, k, v, spans, y, lse, dq, dk, dv, scratch] = room.bufs[..] else { unreachable!() };
+    let buffers = buffers(bed, &sizes);
+    let [dy, q, k, v, spans, y, lse, dq, dk, dv, scratch] = buffers.bufs[..] else { unreachable!() };
     for (seed, buf) in [dy, q, k, v].into_iter().enumerate() {
-        fill(bed, &room, buf, dtype, seed as u64);
+        fill(bed, &buffers, buf, dtype, seed as u64);
     }
     {
-        let mut lease = room.memory.lease().unwrap();
+        let mut lease = buffers.memory.lease().unwrap();
         let span = |i: usize| [(i / s.len * s.len) as i32, ((i / s.len + 1) * s.len) as i32];
         let all: Vec<i32> = (0..n).flat_map(span).collect();
         bed.stream.upload(&mut lease, spans, &i32s(&all)).unwrap();
@@ -245,10 +245,10 @@ fn attention_times(bed: &mut Bed, s: Shape) {
     // The causal half of the square takes two matmuls, and five for the gradient, which executes seven.
     let flops = 4.0 * (s.documents * n_heads * d) as f64 * (s.len as f64).powi(2) / 2.0;
     let tflops = |times: f64, ms: f64| times * flops / ms / 1e9;
-    let ms = time(bed, &room, |q| q.launch(&forward));
+    let ms = time(bed, &buffers, |q| q.launch(&forward));
     let mut line = format!("{s:?}: forward {ms:.4} ms ({:.0} TFLOPS)", tflops(1.0, ms));
-    let parts: Vec<f64> = backward.iter().map(|launch| time(bed, &room, |q| q.launch(launch))).collect();
-    let ms = time(bed, &room, |q| backward.iter().try_for_each(|launch| q.launch(launch)));
+    let parts: Vec<f64> = backward.iter().map(|launch| time(bed, &buffers, |q| q.launch(launch))).collect();
+    let ms = time(bed, &buffers, |q| backward.iter().try_for_each(|launch| q.launch(launch)));
     line += &format!(
         ", backward {ms:.4} ms ({:.0} TFLOPS): sums {:.4}, keys {:.4} ({:.0} done), queries {:.4} ({:.0} done)",
         tflops(2.5, ms),
@@ -261,8 +261,8 @@ fn attention_times(bed: &mut Bed, s: Shape) {
     println!("{line}");
     for buf in [dq, dk, dv] {
         let run = |q: &mut dyn Queue| backward.iter().try_for_each(|launch| q.launch(launch));
-        let first = result(bed, &room, buf, run);
+        let first = result(bed, &buffers, buf, run);
         assert!(bed::decode(dtype, &first).iter().all(|v| v.is_finite()), "{s:?}");
-        assert_eq!(first, result(bed, &room, buf, run), "{s:?}");
+        assert_eq!(first, result(bed, &buffers, buf, run), "{s:?}");
     }
 }

@@ -194,7 +194,7 @@ fn elements_rows_and_moves() {
     measure(&mut bed, &rope, |k, b, out| {
         out.push(k.typed_rope(&TypedRopeArgs {
             rope: Rope { style: RopeStyle::Neox, n_dims: 64, magnitude: 1.0 },
-            is_back: false,
+            is_inverse: false,
             x: BufView::dense(b[1], T, shape(&[N, D / 64, 64])),
             positions: b[2],
             inv_freq: b[3],

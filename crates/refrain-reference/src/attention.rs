@@ -48,18 +48,18 @@ impl CachePages {
         let n_seqs = self.tables.len() / self.max_blocks.max(1);
         let seq_idx = usize::try_from(seq).unwrap_or(usize::MAX);
         if seq_idx >= n_seqs {
-            return Err(ReferenceError::OutOfRange { what: "sequence", got: seq.into(), limit: n_seqs });
+            return Err(ReferenceError::OutOfRange { index: "sequence", got: seq.into(), limit: n_seqs });
         }
         let column = position / self.kv_block;
         if column >= self.max_blocks {
             let limit = self.max_blocks * self.kv_block;
-            return Err(ReferenceError::OutOfRange { what: "position", got: position as i64, limit });
+            return Err(ReferenceError::OutOfRange { index: "position", got: position as i64, limit });
         }
         let block = self.tables[seq_idx * self.max_blocks + column];
         let block_idx = usize::try_from(block).unwrap_or(usize::MAX);
         if block_idx >= self.n_blocks {
             return Err(ReferenceError::OutOfRange {
-                what: "KV block",
+                index: "KV block",
                 got: block.into(),
                 limit: self.n_blocks,
             });

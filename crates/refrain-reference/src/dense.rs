@@ -17,10 +17,10 @@ pub enum ReferenceError {
         because: String,
     },
     /// An index is out of range.
-    #[error("{what} is {got}, must be below {limit}")]
+    #[error("{index} is {got}, must be below {limit}")]
     OutOfRange {
         /// Name of the index.
-        what: &'static str,
+        index: &'static str,
         /// Its value.
         got: i64,
         /// Its exclusive upper bound.
@@ -152,7 +152,7 @@ pub(crate) fn gather_rows(table: &In<'_>, ids: &In<'_>, out: &mut Out<'_>) -> Re
         }
         let row = usize::try_from(id).unwrap_or(usize::MAX);
         if row >= n_rows {
-            return Err(ReferenceError::OutOfRange { what: "row", got: id.into(), limit: n_rows });
+            return Err(ReferenceError::OutOfRange { index: "row", got: id.into(), limit: n_rows });
         }
         let one = In { layout: table.layout.slice(0, row, 1)?, ..*table };
         rows.extend(one.row_f32()?);

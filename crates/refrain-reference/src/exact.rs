@@ -229,7 +229,7 @@ fn column(id: f64, limit: usize) -> Result<Option<usize>, ReferenceError> {
     match id {
         id if id < 0.0 => Ok(None),
         id if id < limit as f64 => Ok(Some(id as usize)),
-        id => Err(ReferenceError::OutOfRange { what: "row", got: id as i64, limit }),
+        id => Err(ReferenceError::OutOfRange { index: "row", got: id as i64, limit }),
     }
 }
 
@@ -407,7 +407,7 @@ impl<'a> SpanHeads<'a> {
             return Ok(0..0);
         }
         if first < 0.0 || end > n as f64 || first > row as f64 || end <= row as f64 {
-            return Err(ReferenceError::OutOfRange { what: "span", got: end as i64, limit: n + 1 });
+            return Err(ReferenceError::OutOfRange { index: "span", got: end as i64, limit: n + 1 });
         }
         Ok(self.attention.seen(row, [first as usize, end as usize]))
     }

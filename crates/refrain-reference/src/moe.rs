@@ -110,7 +110,7 @@ fn expert(id: i32, n_experts: usize) -> Result<Option<usize>, ReferenceError> {
     match usize::try_from(id) {
         Err(_) => Ok(None),
         Ok(id) if id < n_experts => Ok(Some(id)),
-        Ok(_) => Err(ReferenceError::OutOfRange { what: "expert", got: id.into(), limit: n_experts }),
+        Ok(_) => Err(ReferenceError::OutOfRange { index: "expert", got: id.into(), limit: n_experts }),
     }
 }
 

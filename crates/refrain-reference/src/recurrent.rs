@@ -14,35 +14,32 @@ struct SequenceRows {
     write: Option<usize>,
 }
 
-fn pieces(
-    [positions, seqs, slots]: [&In<'_>; 3],
-    n_slots: usize,
-) -> Result<Vec<SequenceRows>, ReferenceError> {
+fn runs([positions, seqs, slots]: [&In<'_>; 3], n_slots: usize) -> Result<Vec<SequenceRows>, ReferenceError> {
     let (positions, seqs, slots) = (positions.to_i32()?, seqs.to_i32()?, slots.to_i32()?);
     let n_seqs = slots.len() / 2;
-    let mut pieces: Vec<SequenceRows> = Vec::new();
+    let mut runs: Vec<SequenceRows> = Vec::new();
     for (row, (&position, &seq)) in positions.iter().zip(&seqs).enumerate() {
         let Ok(position) = usize::try_from(position) else { continue };
         if row > 0 && positions[row - 1] >= 0 && seqs[row - 1] == seq {
-            if let Some(piece) = pieces.last_mut() {
-                piece.n_rows += 1;
+            if let Some(run) = runs.last_mut() {
+                run.n_rows += 1;
             }
             continue;
         }
         let seq_idx = usize::try_from(seq).unwrap_or(usize::MAX);
         if seq_idx >= n_seqs {
-            return Err(ReferenceError::OutOfRange { what: "sequence", got: seq.into(), limit: n_seqs });
+            return Err(ReferenceError::OutOfRange { index: "sequence", got: seq.into(), limit: n_seqs });
         }
         let slot = |version: usize| match slots[2 * seq_idx + version] {
             slot if slot < 0 => Ok(None),
             slot if (slot as usize) < n_slots => Ok(Some(slot as usize)),
-            slot => Err(ReferenceError::OutOfRange { what: "slot", got: slot.into(), limit: n_slots }),
+            slot => Err(ReferenceError::OutOfRange { index: "slot", got: slot.into(), limit: n_slots }),
         };
         let (read, write) = (slot(position % 2)?, slot((position + 1) % 2)?);
         let read = read.filter(|_| position > 0);
-        pieces.push(SequenceRows { first: row, n_rows: 1, read, write });
+        runs.push(SequenceRows { first: row, n_rows: 1, read, write });
     }
-    Ok(pieces)
+    Ok(runs)
 }
 
 /// Runs an op of a recurrent layer. `inputs` excludes the state, which is `outputs[1]`.
@@ -54,20 +51,20 @@ pub(crate) fn recurrent(
     let paging = op.positions() - 1;
     let dims = outputs[1].ty.shape.dims().to_vec();
     let slot_len: usize = dims[1..].iter().product();
-    let pieces = pieces([&inputs[paging], &inputs[paging + 1], &inputs[paging + 2]], dims[0])?;
+    let runs = runs([&inputs[paging], &inputs[paging + 1], &inputs[paging + 2]], dims[0])?;
     let layout = refrain_tensor::Layout::contiguous(outputs[1].ty.shape);
     let mut state = In { dtype: DType::F32, layout, bytes: outputs[1].bytes }.to_f32()?;
     let mut y = vec![0.0; outputs[0].ty.shape.n_elements()];
-    for piece in pieces {
-        let mut slot: Vec<f64> = match piece.read {
+    for run in runs {
+        let mut slot: Vec<f64> = match run.read {
             Some(slot) => state[slot * slot_len..][..slot_len].iter().map(|&v| v.into()).collect(),
             None => vec![0.0; slot_len],
         };
         match op {
-            Recurrent::ShortConv(conv) => short_conv(conv, inputs, &piece, &mut slot, &mut y)?,
-            Recurrent::GatedDelta(delta) => gated_delta(delta, inputs, &piece, &mut slot, &mut y)?,
+            Recurrent::ShortConv(conv) => short_conv(conv, inputs, &run, &mut slot, &mut y)?,
+            Recurrent::GatedDelta(delta) => gated_delta(delta, inputs, &run, &mut slot, &mut y)?,
         }
-        if let Some(write) = piece.write {
+        if let Some(write) = run.write {
             let to = state[write * slot_len..][..slot_len].iter_mut();
             to.zip(&slot).for_each(|(to, &v)| *to = v as f32);
         }
@@ -79,7 +76,7 @@ pub(crate) fn recurrent(
 fn short_conv(
     conv: &ShortConv,
     inputs: &[In<'_>],
-    piece: &SequenceRows,
+    run: &SequenceRows,
     slot: &mut [f64], // [width - 1, d]
     y: &mut [f32],    // [n, d]
 ) -> Result<(), ReferenceError> {
@@ -87,7 +84,7 @@ fn short_conv(
     let (x, w) = (inputs[0].to_f32()?, inputs[1].to_f32()?);
     for c in 0..d {
         let mut seen: Vec<f64> = (0..width - 1).map(|j| slot[j * d + c]).collect();
-        for row in piece.first..piece.first + piece.n_rows {
+        for row in run.first..run.first + run.n_rows {
             seen.push(x[row * d + c].into());
             let last = &seen[seen.len() - width..];
             let sum: f64 = last.iter().enumerate().map(|(j, x)| x * f64::from(w[j * d + c])).sum();
@@ -102,7 +99,7 @@ fn short_conv(
 fn gated_delta(
     delta: &GatedDelta,
     inputs: &[In<'_>],
-    piece: &SequenceRows,
+    run: &SequenceRows,
     slot: &mut [f64], // [n_heads, v_dim, k_dim]
     y: &mut [f32],    // [n, n_heads, v_dim]
 ) -> Result<(), ReferenceError> {
@@ -117,7 +114,7 @@ fn gated_delta(
         let r = 1.0 / (x.iter().map(|x| x * x).sum::<f64>() + f64::from(delta.eps)).sqrt();
         x.iter().map(|x| x * r).collect::<Vec<f64>>()
     };
-    for row in piece.first..piece.first + piece.n_rows {
+    for row in run.first..run.first + run.n_rows {
         for head in 0..n_heads {
             let key_head = delta.key_heads.of(head, n_heads, n_key_heads);
             let at = (row * n_key_heads + key_head) * k_dim;

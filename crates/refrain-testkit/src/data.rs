@@ -38,7 +38,7 @@ pub fn load_golden(path: impl AsRef<Path>) -> BTreeMap<String, HostTensor> {
     let file = safetensors::SafeTensors::deserialize(&bytes)
         .unwrap_or_else(|e| panic!("golden {}: {e}", path.display()));
     let load = |(name, view): (String, safetensors::tensor::TensorView<'_>)| {
-        let fail = |what: String| -> ! { panic!("golden {}, {name}: {what}", path.display()) };
+        let fail = |reason: String| -> ! { panic!("golden {}, {name}: {reason}", path.display()) };
         let dtype = dtype_of(view.dtype()).unwrap_or_else(|| fail(format!("no dtype {:?}", view.dtype())));
         let shape = Shape::new(view.shape()).unwrap_or_else(|e| fail(e.to_string()));
         let tensor = HostTensor::new(dtype, shape, Bytes::new(view.data().to_vec()));

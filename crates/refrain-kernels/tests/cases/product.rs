@@ -174,7 +174,7 @@ fn case(s: &Shape<'_>) -> Case {
             gate,
             k,
             // Only a GPU knows how long this takes.
-            behind: k.is_multiple_of(512).then_some(64 << 10),
+            previous_tail: k.is_multiple_of(512).then_some(64 << 10),
             step: "case",
         })?);
         Ok(())

@@ -20,23 +20,23 @@ struct Rows {
 
 /// Builds rows from one chunk per sequence, each given by its first position and number of rows, followed by
 /// padding rows at position -1.
-fn rows(pieces: &[(i32, usize)], n_padding: usize, n_unused: usize) -> Rows {
-    let n_seqs = pieces.len() + n_unused;
+fn rows(chunks: &[(i32, usize)], n_padding: usize, n_unused: usize) -> Rows {
+    let n_seqs = chunks.len() + n_unused;
     let n_slots = 2 * n_seqs + 1;
     let (mut positions, mut seqs) = (Vec::new(), Vec::new());
-    for (seq, &(first, n)) in pieces.iter().enumerate() {
+    for (seq, &(first, n)) in chunks.iter().enumerate() {
         positions.extend(first..first + n as i32);
         seqs.extend(vec![seq as i32; n]);
         if seq == 0 {
             // A row that has ended, in the middle of a run.
             positions.push(-1);
-            seqs.push(pieces.len() as i32 - 1);
+            seqs.push(chunks.len() as i32 - 1);
         }
     }
     positions.extend(vec![-1; n_padding]);
     seqs.extend(vec![0; n_padding]);
     // Slots in reverse order; one sequence of several has none.
-    let has_none = |seq: usize| pieces.len() > 2 && seq + 1 == pieces.len();
+    let has_none = |seq: usize| chunks.len() > 2 && seq + 1 == chunks.len();
     let slots = (0..2 * n_seqs).map(|i| if has_none(i / 2) { -1 } else { (n_slots - 1 - i) as i32 });
     Rows { positions, seqs, slots: slots.collect(), n_slots }
 }

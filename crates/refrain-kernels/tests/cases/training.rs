@@ -441,8 +441,8 @@ pub fn moves() -> Vec<Case> {
         cases.push(pad(dtype, contiguous(&[5, 48]).slice(1, 8, 16).unwrap(), 1, 0, 8));
         for style in [RopeStyle::Neox, RopeStyle::Interleaved] {
             for (n_dims, head_dim) in [(6, 8), (16, 24), (64, 64), (8, 8)] {
-                for is_back in [false, true] {
-                    cases.push(rope(dtype, style, [n_dims, head_dim], is_back, 4));
+                for is_inverse in [false, true] {
+                    cases.push(rope(dtype, style, [n_dims, head_dim], is_inverse, 4));
                 }
             }
         }
@@ -520,7 +520,7 @@ fn pad(dtype: DType, layout: Layout, axis: usize, before: usize, after: usize) -
     })
 }
 
-fn rope(dtype: DType, style: RopeStyle, [n_dims, head_dim]: [usize; 2], is_back: bool, n: usize) -> Case {
+fn rope(dtype: DType, style: RopeStyle, [n_dims, head_dim]: [usize; 2], is_inverse: bool, n: usize) -> Case {
     let n_heads = 6;
     let dims = [n, n_heads, head_dim];
     let rope = Rope { style, n_dims, magnitude: 1.25 };
@@ -529,7 +529,7 @@ fn rope(dtype: DType, style: RopeStyle, [n_dims, head_dim]: [usize; 2], is_back:
     let positions = i32s(&positions);
     let freqs: Vec<f32> = (0..n_dims / 2).map(|i| 10_000_f32.powf(-2.0 * i as f32 / n_dims as f32)).collect();
     let freqs = f32s(&freqs);
-    let op = if is_back { Op::Train(TrainOp::RopeGrad(rope)) } else { Op::Rope(rope) };
+    let op = if is_inverse { Op::Train(TrainOp::RopeGrad(rope)) } else { Op::Rope(rope) };
     let operands = [
         Operand(dtype, contiguous(&dims), &x),
         Operand(DType::I32, contiguous(&[n]), &positions),
@@ -538,11 +538,11 @@ fn rope(dtype: DType, style: RopeStyle, [n_dims, head_dim]: [usize; 2], is_back:
     let y = run(&op, &operands, &[(dtype, &dims)]).remove(0);
     let tol = Tol::Whole(2e-6).rounded_to(dtype);
     let roles = vec![Role::InOut { before: x, after: y, dtype, tol }, Role::In(positions), Role::In(freqs)];
-    let name = format!("rope {style:?} {dtype} {n_dims} of {head_dim} back={is_back}");
+    let name = format!("rope {style:?} {dtype} {n_dims} of {head_dim} back={is_inverse}");
     Case::new(name, roles, move |kernels, b, out| {
         out.push(kernels.typed_rope(&TypedRopeArgs {
             rope,
-            is_back,
+            is_inverse,
             x: BufView::dense(b[0], dtype, shape(&dims)),
             positions: b[1],
             inv_freq: b[2],

@@ -19,7 +19,7 @@ struct SequenceChunks {
     n_padding: usize,
 }
 
-const PIECES: [SequenceChunks; 4] = [
+const CHUNKS: [SequenceChunks; 4] = [
     SequenceChunks { name: "one token after one", rows: &[[1, 1]], n_padding: 0 },
     SequenceChunks { name: "a prompt, then a token", rows: &[[7, 1]], n_padding: 1 },
     SequenceChunks {
@@ -105,7 +105,7 @@ fn filter(width: usize, d: usize) -> Arg {
 
 pub(super) fn short_conv() -> Vec<Case> {
     let mut cases = Vec::new();
-    for pieces in &PIECES {
+    for chunks in &CHUNKS {
         for (dtype, d, width, silu) in [
             (DType::F32, 1, 4, true),
             (DType::F32, 37, 4, true),
@@ -113,20 +113,20 @@ pub(super) fn short_conv() -> Vec<Case> {
             (DType::F32, 8, 2, false),
             (DType::BF16, 66, 4, true),
         ] {
-            let state = Arg::slots([pieces.n_slots(), width - 1, d]);
-            let name = format!("{dtype}, {d} channels, width {width}, silu {silu}: {}", pieces.name);
+            let state = Arg::slots([chunks.n_slots(), width - 1, d]);
+            let name = format!("{dtype}, {d} channels, width {width}, silu {silu}: {}", chunks.name);
             let op = Recurrent::ShortConv(ShortConv { silu });
             let w = filter(width, d);
             // The state between nodes is not rounded.
             let tol = Tol::Whole(2e-6).rounded_to(dtype);
-            cases.push(pieces.case(name, op, tol, state, |n| vec![Arg::float(dtype, [n, d])], vec![w]));
+            cases.push(chunks.case(name, op, tol, state, |n| vec![Arg::float(dtype, [n, d])], vec![w]));
         }
     }
     let op = Recurrent::ShortConv(ShortConv { silu: true });
     let seen =
         |n: usize| vec![Arg::float(DType::F32, [n, 40]).view(View::Slice { axis: 1, start: 8, len: 24 })];
-    let (state, w) = (Arg::slots([PIECES[2].n_slots(), 3, 24]), filter(4, 24));
-    cases.push(PIECES[2].case(
+    let (state, w) = (Arg::slots([CHUNKS[2].n_slots(), 3, 24]), filter(4, 24));
+    cases.push(CHUNKS[2].case(
         "F32, some columns of its rows".into(),
         op,
         Tol::Whole(2e-6),
@@ -164,23 +164,23 @@ pub(super) fn gated_delta() -> Vec<Case> {
     ];
     let mut cases = Vec::new();
     for shape in &shapes {
-        for pieces in &PIECES {
-            cases.push(delta_case(shape, pieces, 1.0, "as usual"));
+        for chunks in &CHUNKS {
+            cases.push(delta_case(shape, chunks, 1.0, "as usual"));
         }
     }
     // Gates that forget everything and nothing, and zero keys.
     for (gates, name) in [(40.0, "gates at their ends"), (0.0, "gates in the middle")] {
-        cases.push(delta_case(&shapes[1], &PIECES[2], gates, name));
+        cases.push(delta_case(&shapes[1], &CHUNKS[2], gates, name));
     }
     cases
 }
 
-fn delta_case(shape: &DeltaHeads, pieces: &SequenceChunks, gates: f32, values: &str) -> Case {
+fn delta_case(shape: &DeltaHeads, chunks: &SequenceChunks, gates: f32, values: &str) -> Case {
     let &DeltaHeads { n_key_heads, n_heads, k_dim, v_dim, key_heads, dtype, joined } = shape;
     let delta = GatedDelta { scale: (k_dim as f32).powf(-0.5), eps: 1e-6, key_heads };
     let name = format!(
         "{dtype}, {n_heads} heads of {v_dim}, {n_key_heads} key heads of {k_dim} {key_heads:?}, {values}: {}",
-        pieces.name
+        chunks.name
     );
     let rows = |n: usize| {
         let (keys, own) = (n_key_heads * k_dim, n_heads * v_dim);
@@ -203,6 +203,6 @@ fn delta_case(shape: &DeltaHeads, pieces: &SequenceChunks, gates: f32, values: &
         Arg::weight(DType::F32, [n_heads]).fill(Fill::Uniform(-8.0, -0.01)),
         Arg::weight(DType::F32, [n_heads]),
     ];
-    let state = Arg::slots([pieces.n_slots(), n_heads, v_dim, k_dim]);
-    pieces.case(name, Recurrent::GatedDelta(delta), Tol::Whole(1e-5).rounded_to(dtype), state, rows, shared)
+    let state = Arg::slots([chunks.n_slots(), n_heads, v_dim, k_dim]);
+    chunks.case(name, Recurrent::GatedDelta(delta), Tol::Whole(1e-5).rounded_to(dtype), state, rows, shared)
 }
