@@ -1,4 +1,4 @@
-//! Refrain and llama.cpp on the same files in one run, turn by turn, as ratios.
+//! Compares the speed of Refrain and llama.cpp on the same files, in alternation, as ratios.
 
 use crate::shell;
 use anyhow::{Context, Result, bail};
@@ -8,22 +8,22 @@ use std::path::Path;
 const USAGE: &str = "\
 Usage: cargo xtask bench-cpu [--python PYTHON] [--rounds N] [--threads N] [--depth N[,N...]] MODEL.gguf...
 
-PYTHON needs llama-cpp-python. `cargo run --release -p refrain-models --example write_shape` writes files of
-well-known shapes with random weights.";
+PYTHON is an interpreter with llama-cpp-python. `cargo run --release -p refrain-models --example write_shape` writes
+files of well-known shapes with random weights.";
 
 struct Options {
     python: String,
     rounds: usize,
     threads: String,
-    /// Tokens in the context before decoding begins.
+    /// Context lengths at which decoding starts.
     depths: Vec<String>,
     models: Vec<String>,
 }
 
-/// Speeds of one program on one model.
+/// Tokens per second of one program on one model.
 struct Speed {
     prefill: f64,
-    /// At each depth.
+    /// One rate per depth.
     decode: Vec<f64>,
 }
 
@@ -31,7 +31,10 @@ struct Speed {
 pub(crate) fn cpu(args: &[String]) -> Result<()> {
     let options = parse(args)?;
     shell::run("cargo", &["build", "--release", "--quiet", "--package", "refrain-cli"])?;
-    println!("tokens per second, {} threads, medians of {} rounds in turn", options.threads, options.rounds);
+    println!(
+        "tokens per second, {} threads, medians of {} alternating rounds",
+        options.threads, options.rounds
+    );
     println!("{:<28} {:<18} {:>9} {:>9} {:>6}", "model", "", "refrain", "llama.cpp", "x");
     for model in &options.models {
         let (mut ours, mut theirs) = (Vec::new(), Vec::new());
@@ -41,8 +44,8 @@ pub(crate) fn cpu(args: &[String]) -> Result<()> {
         }
         let (a, b) = (median(&ours), median(&theirs));
         let name = Path::new(model).file_stem().map_or_else(|| model.clone(), |s| s.to_string_lossy().into());
-        let line = |what: &str, a: f64, b: f64| {
-            println!("{name:<28} {what:<18} {a:>9.1} {b:>9.1} {:>6.2}", a / b);
+        let line = |test: &str, a: f64, b: f64| {
+            println!("{name:<28} {test:<18} {a:>9.1} {b:>9.1} {:>6.2}", a / b);
         };
         line("prefill 128", a.prefill, b.prefill);
         for (depth, (a, b)) in options.depths.iter().zip(a.decode.iter().zip(&b.decode)) {

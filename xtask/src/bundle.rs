@@ -1,4 +1,4 @@
-//! One folder that runs on a GPU machine without a Rust toolchain.
+//! Builds a folder that runs on a GPU machine without a Rust toolchain.
 
 use crate::shell::{self, root};
 use anyhow::{Context, Result};
@@ -6,12 +6,12 @@ use serde_json::Value;
 use std::fs;
 use std::path::PathBuf;
 
-/// Test binaries to take along: crates whose tests have the feature `gpu-tests`.
+/// Crates whose test binaries go into the bundle: those with the feature `gpu-tests`.
 const GPU_TESTED: [&str; 4] = ["refrain-driver", "refrain-kernels", "refrain-cuda", "refrain"];
 
 const SCRIPT: &str = r#"#!/usr/bin/env bash
-# Runs the GPU tests, the doctor and the benches, and the built-in model under compute-sanitizer where that is found, and
-# prints one table. Needs an NVIDIA driver, nothing else. `./run.sh tests doctor bench sanitizer` names the parts; all by default.
+# Runs the GPU tests, the doctor, the benches, and the built-in model under compute-sanitizer if that is installed, then
+# prints a table. Needs only an NVIDIA driver. `./run.sh tests doctor bench sanitizer` selects parts; the default is all.
 cd "$(dirname "$0")" || exit 1
 parts=" ${*:-tests doctor bench sanitizer} "
 failed=0
@@ -31,11 +31,11 @@ fi
 if wants doctor; then
     began=$SECONDS
     if ./refrain doctor --device cuda; then verdict=ok; else verdict=FAILED; failed=1; fi
-    row doctor "$verdict" $((SECONDS - began)) "its table is above"
+    row doctor "$verdict" $((SECONDS - began)) "see the table above"
 fi
 if wants bench; then
-    for model in "llama-3.2-1b BF16" "llama-3.2-1b Q8_0" "llama-3.2-1b Q4_K_M" "smollm2-135m Q8_0" "llama-3.1-8b BF16" \
-        "llama-3.1-8b Q4_K_M"; do
+    for model in "llama-3.2-1b BF16" "llama-3.2-1b Q8_0" "llama-3.2-1b Q4_K_M" "smollm2-135m Q8_0" \
+        "llama-3.1-8b-tied BF16" "llama-3.1-8b-tied Q4_K_M"; do
         read -r shape quant <<<"$model"
         began=$SECONDS
         if out=$(./refrain bench --shape "$shape" --quant "$quant" -p 512 -n 128 -r 3 --device cuda --graph require 2>&1); then
@@ -58,7 +58,7 @@ if wants bench; then
             failed=1
         fi
         printf '%s\n' "$out"
-        row "train ${shape%% *}" "$verdict" $((SECONDS - began)) "the table is above"
+        row "train ${shape%% *}" "$verdict" $((SECONDS - began)) "see the table above"
     done
 fi
 if wants sanitizer; then
@@ -66,10 +66,10 @@ if wants sanitizer; then
     for tool in memcheck initcheck racecheck; do
         began=$SECONDS
         if [ -z "$sanitizer" ]; then
-            row "$tool" skipped 0 "compute-sanitizer was not found"
+            row "$tool" skipped 0 "compute-sanitizer is not installed"
             continue
         fi
-        # Return codes of the driver that end a search on purpose are no errors.
+        # API errors are not reported: some driver calls are expected to fail, as in searches.
         if out=$(timeout 300 "$sanitizer" --tool "$tool" --report-api-errors no --error-exitcode 9 \
             ./refrain run --raw --temp 0 -n 8 --device cuda --graph require "Once upon a time" 2>&1); then
             verdict=ok
@@ -86,7 +86,7 @@ printf '%s\n' "${table[@]}"
 exit $failed
 "#;
 
-/// Builds the binaries and lays them out in `gpu-bundle/`.
+/// Builds the binaries and copies them to `gpu-bundle/`.
 pub(crate) fn make() -> Result<()> {
     let folder = root().join("gpu-bundle");
     let _ = fs::remove_dir_all(&folder);
@@ -103,20 +103,20 @@ pub(crate) fn make() -> Result<()> {
     let script = folder.join("run.sh");
     fs::write(&script, SCRIPT)?;
     make_executable(&script)?;
-    println!("{} is ready: run run.sh in it on the GPU machine", folder.display());
+    println!("{} is ready: copy it to the GPU machine and run run.sh there", folder.display());
     Ok(())
 }
 
 pub(crate) fn copy(from: PathBuf, to: PathBuf) -> Result<()> {
     fs::copy(&from, &to).with_context(|| format!("copying {} to {}", from.display(), to.display()))?;
-    // Debug tables are most of the size and of no use there.
+    // Debug information is most of the size and unused there.
     if let Err(error) = shell::run("strip", &[&to.to_string_lossy()]) {
         eprintln!("not stripped: {error}");
     }
     Ok(())
 }
 
-/// Name and path of each test executable in cargo's messages.
+/// Returns name and path of each test executable in cargo's messages.
 fn test_binaries(messages: &str) -> Vec<(String, PathBuf)> {
     let messages = messages.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
     messages

@@ -1,4 +1,4 @@
-//! The whole test suite, in the order in which it fails fastest.
+//! Runs the whole test suite, fastest failures first.
 
 use crate::shell;
 use crate::shell::root;
@@ -6,7 +6,7 @@ use crate::{cross, edges, models, nvrtc};
 use anyhow::Result;
 use std::time::{Duration, Instant};
 
-/// The first failure ends it.
+/// Runs all steps; the first failure ends the suite.
 fn suite(steps: &mut Vec<(String, Duration)>, skipped: &mut Vec<String>) -> Result<()> {
     let mut step = |name: &str, f: &mut dyn FnMut() -> Result<()>| -> Result<()> {
         println!("== {name}");
@@ -25,14 +25,13 @@ fn suite(steps: &mut Vec<(String, Duration)>, skipped: &mut Vec<String>) -> Resu
     if root().join("../shared/data").is_dir() {
         features.push("shared-data");
     } else {
-        skipped.push("tests of the feature shared-data: ../shared/data is not there".into());
+        skipped.push("tests of the feature shared-data: ../shared/data does not exist".into());
     }
     step("real models", &mut || {
         match models::fetch()?.as_slice() {
             [] => features.push("real-models"),
-            missing => {
-                skipped.push(format!("tests of the feature real-models: {} not fetched", missing.join(", ")))
-            }
+            missing => skipped
+                .push(format!("tests of the feature real-models: {} not downloaded", missing.join(", "))),
         }
         Ok(())
     })?;
@@ -50,11 +49,9 @@ fn suite(steps: &mut Vec<(String, Duration)>, skipped: &mut Vec<String>) -> Resu
     if shell::output("c++", &["--version"]).is_ok() {
         features.push("host-tests");
     } else {
-        skipped.push("tests of the feature host-tests: there is no C++ compiler called c++".into());
+        skipped.push("tests of the feature host-tests: no C++ compiler named c++ was found".into());
     }
-    skipped.push(
-        "tests of the feature gpu-tests: they run on a GPU machine, from `cargo xtask gpu-bundle`".into(),
-    );
+    skipped.push("tests of the feature gpu-tests: they need a GPU machine: cargo xtask gpu-bundle".into());
 
     let flags = test_features(&features)?;
     let mut test = vec!["test", "--workspace", "--profile", "ci"];
@@ -77,7 +74,7 @@ fn suite(steps: &mut Vec<(String, Duration)>, skipped: &mut Vec<String>) -> Resu
     })
 }
 
-/// Runs the suite and closes with a table of what it took and what it left out.
+/// Runs the suite and prints the time of each step and the skipped tests.
 pub(crate) fn run() -> Result<()> {
     let (mut steps, mut skipped) = (Vec::new(), Vec::new());
     let result = suite(&mut steps, &mut skipped);
@@ -91,7 +88,7 @@ pub(crate) fn run() -> Result<()> {
     result
 }
 
-/// `crate/feature` for every crate of the workspace that has one of these features.
+/// Returns `crate/feature` for every workspace crate that has one of these features.
 fn test_features(on: &[&str]) -> Result<String> {
     let metadata = shell::output("cargo", &["metadata", "--no-deps", "--format-version", "1"])?;
     let metadata: serde_json::Value = serde_json::from_str(&metadata)?;

@@ -1,24 +1,24 @@
-//! Another processor: what is written for ARM compiles, on a machine that is none.
+//! Checks that the code for ARM compiles, on a machine with another processor.
 
 use crate::shell;
 use anyhow::Result;
 use std::path::Path;
 
 const TARGET: &str = "aarch64-unknown-linux-gnu";
-/// What the crate `cc` calls for that target.
+/// The C compiler that the crate `cc` runs for that target.
 const C_COMPILER: &str = "aarch64-linux-gnu-gcc";
-/// Crates that depend on C: TLS brings `ring`.
+/// Crates that depend on C code: TLS needs `ring`.
 const WITH_C: &[&str] = &["refrain-hub", "refrain-cli"];
 
-/// What can be checked, and what cannot with the reason.
+/// Result of the search for toolchains: what can be checked, and what is skipped.
 #[derive(Debug, PartialEq, Eq)]
 struct Scope {
-    /// Crates left out; `None` when nothing can be checked.
-    left_out: Option<&'static [&'static str]>,
+    /// Crates to exclude; `None` if nothing can be checked.
+    excluded: Option<&'static [&'static str]>,
     skipped: Option<String>,
 }
 
-/// Checks the workspace for ARM with warnings denied. Adds what it had to leave out to `skipped`.
+/// Checks the workspace for ARM with warnings denied. Adds everything it had to exclude to `skipped`.
 pub(crate) fn check(skipped: &mut Vec<String>) -> Result<()> {
     let host = shell::output("rustc", &["--print", "host-tuple"])?;
     let library = shell::output("rustc", &["--print", "target-libdir", "--target", TARGET])?;
@@ -26,33 +26,33 @@ pub(crate) fn check(skipped: &mut Vec<String>) -> Result<()> {
     let has_c = shell::output(C_COMPILER, &["--version"]).is_ok();
     let scope = scope(host.trim(), has_std, has_c);
     skipped.extend(scope.skipped);
-    let Some(left_out) = scope.left_out else { return Ok(()) };
-    // Lints of dependencies are capped, so this denies the warnings of the workspace only.
+    let Some(excluded) = scope.excluded else { return Ok(()) };
+    // Lints of dependencies are capped, so this denies only warnings of the workspace.
     let deny = format!("target.{TARGET}.rustflags=[\"-Dwarnings\"]");
     let mut args = vec!["check", "--workspace", "--all-targets", "--profile", "ci", "--target", TARGET];
     args.extend(["--config", &deny]);
-    left_out.iter().for_each(|name| args.extend(["--exclude", name]));
+    excluded.iter().for_each(|name| args.extend(["--exclude", name]));
     shell::run("cargo", &args)
 }
 
 fn scope(host: &str, has_std: bool, has_c: bool) -> Scope {
     let all = Some(&[] as &[&str]);
     match (host == TARGET, has_std, has_c) {
-        (true, _, _) => Scope { left_out: None, skipped: None }, // the lints have done it
+        (true, _, _) => Scope { excluded: None, skipped: None }, // the lint step covers it
         (false, false, _) => Scope {
-            left_out: None,
+            excluded: None,
             skipped: Some(format!(
                 "the check for {TARGET}: its standard library is not installed (rustup target add {TARGET})"
             )),
         },
         (false, true, false) => Scope {
-            left_out: Some(WITH_C),
+            excluded: Some(WITH_C),
             skipped: Some(format!(
-                "the check of {} for {TARGET}: there is no C compiler called {C_COMPILER}",
+                "the check of {} for {TARGET}: no C compiler named {C_COMPILER} was found",
                 WITH_C.join(" and ")
             )),
         },
-        (false, true, true) => Scope { left_out: all, skipped: None },
+        (false, true, true) => Scope { excluded: all, skipped: None },
     }
 }
 
@@ -61,16 +61,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_left_out_is_told_with_the_reason() {
+    fn excluded_crates_are_reported_with_the_reason() {
         let host = "x86_64-unknown-linux-gnu";
-        assert_eq!(scope(host, true, true), Scope { left_out: Some(&[]), skipped: None });
+        assert_eq!(scope(host, true, true), Scope { excluded: Some(&[]), skipped: None });
         let no_c = scope(host, true, false);
-        assert_eq!(no_c.left_out, Some(WITH_C));
+        assert_eq!(no_c.excluded, Some(WITH_C));
         assert!(no_c.skipped.is_some_and(|s| s.contains("refrain-hub") && s.contains(C_COMPILER)));
         let nothing = scope(host, false, true);
-        assert_eq!(nothing.left_out, None);
+        assert_eq!(nothing.excluded, None);
         assert!(nothing.skipped.is_some_and(|s| s.contains("rustup target add")));
-        assert_eq!(scope(TARGET, false, false), Scope { left_out: None, skipped: None });
+        assert_eq!(scope(TARGET, false, false), Scope { excluded: None, skipped: None });
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! A release: one binary with compiled kernels inside, its licences and checksums, in a folder of its own.
+//! Builds a release folder: one binary with compiled kernels inside, its licences and checksums.
 
 use crate::shell::{self, root};
 use crate::{bundle, nvrtc};
@@ -8,10 +8,10 @@ use sha2::{Digest, Sha256};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// What goes beside the binary.
-const BESIDE: [&str; 5] = ["README.md", "LICENSE", "LICENSE-APACHE", "LICENSE-MIT", "CHANGELOG.md"];
+/// Files that ship next to the binary.
+const SHIPPED_FILES: [&str; 5] = ["README.md", "LICENSE", "LICENSE-APACHE", "LICENSE-MIT", "CHANGELOG.md"];
 
-/// Compiles the kernels, builds the binary around them, checks that it uses them, and fills `dist/`.
+/// Compiles the kernels, builds the binary with them, checks that it uses them, and fills `dist/`.
 pub(crate) fn make() -> Result<()> {
     let library = nvrtc::library().map_err(anyhow::Error::msg).context("a release needs NVRTC")?;
     let kernels = root().join("target/prebuilt/kernels.bin");
@@ -29,29 +29,32 @@ pub(crate) fn make() -> Result<()> {
     let _ = fs::remove_dir_all(&folder);
     fs::create_dir_all(&folder)?;
     bundle::copy(built, folder.join("refrain"))?;
-    for name in BESIDE {
+    for name in SHIPPED_FILES {
         fs::copy(root().join(name), folder.join(name)).with_context(|| format!("copying {name}"))?;
     }
     fs::write(folder.join("SHA256SUMS"), checksums(&folder)?)?;
     let bytes = fs::metadata(folder.join("refrain"))?.len();
     let mib = bytes as f64 / (1 << 20) as f64;
-    println!("{} is ready: refrain is {mib:.1} MiB and holds {held}", folder.display());
+    println!("{} is ready: refrain has {mib:.1} MiB and contains {held}", folder.display());
     Ok(())
 }
 
-/// What a binary says it holds; an error where it holds nothing or does not use it.
+/// Returns the kernels that a binary reports to contain; an error if it contains none or does not use them.
 fn held(binary: &Path) -> Result<String> {
-    let said = shell::output(&binary.to_string_lossy(), &["doctor", "--device", "sim", "--json"])?;
-    let said: Value = serde_json::from_str(&said)?;
-    let rows = said["rows"].as_array().cloned().unwrap_or_default();
-    let row = rows.iter().find(|row| row["name"] == "kernels").context("the doctor has no row on kernels")?;
+    let report = shell::output(&binary.to_string_lossy(), &["doctor", "--device", "sim", "--json"])?;
+    let report: Value = serde_json::from_str(&report)?;
+    let rows = report["rows"].as_array().cloned().unwrap_or_default();
+    let row = rows
+        .iter()
+        .find(|row| row["name"] == "kernels")
+        .context("the doctor reports no row named kernels")?;
     let measured = row["measured"].as_str().unwrap_or_default();
     let held = measured.split_once("holds ").map_or("", |(_, held)| held);
     ensure!(held.contains("sm_"), "the binary was built without its kernels: {measured:?}");
     Ok(held.to_owned())
 }
 
-/// As `sha256sum` writes and checks them.
+/// Checksums in the format of `sha256sum`.
 fn checksums(folder: &Path) -> Result<String> {
     let mut files: Vec<PathBuf> = fs::read_dir(folder)?.map(|e| Ok(e?.path())).collect::<Result<_>>()?;
     files.sort();
@@ -70,7 +73,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn checksums_are_those_of_sha256sum() {
+    fn checksums_equal_those_of_sha256sum() {
         let folder = std::env::temp_dir().join(format!("refrain-dist-test-{}", std::process::id()));
         fs::create_dir_all(&folder).unwrap();
         fs::write(folder.join("b"), "abc").unwrap();
@@ -85,7 +88,7 @@ mod tests {
     }
 
     #[test]
-    fn every_file_that_goes_beside_the_binary_is_there() {
-        assert!(BESIDE.iter().all(|name| root().join(name).is_file()));
+    fn every_shipped_file_exists() {
+        assert!(SHIPPED_FILES.iter().all(|name| root().join(name).is_file()));
     }
 }

@@ -1,11 +1,11 @@
-//! Which crate may depend on which. Edges point down only; a new one is a decision, made here.
+//! Checks the dependencies between crates. Edges point down only; adding one is a decision made here.
 
 use crate::shell::output;
 use anyhow::{Result, bail};
 use serde_json::Value;
 use std::collections::BTreeSet;
 
-/// Each crate with the crates of this workspace that it may use, from the top down.
+/// Each crate with the workspace crates that it may depend on, from the top down.
 const EDGES: &[(&str, &[&str])] = &[
     ("refrain-cli", &["refrain", "refrain-driver", "refrain-hub"]),
     (
@@ -17,6 +17,7 @@ const EDGES: &[(&str, &[&str])] = &[
             "refrain-engine",
             "refrain-formats",
             "refrain-graph",
+            "refrain-hub",
             "refrain-models",
             "refrain-tensor",
             "refrain-train",
@@ -41,12 +42,13 @@ const EDGES: &[(&str, &[&str])] = &[
     ("xtask", &[]),
 ];
 
-/// Compares the table with what the manifests say. Dev-dependencies are free, but for the test kit's: it never ships.
+/// Compares the table with the manifests. Dev-dependencies are not restricted; only they may use the test kit, which never
+/// ships.
 pub(crate) fn check() -> Result<()> {
     let metadata = output("cargo", &["metadata", "--no-deps", "--format-version", "1"])?;
     let wrong = wrong_edges(&serde_json::from_str(&metadata)?);
     if wrong.is_empty() {
-        println!("crate edges: {} crates as the table says", EDGES.len());
+        println!("crate edges: all {} crates match the table", EDGES.len());
         return Ok(());
     }
     bail!("crate edges differ from the table in xtask/src/edges.rs:\n  {}", wrong.join("\n  "));
@@ -85,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn the_table_points_down_only() {
+    fn the_table_only_points_down() {
         for (i, (name, allowed)) in EDGES.iter().enumerate() {
             for to in *allowed {
                 let below = EDGES[i + 1..].iter().any(|(n, _)| n == to);
@@ -95,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn an_edge_that_points_up_is_named() {
+    fn an_edge_that_points_up_is_reported() {
         let tensor =
             json!({ "name": "refrain-tensor", "dependencies": [{ "name": "refrain-graph", "kind": null }] });
         let graph = json!({ "name": "refrain-graph", "dependencies": [] });

@@ -1,7 +1,8 @@
-//! The speed of decoding over time: `docs/history.tsv` as a picture.
+//! Plots decoding speed over time: `docs/history.tsv` as `docs/history.svg`.
 //!
-//! A row is a date, a commit, a machine, a shape, its weights and tokens per second. Rows of one commit belong together;
-//! commits stand in the order of the file.
+//! A row holds a date, a commit, a machine, a shape, its weights and tokens per second. Rows with the same date and commit
+//! form a version; versions are plotted in file order. A row with the commit `llama.cpp` is a reference: its rate is drawn
+//! as a dashed line, and its date is not used.
 
 use crate::shell::root;
 use anyhow::{Context, Result, bail, ensure};
@@ -10,18 +11,20 @@ use std::fs;
 use std::path::PathBuf;
 
 const HEAD: &str = "date\tcommit\tmachine\tshape\tweights\ttokens_per_second";
-const WIDTH: f64 = 900.0;
-const HEIGHT: f64 = 460.0;
-/// Around the curves: left for numbers, right for names, below for commits.
-const LEFT: f64 = 64.0;
-const RIGHT: f64 = 210.0;
-const TOP: f64 = 40.0;
+/// Commit of the rows that hold a reference instead of a version.
+const REFERENCE: &str = "llama.cpp";
+const WIDTH: f64 = 1060.0;
+const HEIGHT: f64 = 500.0;
+/// Margins around the curves: left for the axis, right for names, bottom for versions.
+const LEFT: f64 = 84.0;
+const RIGHT: f64 = 300.0;
+const TOP: f64 = 60.0;
 const BOTTOM: f64 = 56.0;
-/// Names of curves keep this far apart.
+/// Minimum distance between the names of curves.
 const NAME_HEIGHT: f64 = 15.0;
 
 #[derive(Debug, Clone, PartialEq)]
-struct Row {
+struct HistoryRow {
     date: String,
     commit: String,
     machine: String,
@@ -30,15 +33,18 @@ struct Row {
     rate: f64,
 }
 
-/// One shape with one kind of weights: its rate at each version that has one.
+/// Rates of one shape with one kind of weights, for each version that was measured.
+#[derive(Default)]
 struct Curve {
     name: String,
     points: Vec<(usize, f64)>, // version, tokens per second
+    reference: Option<f64>,    // tokens per second of llama.cpp
 }
 
-/// What is drawn, and on which scale.
+/// Curves and scales of the plot.
 struct Picture<'a> {
     title: String,
+    legend: String,
     versions: Vec<(&'a str, &'a str)>, // date and commit
     curves: Vec<Curve>,
     low: f64,
@@ -48,7 +54,7 @@ struct Picture<'a> {
 pub(crate) fn plot() -> Result<()> {
     let path = picture();
     fs::write(&path, draw(&read()?)?)?;
-    println!("written: {}", path.display());
+    println!("wrote {}", path.display());
     Ok(())
 }
 
@@ -56,36 +62,38 @@ fn picture() -> PathBuf {
     root().join("docs/history.svg")
 }
 
-fn read() -> Result<Vec<Row>> {
+fn read() -> Result<Vec<HistoryRow>> {
     let path = root().join("docs/history.tsv");
     parse(&fs::read_to_string(&path)?).with_context(|| path.display().to_string())
 }
 
-fn parse(text: &str) -> Result<Vec<Row>> {
+fn parse(text: &str) -> Result<Vec<HistoryRow>> {
     let mut lines = text.lines();
     ensure!(lines.next() == Some(HEAD), "the first line must be {HEAD:?}");
     let row = |(i, line): (usize, &str)| {
         let fields: Vec<&str> = line.split('\t').collect();
         let [date, commit, machine, shape, weights, rate] = fields.as_slice() else {
-            bail!("line {}: {} fields, must be 6, with tabs between", i + 2, fields.len());
+            bail!("line {}: {} fields, must be 6, separated by tabs", i + 2, fields.len());
         };
         let rate: f64 = rate.parse().with_context(|| format!("line {}: {rate:?}", i + 2))?;
         ensure!(rate.is_finite() && rate > 0.0, "line {}: {rate} tokens per second", i + 2);
         let [date, commit, machine, shape, weights] =
             [date, commit, machine, shape, weights].map(|field| (*field).to_owned());
-        Ok(Row { date, commit, machine, shape, weights, rate })
+        Ok(HistoryRow { date, commit, machine, shape, weights, rate })
     };
     lines.enumerate().filter(|(_, line)| !line.trim().is_empty()).map(row).collect()
 }
 
-fn draw(rows: &[Row]) -> Result<String> {
-    ensure!(!rows.is_empty(), "there is nothing to draw");
+fn draw(rows: &[HistoryRow]) -> Result<String> {
+    ensure!(!rows.is_empty(), "the table has no rows");
     let picture = Picture::new(rows);
     let mut svg = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" font-family=\"sans-serif\" \
          font-size=\"12\">\n<rect width=\"{WIDTH}\" height=\"{HEIGHT}\" fill=\"#fff\"/>\n\
-         <text x=\"{LEFT}\" y=\"22\" font-size=\"15\">{}</text>\n",
-        escape(&picture.title)
+         <text x=\"{LEFT}\" y=\"22\" font-size=\"15\">{}</text>\n\
+         <text x=\"{LEFT}\" y=\"42\" fill=\"#555\">{}</text>\n",
+        escape(&picture.title),
+        escape(&picture.legend)
     );
     picture.axes(&mut svg);
     picture.curves(&mut svg);
@@ -95,35 +103,47 @@ fn draw(rows: &[Row]) -> Result<String> {
 }
 
 impl<'a> Picture<'a> {
-    fn new(rows: &'a [Row]) -> Picture<'a> {
+    fn new(rows: &'a [HistoryRow]) -> Picture<'a> {
         let mut versions: Vec<(&str, &str)> = Vec::new();
         let mut curves: Vec<Curve> = Vec::new();
         let machine = rows.first().map_or("", |row| &row.machine);
         let is_one = rows.iter().all(|row| row.machine == machine);
         for row in rows {
+            let on = if is_one { String::new() } else { format!(", {}", row.machine) };
+            let name = format!("{} {}{on}", row.shape, row.weights);
+            let idx = curves.iter().position(|c| c.name == name).unwrap_or_else(|| {
+                curves.push(Curve { name, ..Curve::default() });
+                curves.len() - 1
+            });
+            if row.commit == REFERENCE {
+                curves[idx].reference = Some(row.rate);
+                continue;
+            }
             let version = (row.date.as_str(), row.commit.as_str());
-            let at = versions.iter().position(|v| *v == version).unwrap_or_else(|| {
+            let version_idx = versions.iter().position(|v| *v == version).unwrap_or_else(|| {
                 versions.push(version);
                 versions.len() - 1
             });
-            let on = if is_one { String::new() } else { format!(", {}", row.machine) };
-            let name = format!("{} {}{on}", row.shape, row.weights);
-            match curves.iter_mut().find(|c| c.name == name) {
-                Some(curve) => curve.points.push((at, row.rate)),
-                None => curves.push(Curve { name, points: vec![(at, row.rate)] }),
-            }
+            curves[idx].points.push((version_idx, row.rate));
         }
+        curves.retain(|curve| !curve.points.is_empty());
         let on = if is_one { format!(" on one {machine}") } else { String::new() };
         let (low, high) = span(rows);
-        let title = format!("Decoding, batch 1, tokens per second{on}");
-        Picture { title, versions, curves, low, high }
+        let title = format!("Decoding at batch 1{on}, tokens per second, log scale");
+        let has_reference = curves.iter().any(|curve| curve.reference.is_some());
+        let legend = if has_reference {
+            format!("solid: Refrain; dashed, in the same colour: {REFERENCE} on the same kind of GPU")
+        } else {
+            String::new()
+        };
+        Picture { title, legend, versions, curves, low, high }
     }
 
     fn x(&self, version: usize) -> f64 {
         LEFT + (WIDTH - LEFT - RIGHT) * version as f64 / (self.versions.len().max(2) - 1) as f64
     }
 
-    /// A factor is the same height anywhere.
+    /// The scale is logarithmic: equal factors have equal heights.
     fn y(&self, rate: f64) -> f64 {
         HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (rate / self.low).ln() / (self.high / self.low).ln()
     }
@@ -134,11 +154,18 @@ impl<'a> Picture<'a> {
             let _ = writeln!(
                 svg,
                 "<path d=\"M{LEFT} {y:.1}H{right}\" stroke=\"#ddd\"/><text x=\"{}\" y=\"{:.1}\" \
-                 text-anchor=\"end\" fill=\"#555\">{rate}</text>",
+                 text-anchor=\"end\" fill=\"#555\">{}</text>",
                 LEFT - 8.0,
-                y + 4.0
+                y + 4.0,
+                grouped(rate)
             );
         }
+        let (x, y) = (20.0, TOP + (HEIGHT - TOP - BOTTOM) / 2.0);
+        let _ = writeln!(
+            svg,
+            "<text x=\"{x}\" y=\"{y}\" text-anchor=\"middle\" fill=\"#555\" transform=\"rotate(-90 {x} {y})\">\
+             tokens per second (log scale)</text>"
+        );
         for (i, (date, commit)) in self.versions.iter().enumerate() {
             let (x, y) = (self.x(i), HEIGHT - BOTTOM + 20.0);
             let _ = writeln!(
@@ -162,8 +189,19 @@ impl<'a> Picture<'a> {
                 "<polyline points=\"{}\" fill=\"none\" stroke=\"{colour}\" stroke-width=\"2\"/>",
                 points.join(" ")
             );
+            if let Some(reference) = curve.reference {
+                let _ = writeln!(
+                    svg,
+                    "<path d=\"M{LEFT} {:.1}H{}\" stroke=\"{colour}\" stroke-dasharray=\"5 4\">\
+                     <title>{}, {REFERENCE}: {}</title></path>",
+                    self.y(reference),
+                    WIDTH - RIGHT,
+                    escape(&curve.name),
+                    grouped(reference)
+                );
+            }
             for point in &curve.points {
-                let ((x, y), name, rate) = (place(point), escape(&curve.name), point.1);
+                let ((x, y), name, rate) = (place(point), escape(&curve.name), grouped(point.1));
                 let _ = writeln!(
                     svg,
                     "<circle cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"3.5\" fill=\"{colour}\"><title>{name}: {rate}</title>\
@@ -173,7 +211,7 @@ impl<'a> Picture<'a> {
         }
     }
 
-    /// Beside the last point of each curve, from the top down; a name that would cover another moves below it.
+    /// Writes each curve's name next to its last point, from the top down; a name that would cover another moves below it.
     fn names(&self, svg: &mut String) {
         let last = |curve: &Curve| curve.points.last().map_or(self.low, |(_, rate)| *rate);
         let mut names: Vec<(usize, f64)> = self.curves.iter().map(last).enumerate().collect();
@@ -184,23 +222,27 @@ impl<'a> Picture<'a> {
             free = y + NAME_HEIGHT;
             let _ = writeln!(
                 svg,
-                "<text x=\"{:.1}\" y=\"{:.1}\" fill=\"{}\">{}: {rate}</text>",
+                "<text x=\"{:.1}\" y=\"{:.1}\" fill=\"{}\">{}: {}{}</text>",
                 WIDTH - RIGHT + 12.0,
                 y + 4.0,
                 colour(i),
-                escape(&self.curves[i].name)
+                escape(&self.curves[i].name),
+                grouped(rate),
+                self.curves[i]
+                    .reference
+                    .map_or_else(String::new, |r| format!(" ({REFERENCE} {})", grouped(r)))
             );
         }
     }
 }
 
-/// Rates that the picture reaches from and to, a little beyond those there are.
-fn span(rows: &[Row]) -> (f64, f64) {
+/// Lowest and highest rate of the scale, a little beyond the measured ones.
+fn span(rows: &[HistoryRow]) -> (f64, f64) {
     let rates = || rows.iter().map(|row| row.rate);
     (rates().fold(f64::INFINITY, f64::min) / 1.15, rates().fold(0.0, f64::max) * 1.15)
 }
 
-/// 1, 2 and 5 times powers of ten.
+/// 1, 2 and 5 times powers of ten within a range.
 fn ticks(low: f64, high: f64) -> Vec<f64> {
     let powers = (low.log10().floor() as i32)..=(high.log10().ceil() as i32);
     let all = powers.flat_map(|p| [1.0, 2.0, 5.0].map(|m| m * 10f64.powi(p)));
@@ -208,8 +250,22 @@ fn ticks(low: f64, high: f64) -> Vec<f64> {
 }
 
 fn colour(i: usize) -> String {
-    // The golden angle keeps neighbours apart however many there are.
+    // The golden angle keeps neighbouring hues apart for any number of curves.
     format!("hsl({:.0} 65% 42%)", i as f64 * 137.508 % 360.0)
+}
+
+/// A number with a comma between groups of three digits: `1,465`, `60.2`.
+fn grouped(number: f64) -> String {
+    let text = number.to_string();
+    let (whole, fraction) = text.split_at(text.find('.').unwrap_or(text.len()));
+    let mut out = String::new();
+    for (i, digit) in whole.chars().enumerate() {
+        if i > 0 && (whole.len() - i).is_multiple_of(3) {
+            out.push(',');
+        }
+        out.push(digit);
+    }
+    out + fraction
 }
 
 fn escape(text: &str) -> String {
@@ -221,14 +277,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_picture_is_what_the_table_says() {
+    fn the_stored_plot_matches_the_table() {
         let drawn = draw(&read().unwrap()).unwrap();
         let stored = fs::read_to_string(picture()).unwrap_or_default();
         assert!(stored == drawn, "docs/history.svg is out of date\nhint: cargo xtask plot-history");
     }
 
     #[test]
-    fn a_broken_table_is_refused_with_its_line() {
+    fn an_invalid_row_is_refused_with_its_line_number() {
         let row = |row: &str| parse(&format!("{HEAD}\n{row}\n"));
         assert!(parse("date\n").is_err());
         assert!(row("2026-01-01\tabc\tH200").unwrap_err().to_string().contains("line 2: 3 fields"));
@@ -238,9 +294,18 @@ mod tests {
     }
 
     #[test]
-    fn one_version_and_one_rate_are_drawn_within_the_picture() {
+    fn a_single_version_with_a_single_rate_is_plotted() {
         let rows = parse(&format!("{HEAD}\n2026-01-01\ta<b\tH200\ts\tw\t100\n")).unwrap();
         let svg = draw(&rows).unwrap();
         assert!(!svg.contains("NaN") && !svg.contains("inf") && svg.contains("a&lt;b"), "{svg}");
+    }
+
+    #[test]
+    fn a_reference_is_a_dashed_line_and_no_version() {
+        let text = format!("{HEAD}\n-\tllama.cpp\tH200\ts\tw\t50\n2026-01-01\tabc\tH200\ts\tw\t1234.5\n");
+        let svg = draw(&parse(&text).unwrap()).unwrap();
+        assert_eq!(svg.matches("stroke-dasharray").count(), 1, "{svg}");
+        assert!(svg.contains("s w: 1,234.5 (llama.cpp 50)") && svg.contains("log scale"), "{svg}");
+        assert_eq!(svg.matches("<circle").count(), 1, "{svg}");
     }
 }

@@ -1,4 +1,4 @@
-//! Tasks of the repository: `cargo xtask ci` is what CI runs, and what the README tells you to run.
+//! Tasks of the repository. `cargo xtask ci` is the test command of CI and of the README.
 #![forbid(unsafe_code)]
 
 mod bench;
@@ -17,13 +17,13 @@ use anyhow::{Result, bail};
 const HELP: &str = "\
 Usage: cargo xtask TASK
 
-  ci            the whole test suite: formatting, lints, docs, crate edges, tests
-  edges         check which crate depends on which
-  models        fetch the real models that some tests and benches use
-  bench-cpu     Refrain beside llama.cpp on the same files
-  plot-history  docs/history.tsv as a picture, docs/history.svg
-  dist          a release: one binary with compiled kernels inside, licences and checksums, in dist/
-  gpu-bundle    one folder with the binary, the GPU tests and a script, for a machine with a GPU
+  ci            run the whole test suite: formatting, lints, docs, crate edges, tests
+  edges         check the dependencies between crates
+  models        download the real models that some tests and benches use
+  bench-cpu     compare Refrain with llama.cpp on the same files
+  plot-history  plot docs/history.tsv as docs/history.svg
+  dist          build a release in dist/: one binary with compiled kernels, licences and checksums
+  gpu-bundle    build a folder for a GPU machine: the binary, the GPU tests and a script
 ";
 
 fn main() -> Result<()> {
@@ -32,7 +32,7 @@ fn main() -> Result<()> {
         ["ci"] => ci::run(),
         ["edges"] => edges::check(),
         ["models"] => {
-            models::fetch().map(|missing| missing.iter().for_each(|m| eprintln!("not fetched: {m}")))
+            models::fetch().map(|missing| missing.iter().for_each(|m| eprintln!("not downloaded: {m}")))
         }
         ["dist"] => dist::make(),
         ["gpu-bundle"] => bundle::make(),
@@ -51,7 +51,7 @@ mod tests {
     use super::*;
     use std::path::Path;
 
-    /// Every `cargo xtask WORD` in sources and pages below a folder, with its file.
+    /// Collects every `cargo xtask WORD` in sources and pages under a folder, with its file.
     fn named_tasks(folder: &Path, found: &mut Vec<(String, String)>) {
         for entry in std::fs::read_dir(folder).unwrap().map(Result::unwrap) {
             let path = entry.path();
@@ -61,7 +61,7 @@ mod tests {
             }
             if name.ends_with(".rs") || name.ends_with(".md") {
                 let text = std::fs::read_to_string(&path).unwrap();
-                // Cut in two, so that this file does not name one.
+                // Split, so that this file does not match.
                 for rest in text.split(concat!("cargo ", "xtask ")).skip(1) {
                     let is_word = |c: &char| c.is_ascii_lowercase() || *c == '-';
                     found.push((rest.chars().take_while(is_word).collect(), path.display().to_string()));
@@ -70,7 +70,7 @@ mod tests {
         }
     }
 
-    /// Every Rust source below a folder that `wanted` likes, relative to the root.
+    /// Collects the Rust sources under a folder that match `wanted`, relative to the root.
     fn sources(folder: &Path, wanted: &dyn Fn(&str) -> bool, found: &mut Vec<String>) {
         for entry in std::fs::read_dir(folder).unwrap().map(Result::unwrap) {
             let path = entry.path();
@@ -84,9 +84,9 @@ mod tests {
         }
     }
 
-    /// `CONTRIBUTING.md` has this list in words.
+    /// `CONTRIBUTING.md` describes this list.
     #[test]
-    fn unsafe_code_is_forbidden_but_where_contributing_allows_it() {
+    fn unsafe_code_is_forbidden_except_where_contributing_allows_it() {
         let mut allowed = Vec::new();
         for entry in std::fs::read_dir(shell::root().join("crates")).unwrap().map(Result::unwrap) {
             let src = entry.path().join("src");
@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn every_task_that_tests_and_pages_name_exists() {
+    fn every_task_named_in_sources_and_pages_exists() {
         let mut found = Vec::new();
         named_tasks(&shell::root(), &mut found);
         assert!(found.len() > 20, "{found:?}");

@@ -1,12 +1,12 @@
-//! The real models that some tests and benches use, pulled by name into the local store.
+//! Downloads the real models that some tests and benches use into the local store.
 
 use crate::shell::command;
 use anyhow::{Context, Result};
 
-/// Short names that `refrain pull` knows.
+/// Names of `refrain pull`'s catalogue.
 const MODELS: [&str; 2] = ["smollm2", "gemma3:270m-base"];
 
-/// Pulls what is not there; gives the names that could not be had, with the reason on standard error.
+/// Pulls the missing models. Returns the names of those that could not be pulled; the reasons are on standard error.
 pub(crate) fn fetch() -> Result<Vec<&'static str>> {
     let mut missing = Vec::new();
     for name in MODELS {

@@ -1,11 +1,11 @@
-//! NVRTC for machines without CUDA: every kernel is compiled in CI, from the library that a Python package carries.
+//! Provides NVRTC on machines without CUDA: CI compiles every kernel with the library from a Python package.
 
 use crate::shell::{command, root};
 use std::path::{Path, PathBuf};
 
 const PACKAGE: &str = "nvidia-cuda-nvrtc==13.0.*";
 
-/// The library, fetched into `target/` if it is not there; or why it cannot be had.
+/// Returns the path of the library, downloaded into `target/` if missing, or the reason why it is not available.
 pub(crate) fn library() -> Result<PathBuf, String> {
     let folder = root().join("target/nvrtc");
     if let Some(library) = find(&folder) {
@@ -14,7 +14,9 @@ pub(crate) fn library() -> Result<PathBuf, String> {
     let target = folder.to_string_lossy().into_owned();
     let args = ["-m", "pip", "install", "--quiet", "--no-deps", "--target", &target, PACKAGE];
     match command("python3", &args).status() {
-        Ok(status) if status.success() => find(&folder).ok_or_else(|| format!("{PACKAGE} holds no library")),
+        Ok(status) if status.success() => {
+            find(&folder).ok_or_else(|| format!("{PACKAGE} contains no library"))
+        }
         Ok(status) => Err(format!("pip install {PACKAGE}: {status}")),
         Err(error) => Err(format!("python3 cannot be started: {error}")),
     }

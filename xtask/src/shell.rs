@@ -1,23 +1,23 @@
-//! Running cargo and other programs from the workspace's root.
+//! Runs cargo and other programs in the workspace root.
 
 use anyhow::{Context, Result, bail};
 use std::path::PathBuf;
 use std::process::Command;
 
-/// The workspace's root.
+/// Returns the workspace root.
 pub(crate) fn root() -> PathBuf {
     let manifest = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
     manifest.parent().map_or(manifest.clone(), Into::into)
 }
 
-/// A program that will run in the root.
+/// Returns a command that will run in the root.
 pub(crate) fn command(program: &str, args: &[&str]) -> Command {
     let mut command = Command::new(program);
     command.args(args).current_dir(root());
     command
 }
 
-/// Runs a program and fails if it does.
+/// Runs a program; an error if it fails.
 pub(crate) fn run(program: &str, args: &[&str]) -> Result<()> {
     let line = format!("{program} {}", args.join(" "));
     let status = command(program, args).status().with_context(|| format!("{line}: cannot be started"))?;
@@ -27,7 +27,7 @@ pub(crate) fn run(program: &str, args: &[&str]) -> Result<()> {
     Ok(())
 }
 
-/// What a program prints.
+/// Runs a program and returns its standard output.
 pub(crate) fn output(program: &str, args: &[&str]) -> Result<String> {
     let line = format!("{program} {}", args.join(" "));
     let output = command(program, args).output().with_context(|| format!("{line}: cannot be started"))?;
