@@ -1,6 +1,6 @@
-"""Prefill and decode speed of llama.cpp on a GGUF file, as one line of JSON.
+"""Measures prefill and decode speed of llama.cpp on a GGUF file; prints one line of JSON.
 
-Needs `pip install llama-cpp-python`. `cargo xtask bench-cpu` runs it beside `refrain bench`.
+Needs `pip install llama-cpp-python`. `cargo xtask bench-cpu` runs it in alternation with `refrain bench`.
 
     python tools/bench_llama.py model.gguf PROMPT_TOKENS DECODE_TOKENS THREADS [DEPTH[,DEPTH...]]
 """
@@ -36,7 +36,7 @@ def main() -> None:
             llama.eval([tokens[i]])
         return time.perf_counter() - began
 
-    prefill(8)  # warms the caches
+    prefill(8)  # warm-up
     result = {"prefill": n_prompt / prefill(n_prompt), "decode": [n_decode / decode(d) for d in depths]}
     print(json.dumps(result))
 

@@ -1,10 +1,10 @@
-"""A training step of a small llama in eager PyTorch, to stand beside `cargo bench -p refrain-cpu --bench train`.
+"""Times training steps of a small llama in eager PyTorch, to compare with `cargo bench -p refrain-cpu --bench train`.
 
     python3 tools/bench_train_torch.py [--device cpu] [--dtype f32|bf16] [--steps 3] [--threads N] [--rows 8192]
 
 Vocabulary 8192, hidden size 320, 6 layers, 5 heads of 64, feed-forward size 896, sequences of 256 tokens: RMSNorm, rotary
-positions, SwiGLU, causal attention, a tied head, clipping and AdamW. Prints ms for each step, and ms
-that the process ran on a CPU: with one thread those tell more on a machine that is busy with other things.
+positions, SwiGLU, causal attention, a tied head, clipping and AdamW. Prints wall time and CPU
+time of each step in ms. With one thread, CPU time is the better measure on a busy machine.
 """
 
 import argparse
@@ -86,7 +86,7 @@ def main():
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
         optimiser.zero_grad()
-        # Reading the loss waits for a device that works ahead.
+        # Reading the loss synchronizes with the device.
         value = loss.item()
         took, ran = time.perf_counter() - start, time.process_time() - ran
         print(f"step {step}: {took * 1e3:.1f} ms ({ran * 1e3:.0f} of CPU), loss {value:.4f}", flush=True)

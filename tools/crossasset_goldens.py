@@ -2,15 +2,15 @@
 
     python3 tools/crossasset_goldens.py [FILE]      (default: crates/refrain/tests/crossasset.safetensors)
 
-Needs torch and safetensors; the version used is in the file's metadata. Runs on the CPU in seconds. The file holds
+Needs torch and safetensors; the file's metadata has the version. Runs on the CPU in seconds. The file holds
 
     data f32 [samples, sources * features], ids, targets int64 [batch] (-1: padding)
     value.NAME: the parameters before the first step
     grad.NAME: their gradients in the first step
-    f32.losses, f32.norms [10], bf16.losses [10]: AdamW with clipping, learning rate falling from step to step
-    last.NAME: the parameters after the tenth step in F32
+    f32.losses, f32.norms [10], bf16.losses [10]: AdamW with clipping, with a decreasing learning rate
+    last.NAME: the parameters after the tenth step, in F32
 
-In bf16 the optimiser works on f32 masters, the network on copies of them.
+In bf16, the optimiser updates f32 master weights and the network uses bf16 copies of them.
 """
 
 import json

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Writes crates/refrain-formats/tests/data/every_type.gguf with the `gguf` package from PyPI.
 
-The file holds one metadata value of every type, nested arrays, and one tensor of every type that is supported; the
-test `gguf_read.rs` knows what is in it. Needs: pip install gguf (made with 0.19.0).
+The file holds one metadata value of every type, nested arrays, and one tensor of every supported type; the test
+`gguf_read.rs` checks its contents. Needs: pip install gguf (made with 0.19.0).
 """
 
 import sys

@@ -1,20 +1,20 @@
-"""Reference logits for every architecture, from `transformers`, for the tests of refrain-models.
+"""Writes reference logits of every architecture, computed with `transformers`, for the tests of refrain-models.
 
     python3 tools/goldens.py [OUT [CASE ..]]        (default: crates/refrain-models/tests/goldens, all cases)
 
 Needs torch, transformers and safetensors; the versions used are in each golden's metadata. Runs on the CPU in a few
 seconds. Each case is a folder:
 
-    config.json           as transformers 5 writes it (rope_parameters, layer_types)
-    config-v4.json        the same model as transformers 4 wrote it (rope_theta, rope_scaling, rope_local_base_freq):
-                          what most published folders hold
+    config.json           as written by transformers 5 (rope_parameters, layer_types)
+    config-v4.json        the same model as written by transformers 4 (rope_theta, rope_scaling, rope_local_base_freq),
+                          the form of most published folders
     model.safetensors     f32 weights under their Hugging Face names
     golden.safetensors    tokens int64 [n], logits f32 [n, vocab]
 
-Weights are drawn so that mistakes show: matrices large enough for sharp attention, norm weights away from 1 and biases
-away from 0. For each case the script also proves that the feature it is about matters (`shows`): with the feature
-changed the logits must move by far more than the tolerance of the tests. It refuses to write a case whose f32 logits
-differ from f64 ones by more than a tenth of that tolerance, since such a case would test luck.
+Weights are chosen so that mistakes show: matrices large enough for sharp attention, norm weights away from 1 and biases
+away from 0. For each case, the script also checks that the tested feature matters (`shows`): changing the feature must
+move the logits by far more than the tolerance of the tests. It refuses to write a case whose f32 logits differ from the
+f64 ones by more than a tenth of that tolerance, since passing such a case would be luck.
 """
 
 import copy
@@ -36,7 +36,7 @@ COMMON = dict(
     num_key_value_heads=2,
     max_position_embeddings=256,
     initializer_range=0.2,
-    # Large enough that a reader which ignores the key is wrong by more than the tolerance.
+    # Large enough that ignoring the key causes an error above the tolerance.
     rms_norm_eps=1e-3,
     bos_token_id=1,
     eos_token_id=2,
@@ -53,7 +53,7 @@ LLAMA3 = dict(
     factor=8.0,
     low_freq_factor=1.0,
     high_freq_factor=4.0,
-    # Short, so that a sequence of 40 tokens meets all three bands: kept, blended and divided wavelengths.
+    # Short, so that a sequence of 40 tokens covers all three bands: kept, blended and divided wavelengths.
     original_max_position_embeddings=64,
 )
 YARN = dict(
@@ -95,7 +95,7 @@ def gemma4_rope(share=0.25, local=10_000.0):
 
 
 def gemma4(kinds, **more):
-    """Settings from a word with one letter for each layer: s for sliding, f for full."""
+    """Settings from a string with one letter per layer: s for sliding, f for full."""
     names = dict(s="sliding_attention", f="full_attention")
     settings = dict(
         COMMON,
@@ -124,7 +124,7 @@ QWEN3MOE = COMMON | rope(1_000_000.0) | dict(
     norm_topk_prob=True,
 )
 def longrope(original, share, **more):
-    """Long and short factors for 16 elements a head, of which a share is rotated."""
+    """Long and short factors for heads of 16 elements, of which only a part is rotated."""
     n_pairs = int(16 * share) // 2
     return dict(
         original_max_position_embeddings=original,
@@ -145,7 +145,7 @@ def ministral_rope(beta=0.5, **more):
         1_000_000.0,
         rope_type="yarn",
         factor=4.0,
-        # Short, so that queries of 40 tokens have three temperatures.
+        # Short, so that queries over 40 tokens use three temperatures.
         original_max_position_embeddings=16,
         beta_fast=32.0,
         beta_slow=1.0,
@@ -166,7 +166,7 @@ def olmo3_rope(**full):
 
 
 def vision(**text):
-    """Settings of a model with a tower for images, which the text part does without."""
+    """Settings of a model with an image tower, which the text model does not need."""
     return dict(
         text_config=text,
         vision_config=dict(
@@ -192,7 +192,7 @@ OLMO3_YARN = dict(YARN, attention_factor=1.25)
 
 
 def qwen35(kinds, **more):
-    """Settings from a word with one letter for each layer: l for linear, f for full."""
+    """Settings from a string with one letter per layer: l for linear, f for full."""
     names = dict(l="linear_attention", f="full_attention")
     settings = dict(
         COMMON,
@@ -217,7 +217,7 @@ GEMMA4_SHOWS = {
     "final soft cap": dict(final_logit_softcapping=None),
 }
 
-# name: (config class, settings, number of tokens, {what is changed: changed settings})
+# name: (config class, settings, number of tokens, {name of a change: changed settings})
 CASES = {
     "llama": (
         transformers.LlamaConfig,
@@ -282,21 +282,21 @@ CASES = {
             "beta": rope(1_000_000.0, **YARN, beta_fast=16.0, beta_slow=2.0),
         },
     ),
-    # Like E2B: both kinds of layers share keys and values, with wider feed-forward parts.
+    # Like E2B: both kinds of layers share keys and values, and have wider feed-forward layers.
     "gemma4-e2b": (
         transformers.Gemma4TextConfig,
         gemma4("ssfsfsfsf", num_kv_shared_layers=4, use_double_wide_mlp=True),
         40,
         GEMMA4_SHOWS,
     ),
-    # Like E4B: more heads, no wider parts, and only the last layer shares.
+    # Like E4B: more heads, no wider feed-forward layers, and only the last layer shares.
     "gemma4-e4b": (
         transformers.Gemma4TextConfig,
         gemma4("sfsssf", num_key_value_heads=2, num_kv_shared_layers=1),
         40,
         GEMMA4_SHOWS,
     ),
-    # Like 31B: no second embedding, nothing is shared, layers that see all have fewer heads and take keys for values.
+    # Like 31B: no second embedding, no sharing; full-attention layers have fewer heads and use keys as values.
     "gemma4-dense": (
         transformers.Gemma4TextConfig,
         gemma4(
@@ -309,7 +309,7 @@ CASES = {
         40,
         GEMMA4_SHOWS,
     ),
-    # Heads of the real sizes.
+    # Heads of the published sizes.
     "gemma4-heads": (
         transformers.Gemma4TextConfig,
         gemma4(
@@ -325,7 +325,7 @@ CASES = {
         36,
         {"no window": dict(sliding_window=256)},
     ),
-    # Like 26B-A4B: experts beside the dense part, no second embedding, keys for values where all is seen.
+    # Like 26B-A4B: experts in addition to the dense part, no second embedding, keys as values in full-attention layers.
     "gemma4-experts": (
         transformers.Gemma4TextConfig,
         gemma4(
@@ -358,7 +358,7 @@ CASES = {
         24,
         {"weights that sum to one": dict(norm_topk_prob=True)},
     ),
-    # Sequences longer than the first training: long factors. Three of four elements are rotated.
+    # Sequences longer than the original context: long factors. Three of four elements are rotated.
     "phi3": (
         transformers.Phi3Config,
         COMMON | longrope(32, 0.75),
@@ -455,7 +455,7 @@ CASES = {
         40,
         {"logit scale": dict(logit_scale=1.0), "norm epsilon": dict(layer_norm_eps=1e-5)},
     ),
-    # Three value heads for each key head, every other layer attends.
+    # Three value heads per key head; every other layer has attention.
     "qwen35": (
         transformers.Qwen3_5TextConfig,
         qwen35("lflf", hidden_size=48, intermediate_size=64),
@@ -465,7 +465,7 @@ CASES = {
             "share of rotated elements": rope(10_000.0, partial_rotary_factor=0.5, mrope_section=[4, 2, 2]),
         },
     ),
-    # One value head for each key head, odd sizes, a shorter filter, three layers of four.
+    # One value head per key head, odd sizes, a shorter filter; three of four layers are recurrent.
     "qwen35-odd": (
         transformers.Qwen3_5TextConfig,
         qwen35(
@@ -481,7 +481,7 @@ CASES = {
         40,
         {},
     ),
-    # Two layers of convolutions for each that attends.
+    # Two convolution layers per attention layer.
     "lfm2": (
         transformers.Lfm2Config,
         COMMON
@@ -500,7 +500,7 @@ CASES = {
         {"feed-forward epsilon": dict(norm_eps=1e-5)},
     ),
 }
-# Flattening any one parameter of these kinds to its mean must show in the logits.
+# Replacing any parameter of these kinds by its mean must show in the logits.
 NOTICED = ("norm", "bias", "layer_scalar", "A_log", "conv1d", "conv.conv", "router.scale", "per_expert_scale")
 
 
@@ -518,7 +518,7 @@ def auto_class(config):
 
 
 def randomise(model, case, seed):
-    # Whose norms multiply by one plus the stored weight.
+    # Architectures whose norms multiply by one plus the stored weight.
     less_one, gemma4 = case.startswith(("gemma2", "gemma3")), case.startswith("gemma4")
     qwen35 = case.startswith("qwen35")
     generator = torch.Generator().manual_seed(seed)
@@ -529,15 +529,15 @@ def randomise(model, case, seed):
     with torch.no_grad():
         for name, p in sorted(model.named_parameters()):
             if gemma4 and ("q_norm" in name or "k_norm" in name):
-                # Scores are not scaled: keep them where the softmax is sharp and not a choice of one.
+                # Scores are not scaled: keep them in the range where the softmax is sharp but not one-hot.
                 p.copy_((normal(p.shape, 0.3) + 1.0) * p.numel() ** -0.25)
             elif qwen35 and name.endswith("A_log"):
-                # States that fade slowly, and some that fade at once.
+                # States that decay slowly, and some that decay at once.
                 p.copy_(normal(p.shape, 1.5) - 2.0)
             elif name.endswith(("conv1d.weight", "conv.conv.weight")):
                 p.copy_(normal(p.shape, 0.5))
             elif qwen35 and "norm" in name and "linear_attn" not in name:
-                # They multiply by one plus the stored weight, but for that of the recurrent layers.
+                # Norms multiply by one plus the stored weight, except in recurrent layers.
                 p.copy_(normal(p.shape, 0.3))
             elif "norm" in name:
                 p.copy_(normal(p.shape, 0.3) + (0.0 if less_one else 1.0))
@@ -562,7 +562,7 @@ def difference(a, b):
 
 
 def v4_config(case, config):
-    """The same configuration with the keys of transformers 4, or for newer models of the first folders."""
+    """The same configuration with the keys of transformers 4 or, for newer models, of their first published folders."""
     old = copy.deepcopy(config)
     if old["model_type"] == "gemma4_text":
         settings = CASES[case][1]
@@ -571,7 +571,7 @@ def v4_config(case, config):
         old["num_global_key_value_heads"] = settings.get("num_global_key_value_heads")
         return old
     if old["model_type"] == "ministral3":
-        # Only transformers 5 knows it.
+        # Known only to transformers 5.
         old["rope_parameters"]["type"] = old["rope_parameters"].pop("rope_type")
         return old
     if old["model_type"] == "qwen3_5_text":
@@ -615,12 +615,12 @@ def v4_keys(old):
 
 
 def noticed(model, tokens, logits):
-    """The least movement of the logits when one of the small parameters is flattened, and that parameter's name."""
+    """Smallest change of the logits when one of the small parameters is replaced by its mean, and that parameter's name."""
     least = (float("inf"), "")
     for name, p in [*model.named_parameters(), *model.named_buffers()]:
         if not any(kind in name for kind in NOTICED) or "visual" in name:
             continue
-        # The final norm undoes the last one.
+        # The final norm cancels the last one.
         if name == f"model.layers.{model.config.get_text_config().num_hidden_layers - 1}.layer_scalar":
             continue
         kept = p.detach().clone()
@@ -644,12 +644,12 @@ def write_case(out, name, seed):
     assert rounding < TOLERANCE / 10, f"{name}: f32 and f64 differ by {rounding:.1e}"
 
     least, parameter = noticed(model, tokens, logits)
-    assert least > 10 * TOLERANCE, f"{name}: {parameter} moves the logits by {least:.1e} only"
+    assert least > 10 * TOLERANCE, f"{name}: {parameter} changes the logits by only {least:.1e}"
     for what, change in shows.items():
         other = build(config_class, settings | change)
         other.load_state_dict(model.state_dict())
         moved = difference(logits_of(other, tokens), logits)
-        assert moved > 10 * TOLERANCE, f"{name}: {what} moves the logits by {moved:.1e} only"
+        assert moved > 10 * TOLERANCE, f"{name}: {what} changes the logits by only {moved:.1e}"
 
     folder = out / name
     folder.mkdir(parents=True, exist_ok=True)

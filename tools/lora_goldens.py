@@ -1,22 +1,22 @@
-"""Reference losses, gradients and logits of LoRA, from PyTorch and peft, for the tests of refrain-models.
+"""Writes reference losses, gradients and logits of LoRA, computed with PyTorch and peft, for the tests of refrain-models.
 
     python3 tools/lora_goldens.py [GOLDENS [CASE ..]]  (default: crates/refrain-models/tests/goldens)
     python3 tools/lora_goldens.py --check ADAPTER BASE MERGED
-                                                       compares an adapter that refrain trained over the folder BASE, as
-                                                       peft reads it, with what `refrain merge` made of both
+                                                       compares an adapter that Refrain trained on the folder BASE, as
+                                                       read by peft, with the output of `refrain merge`
 
 Needs torch, transformers, peft, gguf and safetensors; the versions used are in each file's metadata. Runs on the CPU in
-a minute. The batch, the optimiser and the schedule are those of tools/train_goldens.py. Written for each base:
+a minute. Batch, optimiser and schedule are those of tools/train_goldens.py. Files for each base:
 
-    lora/adapter_config.json, lora/adapter_model.safetensors      as peft saves them; B is not zero, so that A has a gradient
+    lora/adapter_config.json, lora/adapter_model.safetensors      as saved by peft; B is not zero, so that A has a gradient
     lora/train.safetensors    tokens, targets, positions, documents int64 [n]
                               f32.losses [10], bf16.losses [10], f32.norms [10]
                               f32.grad.NAME: the gradient of each A and B in the first step, bf16.grad.NAME for quantised bases
                               f32.logits [10, vocab]: of the first document, with the adapter
                               base.logits [10, vocab]: without it
 
-What begins with f32 is computed in f64, so that only the rounding of what is tested shows. Bases are goldens of tools/goldens.py, and quantised ones, which are made here: random blocks in a GGUF file, decoded
-for PyTorch by the `gguf` package.
+Values named f32 are computed in f64, so that only the rounding of the tested code shows. Bases are the goldens of
+tools/goldens.py, and quantised models made here: random blocks in a GGUF file, decoded for PyTorch by the `gguf` package.
 """
 
 import pathlib
@@ -35,7 +35,7 @@ from train_goldens import CLIP, STEPS, batch, loss_of, optimiser, rate
 
 BASES = ["llama", "qwen3", "gemma3", "phi3-short"]
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-# Several maps as one tensor, with one adapter.
+# Several projections stored as one tensor, with one adapter.
 FUSED_MODULES = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 NAMES = {
     "self_attn.q_proj": "attn_q",
@@ -50,7 +50,7 @@ RANK, ALPHA = 4, 6
 
 
 def blocks(kind, n_out, n_in, generator):
-    """Random blocks of about the usual spread, and what they mean."""
+    """Random blocks with a typical spread, and their decoded values."""
     block_len, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     n = n_out * n_in // block_len
     raw = generator.integers(0, 256, (n, block_bytes), dtype=np.uint8)
@@ -67,13 +67,13 @@ def blocks(kind, n_out, n_in, generator):
 
 
 def parted(values, n_heads):
-    """Rows of a GGUF file of llama as Hugging Face folders have them."""
+    """Reorders rows of a llama GGUF file as in Hugging Face folders."""
     n_rows = values.shape[0]
     return values.reshape(n_heads, n_rows // n_heads // 2, 2, -1).transpose(1, 2).reshape(values.shape)
 
 
 def quantised(folder, name, hidden, usual, finer):
-    """A llama in quantised blocks: the GGUF file, and the same for PyTorch."""
+    """A llama with quantised weights: the GGUF file, and the same weights for PyTorch."""
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=hidden, intermediate_size=hidden, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=hidden // 4, max_position_embeddings=256, rms_norm_eps=1e-3,
@@ -138,7 +138,7 @@ def plain(name):
 
 
 def adapted(model, folder):
-    """The model with an adapter whose halves are both random, saved as peft does."""
+    """The model with an adapter whose A and B are random, saved by peft."""
     torch.manual_seed(3)
     modules = FUSED_MODULES if model.config.model_type == "phi3" else MODULES
     settings = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=modules, task_type="CAUSAL_LM")
@@ -217,7 +217,7 @@ def check(adapter, base, merged):
     found = logits(peft.PeftModel.from_pretrained(load(base), adapter).eval(), tokens)
     largest = want.abs().max()
     off, moved = ((found - want).abs().max() / largest).item(), ((plain - want).abs().max() / largest).item()
-    print(f"off by {off:.1e}; the adapter moves the logits by {moved:.1e}")
+    print(f"difference {off:.1e}; the adapter changes the logits by {moved:.1e}")
     assert off < 1e-4 < moved
 
 

@@ -1,11 +1,11 @@
-"""Loss curves of `refrain train` and of PyTorch from the same weights over the same batches, as an SVG.
+"""Plots loss curves of `refrain train` and PyTorch from the same weights over the same batches, as an SVG.
 
     python3 tools/loss_curves.py REFRAIN TEXT FOLDER [SVG]      (default: docs/loss-curves.svg)
 
-REFRAIN is the binary, TEXT the training text, FOLDER a place for two runs. Needs torch, transformers, tokenizers and
-safetensors. On two cores of a CPU it takes a few minutes. Both train a llama of 0.4 million weights in F32: AdamW,
-clipping, warm-up and cosine decay, samples in the order of the file. The last twentieth of the text is held out, and both
-measure their loss on all of it after the same steps.
+REFRAIN is the binary, TEXT the training text, FOLDER an output folder for two runs. Needs torch, transformers, tokenizers and
+safetensors. Takes a few minutes on two CPU cores. Both train a llama of 0.4 million weights in F32: AdamW,
+clipping, warm-up and cosine decay, samples in file order. The last twentieth of the text is held out, and both measure
+their loss on all of it after the same steps.
 """
 
 import json
@@ -25,18 +25,18 @@ LR, WARMUP, BETAS, EPS, DECAY, CLIP = 2e-3, 20, (0.9, 0.95), 1e-8, 0.1, 1.0
 
 
 def split(text, folder):
-    """The text to train on and the held-out one, cut at the end of a line, as files."""
+    """Splits the text at the end of a line into files for training and evaluation."""
     whole = pathlib.Path(text).read_text()
     at = whole.index("\n", int((1 - HELD_OUT) * len(whole))) + 1
     folder.mkdir(parents=True, exist_ok=True)
-    paths = folder / "learnt.txt", folder / "heldout.txt"
+    paths = folder / "train.txt", folder / "heldout.txt"
     for path, part in zip(paths, [whole[:at], whole[at:]]):
         path.write_text(part)
     return paths
 
 
 def refrain(binary, text, held_out, folder):
-    """The initial weights, by a step that is too small to change any, and the run from them."""
+    """Writes initial weights, with one step too small to change them, and trains from them."""
     shared = ["--data", text, "--context", CONTEXT, "--batch", BATCH, "--order", "file", "--device", "cpu"]
     run = lambda *args: subprocess.run([binary, "train", *map(str, [*args, *shared])], check=True)
     first, second = folder / "initial", folder / "run"
@@ -58,7 +58,7 @@ def rate(step):
 
 @torch.inference_mode()
 def held_out_loss(network, tokens):
-    """The mean over all whole rows."""
+    """Mean loss over all complete rows."""
     n_rows = (len(tokens) - 1) // CONTEXT
     x, y = tokens[: n_rows * CONTEXT].view(n_rows, CONTEXT), tokens[1 : n_rows * CONTEXT + 1].view(n_rows, CONTEXT)
     total = 0.0
@@ -97,7 +97,7 @@ def pytorch(model, text, held_out):
     return losses, norms, evals
 
 
-def most_apart(ours, theirs):
+def largest_difference(ours, theirs):
     return max(abs(a - b) / b for a, b in zip(ours, theirs, strict=True))
 
 
@@ -125,8 +125,8 @@ def svg(ours, theirs, our_evals, their_evals):
             out.append(f'<circle cx="{x(step):.1f}" cy="{y(loss):.1f}" r="{radius}" fill="{colour}"/>')
     for at, colour, text in [(left + 8, "#1f5fa8", "Refrain"), (left + 76, "#e08214", "PyTorch")]:
         out.append(f'<text x="{at}" y="20" fill="{colour}" font-weight="bold">{text}</text>')
-    apart, evals_apart = most_apart(ours, theirs), most_apart(our_evals.values(), their_evals.values())
-    note = f"line: training, at most {100 * apart:.2g} % apart; dots: held out, at most {100 * evals_apart:.2g} %"
+    apart, evals_apart = largest_difference(ours, theirs), largest_difference(our_evals.values(), their_evals.values())
+    note = f"lines: training loss, differs by at most {100 * apart:.2g} %; dots: held-out loss, at most {100 * evals_apart:.2g} %"
     out.append(f'<text x="{width - 16}" y="20" text-anchor="end" fill="#555555">{note}</text>')
     return "\n".join(out + ["</svg>"]) + "\n"
 
@@ -135,16 +135,16 @@ def main():
     binary, text, folder = sys.argv[1:4]
     to = pathlib.Path(sys.argv[4] if len(sys.argv) > 4 else "docs/loss-curves.svg")
     torch.set_num_threads(1)
-    learnt, held_out = split(text, pathlib.Path(folder))
-    model, ours, norms, evals = refrain(binary, learnt, held_out, pathlib.Path(folder))
-    theirs, their_norms, their_evals = pytorch(model, learnt, held_out)
+    train_text, held_out = split(text, pathlib.Path(folder))
+    model, ours, norms, evals = refrain(binary, train_text, held_out, pathlib.Path(folder))
+    theirs, their_norms, their_evals = pytorch(model, train_text, held_out)
     assert evals.keys() == their_evals.keys()
     to.write_text(svg(ours, theirs, evals, their_evals))
     for step, loss in evals.items():
-        print(f"held out after step {step + 1}: {loss:.4f} and {their_evals[step]:.4f}")
-    print(f"losses of the last step {ours[-1]:.4f} and {theirs[-1]:.4f}")
-    apart = [most_apart(ours, theirs), most_apart(norms, their_norms), most_apart(evals.values(), their_evals.values())]
-    print("at most {:.2e} apart, norms {:.2e}, held-out losses {:.2e}".format(*apart))
+        print(f"held-out loss after step {step + 1}: {loss:.4f} and {their_evals[step]:.4f}")
+    print(f"loss of the last step {ours[-1]:.4f} and {theirs[-1]:.4f}")
+    apart = [largest_difference(ours, theirs), largest_difference(norms, their_norms), largest_difference(evals.values(), their_evals.values())]
+    print("largest relative difference: losses {:.2e}, norms {:.2e}, held-out losses {:.2e}".format(*apart))
 
 
 main()

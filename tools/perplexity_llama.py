@@ -1,7 +1,7 @@
-"""Perplexity of a GGUF file by llama.cpp, measured as `refrain perplexity` measures it.
+"""Measures perplexity of a GGUF file with llama.cpp, in the same way as `refrain perplexity`.
 
-Needs `pip install llama-cpp-python numpy`. Windows of CONTEXT tokens, BOS in front where the model uses one, the
-second half of each window scored.
+Needs `pip install llama-cpp-python numpy`. Scores the second half of each window of CONTEXT
+tokens, which starts with BOS if the model uses one.
 
     python tools/perplexity_llama.py model.gguf text.txt [context] [windows]
 """

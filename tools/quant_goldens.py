@@ -1,4 +1,4 @@
-"""Blocks of every quantised type and what the `gguf` package makes of them, for the tests of refrain-tensor.
+"""Writes blocks of every quantised type and their values according to the `gguf` package, for the tests of refrain-tensor.
 
     python3 tools/quant_goldens.py [OUT]     (default: crates/refrain-tensor/tests/data/quant.safetensors)
 
@@ -7,11 +7,11 @@ Needs gguf, numpy and safetensors; the versions used are in the file's metadata.
     TYPE.blocks       uint8 [n_blocks, block_bytes]
     TYPE.values       float32 [n_blocks, block_len]: gguf.quants.dequantize of the blocks
     encode.values     float32 [n_blocks, 32]
-    encode.TYPE       uint8 [n_blocks, block_bytes]: gguf.quants.quantize of encode.values, where the package has it
+    encode.TYPE       uint8 [n_blocks, block_bytes]: gguf.quants.quantize of encode.values, if the package implements it
 
-All bytes of the blocks are random, but for f16 scales, which are random finite ones: every bit of a block is thus seen
-in both states. The first blocks hold the extremes: all bits clear, all bits set, and the scales largest, negative,
-subnormal and zero. Plain types leave out NaN, whose payload numpy need not keep.
+All bytes of the blocks are random, except f16 scales, which are random finite values, so every bit of a block occurs in
+both states. The first blocks hold the extremes: all bits clear, all bits set, and scales that are largest, negative,
+subnormal and zero. Plain types omit NaN, whose payload numpy need not preserve.
 """
 
 import pathlib
@@ -25,7 +25,7 @@ from gguf.constants import GGML_QUANT_SIZES
 from safetensors.numpy import save_file
 
 SEED = 20240229
-# Where the f16 scales lie in a block.
+# Offsets of the f16 scales in a block.
 SCALES = {
     "F32": [],
     "F16": [],
@@ -44,13 +44,13 @@ SCALES = {
     "IQ4_XS": [0],
 }
 ENCODED = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]
-# 0, -0, least and largest subnormal, least normal, 1, largest, and the negative ones.
+# 0, -0, smallest and largest subnormal, smallest normal, 1, largest, and their negatives.
 EXTREME_SCALES = [0x0000, 0x8000, 0x0001, 0x03FF, 0x0400, 0x3C00, 0x7BFF, 0x8001, 0x83FF, 0xBC00, 0xFBFF]
 
 
 def finite_f16(rng, n):
     bits = rng.integers(0, 1 << 16, n, dtype=np.uint16)
-    # The exponent of infinities and NaN becomes the one below.
+    # Lower the exponent of infinities and NaN by one.
     return np.where(bits & 0x7C00 == 0x7C00, bits & ~np.uint16(0x0400), bits).astype("<u2")
 
 
@@ -88,7 +88,7 @@ def values_to_encode(rng):
     positive = rng.uniform(0.5, 2, (3, 32))
     outlier = rng.standard_normal((3, 32))
     outlier[:, 7] *= 50
-    # Multiples of a power of two: the ties of every rounding.
+    # Multiples of a power of two cover the ties of every rounding.
     ties = rng.integers(-16, 17, (6, 32)) * 0.25
     tiny = rng.standard_normal((3, 32)) * np.array([[1e-5], [1e-7], [1e-9]])
     flat = np.array([[0.0] * 32, [3.5] * 32, [-3.5] * 32])
@@ -111,7 +111,7 @@ def main():
     for name in ENCODED:
         encoded = quants.quantize(values, Type[name])
         tensors[f"encode.{name}"] = np.ascontiguousarray(encoded).view(np.uint8).reshape(len(values), -1)
-    # One entry, since the order of several changes from run to run.
+    # A single entry, since the order of several entries changes from run to run.
     made_by = f"tools/quant_goldens.py with gguf {version('gguf')}, numpy {version('numpy')}"
     save_file(tensors, out, metadata={"made_by": made_by})
     print(f"{out}: {out.stat().st_size} bytes, {made_by}")

@@ -1,10 +1,10 @@
-"""Cases of the tokenizer of Qwen 3.5, from `transformers`, for the tests of refrain-formats.
+"""Writes tokenizer cases of Qwen 3.5, made with `transformers`, for the tests of refrain-formats.
 
     python3 tools/qwen35_tokens.py [OUT]    (default: crates/refrain-formats/tests/data/qwen35_tokens.json)
 
-Needs transformers. The published vocabulary is large; what is tested is how text is cut into words, so a small vocabulary
-is trained here over words cut that way, and `Qwen3_5Tokenizer` encodes the texts with it. All texts are in NFC: the class
-normalises, files in GGUF do not say so and llama.cpp does not.
+Needs transformers. The tests cover the pre-tokenizer, which splits text into words, so a small vocabulary trained here over
+such words replaces the large published one; `Qwen3_5Tokenizer` encodes the texts with it. All texts are in NFC: the class
+normalises to it, but GGUF files do not record that and llama.cpp does not do it.
 """
 
 import json
@@ -19,7 +19,7 @@ TEXTS = [
     "Hello world, it's 2026! We'LL see 12345 tokens...",
     "  two spaces,\ttabs\t\tand\n\nlines\r\n   \n end  ",
     "for (int i = 0; i < 10; ++i) { x[i] += 3.14e-5; }",
-    # Marks that no letter takes up: with Qwen 2 they end a word.
+    # Combining marks: with Qwen 2's pattern they end a word.
     "हिन्दी में लिखा हुआ पाठ, किताबें और ज़िंदगी",
     "ภาษาไทยเขียนติดกัน ที่นี่",
     "x̂ + y̌ = z̃, a̱b̲c",

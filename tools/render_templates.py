@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Renders chat templates as `transformers` does and writes what came out, for the tests of refrain-formats.
+"""Renders chat templates as `transformers` does and writes the results, for the tests of refrain-formats.
 
 usage: tools/render_templates.py TEMPLATE_DIR [OUTPUT]
 
 The environment is the one of `transformers.utils.chat_template_utils`: Jinja's immutable sandbox with trimmed blocks,
-loop controls, `tojson` without HTML escapes, `raise_exception` and `strftime_now`. The conversations are this script's
-own; the output holds them beside their renderings, and no template source.
+loop controls, `tojson` without HTML escapes, `raise_exception` and `strftime_now`. The conversations are
+written for this script. The output holds them with their renderings, and no template source.
 """
 
 import datetime
@@ -59,7 +59,7 @@ TOOL = {
     },
 }
 
-# Every conversation, with the variables it is rendered with beside `add_generation_prompt` on and off.
+# Every conversation, with the variables for its rendering in addition to `add_generation_prompt` on and off.
 CONVERSATIONS = {
     "system and user": ([turn("system", "Be brief."), turn("user", "Hello?")], {}),
     "several turns": (
@@ -107,7 +107,7 @@ CONVERSATIONS = {
     "tools": ([turn("system", "S"), turn("user", "Weather?")], {"tools": [TOOL]}),
 }
 
-# Renderings that would repeat long passages of a template's own text are left out of the committed file.
+# Renderings that repeat long passages of a template's own text are not committed.
 LONG_TEXT = {
     "HuggingFaceTB-SmolLM3-3B": {"user first", "wrong order", "empty content"},
     "Qwen-Qwen3-0.6B": {"tools"},

@@ -1,8 +1,8 @@
-"""The page of a run as one picture, for the documentation.
+"""Converts the HTML report of a training run to one SVG, for the documentation.
 
     python3 tools/report_picture.py REPORT.html [SVG]      (default: docs/report.svg)
 
-Takes the facts and the charts of the page as they are, without what needs a browser. Needs nothing but Python.
+Copies the facts and charts of the page and drops what needs a browser. Uses only the standard library.
 """
 
 import pathlib

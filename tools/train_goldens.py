@@ -1,20 +1,20 @@
-"""Reference losses and gradients of training, from PyTorch, for the tests of refrain-models.
+"""Writes reference losses and gradients of training, computed with PyTorch, for the tests of refrain-models.
 
     python3 tools/train_goldens.py [GOLDENS [CASE ..]]      (default: crates/refrain-models/tests/goldens, all cases)
 
 Needs torch, transformers and safetensors; the versions used are in each file's metadata. Runs on the CPU in a minute.
-The models are those of tools/goldens.py. Written beside each of them:
+The models are those of tools/goldens.py. Each of their folders gets:
 
     train.safetensors     tokens, targets, positions, documents int64 [n]: two rows of 24 tokens; the first holds two
                           documents, the second one and padding (-1)
-                          f32.losses [10], bf16.losses [10]: AdamW with clipping, learning rate falling from step to step
+                          f32.losses [10], bf16.losses [10]: AdamW with clipping, with a decreasing learning rate
                           f32.norms [10]: gradient norms before clipping
                           f32.grad.NAME, bf16.grad.NAME: the gradient of each weight in the first step
-                          f32.last.NAME: each weight after the tenth step (llama alone)
-                          f64.losses, f64.norms [10]: the same run in f64, where steps amplify rounding (CHAOTIC): how far
-                          f32 is from them bounds how far two runs in f32 may be apart
+                          f32.last.NAME: each weight after the tenth step (llama only)
+                          f64.losses, f64.norms [10]: the same run in f64, for models whose steps amplify rounding (CHAOTIC):
+                          the distance between f32 and f64 bounds that between two f32 runs
 
-Weights in bf16 have f32 masters: the optimiser works on f32 weights, the model on copies of them in bf16.
+bf16 weights have f32 master weights: the optimiser updates those, and the model uses bf16 copies of them.
 """
 
 import json
@@ -50,7 +50,7 @@ def rate(step):
 
 
 def batch(vocab):
-    """Two rows: documents of 10 and 14 tokens, and one of 20 with padding behind it."""
+    """Two rows: documents of 10 and 14 tokens, and one of 20 tokens followed by padding."""
     generator = torch.Generator().manual_seed(5)
     lengths = [10, 14, 20]
     tokens, targets, positions, documents = [], [], [], []
@@ -58,7 +58,7 @@ def batch(vocab):
         text = torch.randint(3, vocab, (length + 1,), generator=generator)
         tokens.append(text[:-1])
         target = text[1:].clone()
-        target[2] = -1  # One place that is not learnt.
+        target[2] = -1  # One position without a target.
         targets.append(target)
         positions.append(torch.arange(length))
         documents.append(torch.full((length,), document))
@@ -68,13 +68,13 @@ def batch(vocab):
 
 
 def masks(documents, window):
-    """Which token sees which, over all rows in one sequence."""
+    """Attention mask over all rows, concatenated to one sequence."""
     n = len(documents)
     i, j = torch.arange(n)[:, None], torch.arange(n)[None]
     sees = (documents[:, None] == documents[None]) & (j <= i) & (documents[:, None] >= 0)
     if window is not None:
         sees &= i - j < window
-    sees |= i == j  # Padding must see something; it is not learnt from.
+    sees |= i == j  # Padding must attend to something; it has no target.
     return torch.where(sees, 0.0, torch.finfo(torch.float32).min)[None, None]
 
 
@@ -113,7 +113,7 @@ def train(folder, dtype, out):
     model.tie_weights()
     model.train()
     names = {id(p): name for name, p in model.named_parameters()}
-    # The module in bf16 reads copies of the masters, which the optimiser changes.
+    # The bf16 module uses copies of the master weights, which the optimiser updates.
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     masters = {name: p.detach().to(wide, copy=True).requires_grad_() for name, p in model.named_parameters()}
     model = model.to(dtype)
