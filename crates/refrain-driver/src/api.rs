@@ -1,16 +1,17 @@
 //! The raw driver interface: one method per driver call, no policy.
 //!
-//! [`Api`] has two implementations: the real driver and the simulated device. Everything above is written once, against
-//! this trait, and cannot tell them apart: both return the driver's own codes, and a call made while a stream is being
-//! captured behaves as measured in `capture-truth.tsv`.
+//! [`Api`] has two implementations: the real driver and the simulated device. Everything above is written once,
+//! against this trait, and cannot tell them apart: both return the driver's own codes, and a call made while a
+//! stream is being captured behaves as measured in `capture-truth.tsv`.
 //!
 //! # The contract of the trait
 //!
-//! Its methods are safe, because the caller takes on the obligation once, when it obtains the value from an `unsafe`
-//! function ([`crate::raw_driver`], [`crate::sim::SimDriver::api`]). From then on it passes only handles that this value
-//! returned and that are not destroyed, frees only its own allocations, and launches kernels only with parameters that
-//! point to live memory. The simulated device checks handles and device memory itself and returns the driver's codes.
-//! The few methods that take a host address for the driver to read or write *later* are `unsafe` in addition.
+//! Its methods are safe, because the caller takes on the obligation once, when it obtains the value from an
+//! `unsafe` function ([`crate::raw_driver`], [`crate::sim::SimDriver::api`]). From then on it passes only handles
+//! that this value returned and that are not destroyed, frees only its own allocations, and launches kernels only
+//! with parameters that point to live memory. The simulated device checks handles and device memory itself and
+//! returns the driver's codes. The few methods that take a host address for the driver to read or write *later* are
+//! `unsafe` in addition.
 //!
 //! Context-dependent calls act on the context that is current on the calling thread ([`Api::ctx_set_current`]).
 
@@ -480,8 +481,8 @@ pub struct Census {
 /// A host function for the driver to call on a thread of its own. It must not call the driver and must not panic.
 pub type RawHostFn = extern "C" fn(*mut c_void);
 
-/// A CUDA driver, real or simulated. Each method is the driver call of the same name; the module documentation states
-/// the contract.
+/// A CUDA driver, real or simulated. Each method is the driver call of the same name; the module documentation
+/// states the contract.
 pub trait Api: Send + Sync {
     /// `cuda` or `sim`.
     fn backend(&self) -> &'static str;
@@ -493,13 +494,13 @@ pub trait Api: Send + Sync {
     fn census(&self) -> Option<Census> {
         None
     }
-    /// Takes the reports that the simulated device has written since the last call: unordered launches that touch the
-    /// same bytes, use after free, overwritten guard zones. Always empty for a real driver.
+    /// Takes the reports that the simulated device has written since the last call: unordered launches that touch
+    /// the same bytes, use after free, overwritten guard zones. Always empty for a real driver.
     fn take_reports(&self) -> Vec<String> {
         Vec::new()
     }
-    /// Units of device work done so far. The simulated device works inside its calls, so this shows that a long call
-    /// makes progress. Always 0 for a real driver, whose device works on its own.
+    /// Units of device work done so far. The simulated device works inside its calls, so this shows that a long
+    /// call makes progress. Always 0 for a real driver, whose device works on its own.
     fn n_done(&self) -> u64 {
         0
     }
@@ -548,7 +549,8 @@ pub trait Api: Send + Sync {
     /// `cuMemcpyHtoDAsync`.
     ///
     /// # Safety
-    /// `src..src + bytes` stays readable and unmodified until the copy has run (in a capture: until the last replay).
+    /// `src..src + bytes` stays readable and unmodified until the copy has run (in a capture: until the last
+    /// replay).
     unsafe fn memcpy_htod_async(
         &self,
         dst: DevicePtr,
@@ -610,22 +612,22 @@ pub trait Api: Send + Sync {
     fn event_destroy(&self, event: EventHandle) -> RawResult<()>;
     /// `cuEventRecord`.
     fn event_record(&self, event: EventHandle, stream: StreamHandle) -> RawResult<()>;
-    /// `cuEventQuery`: `Err(NOT_READY)` while the work before the event is pending. An event that was never recorded
-    /// is done.
+    /// `cuEventQuery`: `Err(NOT_READY)` while the work before the event is pending. An event that was never
+    /// recorded is done.
     fn event_query(&self, event: EventHandle) -> RawResult<()>;
     /// `cuEventSynchronize`.
     fn event_synchronize(&self, event: EventHandle) -> RawResult<()>;
     /// `cuEventElapsedTime` in milliseconds.
     fn event_elapsed(&self, start: EventHandle, end: EventHandle) -> RawResult<f32>;
 
-    /// `cuModuleLoadData` of a cubin, a fatbin or PTX text (without terminating zero). The simulated device reads the
-    /// `.entry` names of PTX text, the section names of a cubin, or a text whose first line is `sim` and whose other
-    /// lines are kernel names.
+    /// `cuModuleLoadData` of a cubin, a fatbin or PTX text (without terminating zero). The simulated device reads
+    /// the `.entry` names of PTX text, the section names of a cubin, or a text whose first line is `sim` and whose
+    /// other lines are kernel names.
     fn module_load(&self, image: &[u8]) -> RawResult<ModuleHandle>;
     /// `cuModuleUnload`.
     fn module_unload(&self, module: ModuleHandle) -> RawResult<()>;
-    /// `cuModuleGetFunction`: `NOT_FOUND` if the module has no such kernel, or, on the simulated device, if no twin is
-    /// registered for it.
+    /// `cuModuleGetFunction`: `NOT_FOUND` if the module has no such kernel, or, on the simulated device, if no twin
+    /// is registered for it.
     fn module_function(&self, module: ModuleHandle, name: &str) -> RawResult<FunctionHandle>;
     /// `cuFuncGetParamInfo` for every parameter, in order.
     fn function_params(&self, function: FunctionHandle) -> RawResult<Vec<ParamInfo>>;

@@ -1,8 +1,8 @@
 //! Large uploads: threads fill pinned slots while the device copies from others.
 //!
-//! One thread copies 7 to 9 GB/s into pinned memory, but the bus moves 25 to 50. So several threads fill one slot each,
-//! and the caller's thread, the only one that calls the driver, sends full slots in the order in which their bytes were
-//! pushed. The threads make no driver calls and end with the upload.
+//! One thread copies 7 to 9 GB/s into pinned memory, but the bus moves 25 to 50. So several threads fill one slot
+//! each, and the caller's thread, the only one that calls the driver, sends full slots in the order in which their
+//! bytes were pushed. The threads make no driver calls and end with the upload.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -78,9 +78,9 @@ struct FillJob<'b> {
 }
 
 impl Stream {
-    /// Uploads many bytes in the order in which `f` pushes them. Returns when the caller's memory is no longer needed; the
-    /// last copies may still be in flight. A launch that `f` adds in between runs after the bytes pushed before it have
-    /// arrived.
+    /// Uploads many bytes in the order in which `f` pushes them. Returns when the caller's memory is no longer
+    /// needed; the last copies may still be in flight. A launch that `f` adds in between runs after the bytes
+    /// pushed before it have arrived.
     ///
     /// If `f` fails, bytes already sent stay sent.
     pub fn bulk<'b, R, E: From<DriverError>>(
@@ -125,8 +125,9 @@ impl Stream {
 /// Body of a filler thread; returns when the job channel closes.
 fn fill(jobs: &Receiver<FillJob<'_>>, done: &Sender<()>) {
     while let Ok(FillJob { to, bytes }) = jobs.recv() {
-        // SAFETY: `Bulk::push` acquired a slot of at least that many bytes from `Staging::acquire`. Nobody else reads or
-        // writes it until this job reports completion, and the staging memory outlives the scope of this thread.
+        // SAFETY: `Bulk::push` acquired a slot of at least that many bytes from `Staging::acquire`. Nobody else
+        // reads or writes it until this job reports completion, and the staging memory outlives the scope of this
+        // thread.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to.as_ptr(), bytes.len()) };
         if done.send(()).is_err() {
             return;

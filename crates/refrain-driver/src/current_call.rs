@@ -1,5 +1,5 @@
-//! Tracks the driver call that the device thread is in. A call that does not return is noticed long before the deadline
-//! of the work that it belongs to.
+//! Tracks the driver call that the device thread is in. A call that does not return is noticed long before the
+//! deadline of the work that it belongs to.
 
 use std::cell::Cell;
 use std::sync::Mutex;

@@ -1,9 +1,9 @@
 //! Dependencies between launches, derived from the bytes they read and write.
 //!
-//! Ranges are device addresses, so handles that overlap are recognised as such. For every byte range the table holds the
-//! last writer and everyone who has read the range since. A new piece of work waits for the writer of what it reads
-//! (read after write), for the readers of what it writes (write after read) and for its previous writer (write after
-//! write). A dependency that another one already implies is omitted.
+//! Ranges are device addresses, so handles that overlap are recognised as such. For every byte range the table
+//! holds the last writer and everyone who has read the range since. A new piece of work waits for the writer of
+//! what it reads (read after write), for the readers of what it writes (write after read) and for its previous
+//! writer (write after write). A dependency that another one already implies is omitted.
 
 use std::collections::BTreeMap;
 

@@ -77,9 +77,9 @@ impl Device {
 
     /// Makes the calling thread the owner of the device.
     ///
-    /// The returned context and everything created from it stay on this thread; when the last of them is dropped, another
-    /// thread may claim the device. Until then a second claim fails with [`DriverError::DeviceOwned`], or with
-    /// [`DriverError::CaptureIncompatible`] while the owner is recording.
+    /// The returned context and everything created from it stay on this thread; when the last of them is dropped,
+    /// another thread may claim the device. Until then a second claim fails with [`DriverError::DeviceOwned`], or
+    /// with [`DriverError::CaptureIncompatible`] while the owner is recording.
     pub fn context(&self) -> Result<Context, DriverError> {
         self.shared.check_lost()?;
         if !self.shared.claim() {
@@ -135,8 +135,8 @@ impl Device {
         self.shared.api.library_path()
     }
 
-    /// Capture status of the stream that is being recorded on this device, if any. Can be called from any thread, and
-    /// during a recording. A failed query is an error, not [`CaptureStatus::None`].
+    /// Capture status of the stream that is being recorded on this device, if any. Can be called from any thread,
+    /// and during a recording. A failed query is an error, not [`CaptureStatus::None`].
     pub fn capture_status(&self) -> Result<CaptureStatus, DriverError> {
         self.shared.capture_status()
     }
@@ -147,8 +147,8 @@ impl Device {
         self.shared.check_lost().err()
     }
 
-    /// Checks that a launch, a copy and a wait work on a fresh stream. Runs on a thread of its own, so that the answer
-    /// arrives in bounded time even if the driver hangs. A device that fails the check is marked lost.
+    /// Checks that a launch, a copy and a wait work on a fresh stream. Runs on a thread of its own, so that the
+    /// answer arrives in bounded time even if the driver hangs. A device that fails the check is marked lost.
     pub fn health(&self, limit: Duration) -> Result<Health, DriverError> {
         health::check(&self.shared, limit)
     }

@@ -16,7 +16,8 @@ use crate::record::{Method, OwnedGraph, RecordJob};
 use crate::shared::{DeviceShared, Garbage};
 use crate::stream::Stream;
 
-/// A recorded step. It owns everything it points to (the memory, the modules, library handles), so replaying is safe.
+/// A recorded step. It owns everything it points to (the memory, the modules, library handles), so replaying is
+/// safe.
 pub struct Graph {
     inner: Arc<GraphInner>,
     info: GraphInfo,
@@ -103,8 +104,8 @@ impl Graph {
 
     /// Launches the whole recording at once, without waiting for it.
     ///
-    /// The outputs borrow the lease, so they must be dropped before the next replay over the same memory, whether of this
-    /// graph or of another one.
+    /// The outputs borrow the lease, so they must be dropped before the next replay over the same memory, whether
+    /// of this graph or of another one.
     ///
     /// ```compile_fail,E0499
     /// # use refrain_driver::*;
@@ -269,8 +270,8 @@ pub(crate) fn memory_nodes(shared: &DeviceShared, graph: GraphHandle) -> Result<
     Ok(count)
 }
 
-/// Orders the nodes as a capture without forks recorded them, each after its dependency. After a fork, the remaining
-/// nodes follow in the driver's order.
+/// Orders the nodes as a capture without forks recorded them, each after its dependency. After a fork, the
+/// remaining nodes follow in the driver's order.
 fn chain(
     nodes: &[(NodeHandle, NodeKind)],
     edges: &[(NodeHandle, NodeHandle, EdgeKind)],

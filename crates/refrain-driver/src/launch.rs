@@ -12,8 +12,8 @@ use crate::shared::DeviceShared;
 
 /// A kernel argument whose value is fixed when the launch is recorded.
 ///
-/// Scalars must be wrapped in `Baked`, which states that every replay sees this value. A value that changes from replay
-/// to replay lives in a [`DeviceSlot`].
+/// Scalars must be wrapped in `Baked`, which states that every replay sees this value. A value that changes from
+/// replay to replay lives in a [`DeviceSlot`].
 #[derive(Clone, Copy, Debug)]
 pub struct Baked<T>(pub T);
 
@@ -30,8 +30,8 @@ pub enum Access {
 
 /// A launch, ready to be enqueued with [`crate::Queue::launch`].
 ///
-/// Building it ([`LaunchBuilder::build`]) vouched for its shape and arguments, so it is sealed: it can be enqueued, cloned
-/// and inspected, but neither changed nor stripped of its kernel.
+/// Building it ([`LaunchBuilder::build`]) vouched for its shape and arguments, so it is sealed: it can be enqueued,
+/// cloned and inspected, but neither changed nor stripped of its kernel.
 ///
 /// ```compile_fail,E0624
 /// # use refrain_driver::{Function, Launch};
@@ -56,8 +56,8 @@ pub struct Launch {
     extra: Vec<(Buf, Access)>,
 }
 
-/// Builder of a launch: the kernel, its shape, and its arguments in the order of the kernel's parameters. It cannot be
-/// enqueued until [`LaunchBuilder::build`] has turned it into a [`Launch`].
+/// Builder of a launch: the kernel, its shape, and its arguments in the order of the kernel's parameters. It cannot
+/// be enqueued until [`LaunchBuilder::build`] has turned it into a [`Launch`].
 #[derive(Clone, Debug)]
 pub struct LaunchBuilder {
     launch: Launch,
@@ -87,8 +87,8 @@ impl LaunchBuilder {
         }
     }
 
-    /// Finishes the launch. The number and sizes of its arguments and its shape are checked against the compiled kernel when
-    /// it is enqueued; what the kernel does with them cannot be checked.
+    /// Finishes the launch. The number and sizes of its arguments and its shape are checked against the compiled
+    /// kernel when it is enqueued; what the kernel does with them cannot be checked.
     ///
     /// ```compile_fail,E0133
     /// # use refrain_driver::{Baked, Function, Launch, LaunchBuilder};
@@ -137,11 +137,13 @@ impl LaunchBuilder {
         self
     }
 
-    /// Allows programmatic dependent launch: the kernel may start before the launches that it depends on have finished.
+    /// Allows programmatic dependent launch: the kernel may start before the launches that it depends on have
+    /// finished.
     ///
-    /// In return, each block must wait for them (`griddepcontrol.wait`) before it writes anything and before it reads
-    /// anything that they may still be writing. A block that does neither may exit without waiting, but on every path at
-    /// least one block must wait. Only then does the end of this launch imply the end of every launch before it.
+    /// In return, each block must wait for them (`griddepcontrol.wait`) before it writes anything and before it
+    /// reads anything that they may still be writing. A block that does neither may exit without waiting, but on
+    /// every path at least one block must wait. Only then does the end of this launch imply the end of every launch
+    /// before it.
     #[must_use]
     pub fn pdl(mut self) -> LaunchBuilder {
         self.launch.config.programmatic = true;
@@ -199,8 +201,8 @@ impl LaunchBuilder {
         self
     }
 
-    /// Adds a struct whose bytes are fixed here, except for addresses: each buffer's address is written to the 8 bytes at
-    /// its offset.
+    /// Adds a struct whose bytes are fixed here, except for addresses: each buffer's address is written to the 8
+    /// bytes at its offset.
     ///
     /// # Panics
     /// If an address would lie outside the struct.

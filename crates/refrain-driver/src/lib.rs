@@ -1,12 +1,14 @@
 //! Capture-safe access to a CUDA driver, real or simulated: record a step once, replay it as one launch.
 //!
-//! A CUDA graph runs hundreds of kernels for the host-side cost of a single launch. Recording one is easy to get wrong.
-//! While a stream is being captured, ordinary calls become forbidden: an allocation, a synchronisation, a readback, even
-//! a kernel that is loaded on first use invalidates the capture, and the error often surfaces in a later, innocent call.
-//! A capture that succeeds is not safe either. The graph holds raw addresses and argument values: free a buffer and the
-//! replay touches memory that belongs to someone else; pass a position by value and every replay sees the old one.
+//! A CUDA graph runs hundreds of kernels for the host-side cost of a single launch. Recording one is easy to get
+//! wrong. While a stream is being captured, ordinary calls become forbidden: an allocation, a synchronisation, a
+//! readback, even a kernel that is loaded on first use invalidates the capture, and the error often surfaces in a
+//! later, innocent call. A capture that succeeds is not safe either. The graph holds raw addresses and argument
+//! values: free a buffer and the replay touches memory that belongs to someone else; pass a position by value and
+//! every replay sees the old one.
 //!
-//! In this crate such a mistake does not compile. Where types cannot see it, it is an error at the call that makes it:
+//! In this crate such a mistake does not compile. Where types cannot see it, it is an error at the call that makes
+//! it:
 //!
 //! | mistake | what prevents it |
 //! |---|---|
@@ -25,18 +27,20 @@
 //!
 //! - Invariant: a stream that is being recorded can only be enqueued to.
 //! - Invariant: every address in a recording lies in a [`Memory`] that the [`Graph`] keeps alive.
-//! - Invariant: one thread makes the driver calls of a context. Only the watchdog and the health check make calls from
-//!   threads of their own; threads that fill pinned memory make none.
+//! - Invariant: one thread makes the driver calls of a context. Only the watchdog and the health check make calls
+//!   from threads of their own; threads that fill pinned memory make none.
 //! - Invariant: every wait has a deadline, and no panic crosses the API.
-//! - Invariant: safe code touches only the memory of live [`Memory`]s. What this crate must take on trust is `unsafe` to
-//!   call: loading code ([`Module::load`]), vouching for a launch ([`LaunchBuilder::build`]), and the raw interfaces.
+//! - Invariant: safe code touches only the memory of live [`Memory`]s. What this crate must take on trust is
+//!   `unsafe` to call: loading code ([`Module::load`]), vouching for a launch ([`LaunchBuilder::build`]), and the
+//!   raw interfaces.
 //! - Invariant: this crate does not know what a tensor is.
 //!
 //! # The life of a step
 //!
 //! ```
 //! use refrain_driver::{
-//!     Baked, Device, DeviceKind, LaunchBuilder, MemoryLayout, Memory, Method, Module, RecordOptions, probe, sim::SimOptions,
+//!     Baked, Device, DeviceKind, LaunchBuilder, Memory, MemoryLayout, Method, Module, RecordOptions, probe,
+//!     sim::SimOptions,
 //! };
 //!
 //! # fn main() -> Result<(), refrain_driver::DriverError> {
@@ -92,17 +96,18 @@
 //!
 //! # Two ways to record
 //!
-//! [`Method::Stream`] lets the driver capture a stream; the nodes of the graph form one chain. [`Method::Nodes`] builds
-//! the graph explicitly: every call becomes a node, and its edges follow from the bytes it reads and writes. Independent
-//! launches can then overlap, and recording works on drivers whose stream capture is broken. Both methods take the same
-//! closure as an eager [`Stream::run`], so the three can be compared bit for bit.
+//! [`Method::Stream`] lets the driver capture a stream; the nodes of the graph form one chain. [`Method::Nodes`]
+//! builds the graph explicitly: every call becomes a node, and its edges follow from the bytes it reads and writes.
+//! Independent launches can then overlap, and recording works on drivers whose stream capture is broken. Both
+//! methods take the same closure as an eager [`Stream::run`], so the three can be compared bit for bit.
 //!
 //! # After a failure
 //!
-//! A recording that fails, panics or exceeds its time limit cleans up after itself, and the next one starts from a clean
-//! state. Objects dropped during a recording are freed once it has ended. [`Stream::health`] tells whether the stream and
-//! its context survived. A lost context is final in its process: from then on every call returns
-//! [`DriverError::ContextLost`], which names the last step and kernel sent, and nothing reaches the driver any more.
+//! A recording that fails, panics or exceeds its time limit cleans up after itself, and the next one starts from a
+//! clean state. Objects dropped during a recording are freed once it has ended. [`Stream::health`] tells whether
+//! the stream and its context survived. A lost context is final in its process: from then on every call returns
+//! [`DriverError::ContextLost`], which names the last step and kernel sent, and nothing reaches the driver any
+//! more.
 
 pub mod api;
 

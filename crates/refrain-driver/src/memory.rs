@@ -72,8 +72,8 @@ impl MemoryLayout {
     }
 }
 
-/// A set of allocations with fixed addresses. Graphs share ownership of it (`Arc`), so an address in a recording never
-/// dangles. Growing a memory means planning a new one, which may take over regions, and recording again.
+/// A set of allocations with fixed addresses. Graphs share ownership of it (`Arc`), so an address in a recording
+/// never dangles. Growing a memory means planning a new one, which may take over regions, and recording again.
 pub struct Memory {
     shared: Arc<DeviceShared>,
     id: u32,
@@ -187,8 +187,8 @@ impl Memory {
         Ok(Arc::new(memory))
     }
 
-    /// Returns a handle to a whole region. A region of another layout may yield a different region or a handle that is out
-    /// of range, which every use rejects.
+    /// Returns a handle to a whole region. A region of another layout may yield a different region or a handle that
+    /// is out of range, which every use rejects.
     #[must_use]
     pub fn buf(&self, region: Region) -> Buf {
         let len = self.regions.get(region.0 as usize).map_or(0, |r| r.bytes);
@@ -381,8 +381,8 @@ impl<T> fmt::Debug for DeviceSlot<T> {
     }
 }
 
-/// The right to modify a memory's contents. There is one per memory, and the outputs of a replay borrow it, so no replay
-/// can overwrite results that are still being read.
+/// The right to modify a memory's contents. There is one per memory, and the outputs of a replay borrow it, so no
+/// replay can overwrite results that are still being read.
 #[derive(Debug)]
 pub struct Lease {
     memory: Arc<Memory>,
@@ -397,9 +397,9 @@ impl Lease {
         &self.memory
     }
 
-    /// Plans a new memory that takes over regions of this one, with their contents and addresses, and returns its lease.
-    /// Work in flight on the old memory continues, but nothing can be replayed on it any more. If an allocation fails, the
-    /// old lease is returned and nothing has changed.
+    /// Plans a new memory that takes over regions of this one, with their contents and addresses, and returns its
+    /// lease. Work in flight on the old memory continues, but nothing can be replayed on it any more. If an
+    /// allocation fails, the old lease is returned and nothing has changed.
     pub fn succeed(mut self, layout: &MemoryLayout) -> Result<Lease, (Lease, DriverError)> {
         let shared = Arc::clone(self.memory.shared());
         let memory = match Memory::build(&shared, layout, Some(&self.memory)) {
@@ -413,7 +413,8 @@ impl Lease {
         Ok(Lease { memory, user: self.user.take() })
     }
 
-    /// Records a use by a stream. Fails while work of another stream may still be running, since nothing orders the two.
+    /// Records a use by a stream. Fails while work of another stream may still be running, since nothing orders the
+    /// two.
     #[inline]
     pub(crate) fn begin_use(&mut self, stream: &Arc<StreamProgress>, n_sent: u64) -> Result<(), DriverError> {
         if let Some((user, n)) = &mut self.user

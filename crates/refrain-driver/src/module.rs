@@ -20,8 +20,8 @@ impl Module {
     /// Loads a cubin, a fatbin or PTX text. Refused during a recording.
     ///
     /// # Safety
-    /// `image` is unmodified compiler output for the device, since the driver does not check machine code. The behaviour of
-    /// its kernels is vouched for separately for each launch ([`crate::LaunchBuilder::build`]).
+    /// `image` is unmodified compiler output for the device, since the driver does not check machine code. The
+    /// behaviour of its kernels is vouched for separately for each launch ([`crate::LaunchBuilder::build`]).
     pub unsafe fn load(ctx: &Context, name: &str, image: &[u8]) -> Result<Arc<Module>, DriverError> {
         let shared = ctx.shared();
         shared.refuse_while_recording("module load", image.len() as u64)?;
@@ -87,7 +87,8 @@ impl fmt::Debug for Module {
     }
 }
 
-/// A kernel with its properties. Cheap to clone. Launching it takes [`crate::LaunchBuilder::build`], which is `unsafe`.
+/// A kernel with its properties. Cheap to clone. Launching it takes [`crate::LaunchBuilder::build`], which is
+/// `unsafe`.
 #[derive(Clone)]
 pub struct Function {
     inner: Arc<FunctionInner>,
@@ -155,8 +156,8 @@ impl Function {
         Ok(())
     }
 
-    /// Sets the preferred carveout to the maximum shared memory. Kernels with different carveouts cannot share an SM: the
-    /// next kernel waits until the previous one has left it, even if it may start early (PDL).
+    /// Sets the preferred carveout to the maximum shared memory. Kernels with different carveouts cannot share an
+    /// SM: the next kernel waits until the previous one has left it, even if it may start early (PDL).
     pub fn prefer_shared(&self) -> Result<(), DriverError> {
         self.inner.module.shared().refuse_while_recording("setting a function attribute", 0)?;
         self.set(FunctionAttribute::PreferredSharedCarveout, 100)

@@ -157,8 +157,8 @@ impl Queue for NodeSink<'_> {
             let touched =
                 collect_touches(job.memory, [(src, Access::Read), (dst, Access::Write)].into_iter())?;
             state.add(NodeKind::Memcpy, &touched, false, |deps| {
-                // SAFETY: host ends are pinned and inside `job.memory`, which the graph keeps alive; the host accesses
-                // pinned regions only atomically, through `pinned`.
+                // SAFETY: host ends are pinned and inside `job.memory`, which the graph keeps alive; the host
+                // accesses pinned regions only atomically, through `pinned`.
                 job.shared.call("cuGraphAddMemcpyNode", |api| unsafe {
                     api.graph_add_memcpy(graph.handle, deps, end(to), end(from), bytes)
                 })
@@ -213,7 +213,8 @@ fn capture_library(
 ) -> Result<OwnedGraph, DriverError> {
     let mode = if job.options.global { CaptureMode::Global } else { CaptureMode::ThreadLocal };
     let capture = StreamCapture::begin(job.shared, side, mode)?;
-    // Registered during the call only, even if it panics: the watchdog must not query a stream that no longer exists.
+    // Registered during the call only, even if it panics: the watchdog must not query a stream that no longer
+    // exists.
     let watched = WatchedStream::new(job, side);
     let mut stream = LibraryStream { memory: job.memory, stream: side };
     let outcome = (call.run)(&mut stream);

@@ -1,8 +1,9 @@
 //! Concurrent access to pinned memory by host and device.
 //!
-//! Every such access, by the host or the simulated device, goes through this module in whole 8-byte words, each loaded or
-//! stored atomically. Racing accesses therefore see a word either before or after a change, and never mix sizes, which
-//! would be undefined behaviour. Regions are allocated in whole words for this reason ([`whole_words`]).
+//! Every such access, by the host or the simulated device, goes through this module in whole 8-byte words, each
+//! loaded or stored atomically. Racing accesses therefore see a word either before or after a change, and never mix
+//! sizes, which would be undefined behaviour. Regions are allocated in whole words for this reason
+//! ([`whole_words`]).
 //!
 //! Staging slots are the exception: events order host and device, so plain copies are enough.
 
@@ -21,8 +22,8 @@ pub(crate) fn whole_words(bytes: u64) -> u64 {
 /// Returns the word at an address.
 ///
 /// # Safety
-/// The address is 8-byte aligned, and the word lies in pinned memory that stays allocated for `'a` and that the host
-/// accesses only through this module during `'a`.
+/// The address is 8-byte aligned, and the word lies in pinned memory that stays allocated for `'a` and that the
+/// host accesses only through this module during `'a`.
 pub(crate) unsafe fn word<'a>(address: HostPtr) -> &'a AtomicU64 {
     // SAFETY: aligned, allocated and accessed only atomically; the caller guarantees all three.
     unsafe { AtomicU64::from_ptr(address.as_ptr().cast()) }

@@ -10,10 +10,11 @@ use crate::memory::{Buf, BufAddress, Memory};
 use crate::shared::DeviceShared;
 use crate::watchdog::{RecordingProgress, WatchGuard};
 
-/// Accepts work in order. A queue can only enqueue; it cannot allocate, wait or read back. Any code written against a
-/// `Queue` can therefore be recorded.
+/// Accepts work in order. A queue can only enqueue; it cannot allocate, wait or read back. Any code written against
+/// a `Queue` can therefore be recorded.
 ///
-/// The trait is sealed and has three sinks: a live stream, a stream under capture, and the recorder of explicit nodes.
+/// The trait is sealed and has three sinks: a live stream, a stream under capture, and the recorder of explicit
+/// nodes.
 ///
 /// ```compile_fail,E0277
 /// # use refrain_driver::{Queue, Launch, DriverError};
@@ -38,8 +39,8 @@ pub(crate) mod sealed {
 
 /// A call into a library (cuBLASLt) that enqueues work on a stream itself.
 ///
-/// It must only enqueue, and access only the buffers declared here. Only verification (comparing a replay with an eager
-/// run) checks this.
+/// It must only enqueue, and access only the buffers declared here. Only verification (comparing a replay with an
+/// eager run) checks this.
 pub struct LibraryCall<'a> {
     /// The step, for errors and drawings.
     pub step: Arc<str>,
@@ -61,8 +62,9 @@ impl std::fmt::Debug for LibraryCall<'_> {
     }
 }
 
-/// The stream and the addresses that a library call works with. Both are plain numbers: using them takes the library's
-/// own `unsafe` interface, and with it the duty to keep alive whatever the work points to ([`LibraryCall::keep`]).
+/// The stream and the addresses that a library call works with. Both are plain numbers: using them takes the
+/// library's own `unsafe` interface, and with it the duty to keep alive whatever the work points to
+/// ([`LibraryCall::keep`]).
 ///
 /// ```compile_fail,E0599
 /// # use refrain_driver::{DriverError, Launch, LibraryStream};
@@ -219,8 +221,9 @@ impl Queue for StreamSink<'_> {
                 (BufAddress::Device(to), BufAddress::Device(from)) => {
                     api.memcpy_dtod_async(to, from, bytes, stream)
                 }
-                // SAFETY: `from` is pinned and inside `self.memory`, which the stream (live) or the graph (recorded)
-                // keeps alive until the last use; the host writes pinned regions only atomically, through `pinned`.
+                // SAFETY: `from` is pinned and inside `self.memory`, which the stream (live) or the graph
+                // (recorded) keeps alive until the last use; the host writes pinned regions only atomically,
+                // through `pinned`.
                 (BufAddress::Device(to), BufAddress::Host(from)) => unsafe {
                     api.memcpy_htod_async(to, from, bytes, stream)
                 },

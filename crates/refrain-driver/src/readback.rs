@@ -12,8 +12,8 @@ use crate::pinned;
 use crate::staging::PinnedSlots;
 use crate::stream::Stream;
 
-/// A few pinned slots of equal size, used in turn. [`Stream::start_readback`] fills the next one in stream order, and
-/// [`Readback::take`] waits for the oldest. A slot is reused only after it has been taken.
+/// A few pinned slots of equal size, used in turn. [`Stream::start_readback`] fills the next one in stream order,
+/// and [`Readback::take`] waits for the oldest. A slot is reused only after it has been taken.
 pub struct Readback {
     pinned: Arc<PinnedSlots>,
     slot_bytes: usize,
@@ -52,7 +52,8 @@ impl Readback {
         (self.n_sent - self.n_taken) as usize
     }
 
-    /// Waits for the oldest slot, for at most `limit`, and readback its bytes. After an error the slot can be taken again.
+    /// Waits for the oldest slot, for at most `limit`, and returns its bytes. After an error the slot can be taken
+    /// again.
     pub fn take(&mut self, limit: Duration) -> Result<Vec<u8>, DriverError> {
         if self.n_pending() == 0 {
             return Err(DriverError::Timeout {
@@ -65,7 +66,8 @@ impl Readback {
         let slot = &self.slots[idx];
         slot.event.wait(limit)?;
         let mut bytes = vec![0; slot.n_bytes];
-        // SAFETY: the slot lies in our pinned allocation, starts at a whole word, and the host accesses it only here.
+        // SAFETY: the slot lies in our pinned allocation, starts at a whole word, and the host accesses it only
+        // here.
         unsafe { pinned::read(self.address(idx), &mut bytes) };
         self.n_taken += 1;
         Ok(bytes)
@@ -81,7 +83,8 @@ impl Readback {
 }
 
 impl Stream {
-    /// Copies buffers, one after the other, to the next slot of `readback` in stream order, without waiting for them.
+    /// Copies buffers, one after the other, to the next slot of `readback` in stream order, without waiting for
+    /// them.
     ///
     /// Fails with [`DriverError::OutOfRange`] if they exceed a slot, or if no slot is free.
     pub fn start_readback(
@@ -119,8 +122,8 @@ impl Stream {
         let (mut to, handle) = (readback.address(idx), self.handle());
         for (from, bytes) in from.into_iter().filter(|(_, bytes)| *bytes > 0) {
             self.shared().call("cuMemcpyDtoHAsync", |api| match from {
-                // SAFETY: the slot holds all buffers (checked above) and is not read before its event has completed; the
-                // stream keeps the allocation alive until it has waited for its work.
+                // SAFETY: the slot holds all buffers (checked above) and is not read before its event has
+                // completed; the stream keeps the allocation alive until it has waited for its work.
                 BufAddress::Device(from) => unsafe { api.memcpy_dtoh_async(to, from, bytes, handle) },
                 BufAddress::Host(from) => {
                     let (to, from): (DevicePtr, DevicePtr) = (to.device(), from.device());

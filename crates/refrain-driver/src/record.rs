@@ -19,8 +19,8 @@ use crate::watchdog::{RecordingProgress, WatchGuard};
 pub enum Method {
     /// The driver captures the stream; nodes form one chain.
     Stream,
-    /// Each call becomes a node, and edges follow from the bytes that it accesses. Except for library calls this needs no
-    /// stream capture, so it also works on drivers whose capture is broken.
+    /// Each call becomes a node, and edges follow from the bytes that it accesses. Except for library calls this
+    /// needs no stream capture, so it also works on drivers whose capture is broken.
     Nodes,
 }
 
@@ -42,8 +42,8 @@ pub struct RecordOptions {
     pub limit: Duration,
     /// Whether [`crate::LaunchBuilder::pdl`] is honoured.
     pub overlap: bool,
-    /// Captures in GLOBAL mode instead of THREAD_LOCAL, so that unsafe calls of other threads break the capture too.
-    /// For tests.
+    /// Captures in GLOBAL mode instead of THREAD_LOCAL, so that unsafe calls of other threads break the capture
+    /// too. For tests.
     pub global: bool,
 }
 
@@ -58,9 +58,9 @@ impl RecordOptions {
 impl Stream {
     /// Records the work that `f` enqueues as a graph, without running it.
     ///
-    /// The stream is borrowed while `f` runs, so `f` can neither wait for it nor read from it. A call that reaches the
-    /// device another way and conflicts with a recording is refused ([`DriverError::CaptureIncompatible`]). If `f` fails or
-    /// panics, the recording ends and leaves nothing behind.
+    /// The stream is borrowed while `f` runs, so `f` can neither wait for it nor read from it. A call that reaches
+    /// the device another way and conflicts with a recording is refused ([`DriverError::CaptureIncompatible`]). If
+    /// `f` fails or panics, the recording ends and leaves nothing behind.
     ///
     /// ```compile_fail,E0500
     /// # use refrain_driver::*;

@@ -9,8 +9,9 @@
 //! ```
 //!
 //! The `k`-th result (from 1) goes to entry `(k - 1) % n_entries`: the kernel writes the payload, then stores
-//! `seq = k` with system-scope release. The host loads `seq` with acquire and then reads the payload. Back-pressure: the
-//! host launches a step only if [`Ring::reserve`] succeeds, so an entry is never overwritten before the host has read it.
+//! `seq = k` with system-scope release. The host loads `seq` with acquire and then reads the payload.
+//! Back-pressure: the host launches a step only if [`Ring::reserve`] succeeds, so an entry is never overwritten
+//! before the host has read it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -65,8 +66,8 @@ impl Ring {
         }
     }
 
-    /// Creates a ring over a pinned region that no other ring uses. Fails with [`DriverError::OutOfRange`] if the region is
-    /// not pinned or too small.
+    /// Creates a ring over a pinned region that no other ring uses. Fails with [`DriverError::OutOfRange`] if the
+    /// region is not pinned or too small.
     pub fn new(
         memory: &Arc<Memory>,
         region: Region,
@@ -103,15 +104,16 @@ impl Ring {
         Ok(ring)
     }
 
-    /// Resets the ring to its initial state: pending results are forgotten, and the next result has number 1. No step that
-    /// writes to the ring may be in flight, and the device's count of results must be reset to 0 before the next step.
+    /// Resets the ring to its initial state: pending results are forgotten, and the next result has number 1. No
+    /// step that writes to the ring may be in flight, and the device's count of results must be reset to 0 before
+    /// the next step.
     pub fn restart(&mut self) {
         self.entries = Entries::new(self.n_entries);
         self.clear();
     }
 
-    /// Like [`Ring::restart`], with a new payload size. Fails with [`DriverError::OutOfRange`] if the ring would not fit;
-    /// then nothing has changed.
+    /// Like [`Ring::restart`], with a new payload size. Fails with [`DriverError::OutOfRange`] if the ring would
+    /// not fit; then nothing has changed.
     pub fn restart_with(&mut self, payload_bytes: usize) -> Result<(), DriverError> {
         let need = u32::try_from(self.n_entries).ok().and_then(|n| Ring::bytes(n, payload_bytes));
         let fits = need.is_some_and(|need| need <= self.buf.len());
@@ -218,8 +220,8 @@ impl Ring {
 impl RingWords {
     fn at(&self, offset: u64) -> &AtomicU64 {
         // SAFETY: `offset` is 0 or an entry's start, so `offset + 8` is inside the pinned region (`Ring::new` and
-        // `Ring::restart_with` checked its size) and 8-byte aligned (the region is, and offsets are multiples of 16).
-        // `self.memory` keeps it allocated, and the host touches pinned regions only through `pinned`.
+        // `Ring::restart_with` checked its size) and 8-byte aligned (the region is, and offsets are multiples of
+        // 16). `self.memory` keeps it allocated, and the host touches pinned regions only through `pinned`.
         unsafe { pinned::word(HostPtr(self.base.0 + offset)) }
     }
 

@@ -93,8 +93,9 @@ impl DeviceShared {
         self.raw(f)?.map_err(|code| self.fail(what, code))
     }
 
-    /// Like [`DeviceShared::call`], for a caller that interprets the code itself. Also for calls that may legitimately take
-    /// long (allocation, module compilation): they are not tracked as the current call, so they never count as hung.
+    /// Like [`DeviceShared::call`], for a caller that interprets the code itself. Also for calls that may
+    /// legitimately take long (allocation, module compilation): they are not tracked as the current call, so they
+    /// never count as hung.
     #[inline]
     pub(crate) fn raw<T>(
         &self,
@@ -110,8 +111,8 @@ impl DeviceShared {
         Ok(f(&*self.api))
     }
 
-    /// Polls until `ready` no longer returns `NOT_READY`, for at most `limit`. Polling instead of blocking in the driver
-    /// bounds the wait. It spins first, since a step is shorter than a sleep.
+    /// Polls until `ready` no longer returns `NOT_READY`, for at most `limit`. Polling instead of blocking in the
+    /// driver bounds the wait. It spins first, since a step is shorter than a sleep.
     pub(crate) fn poll(
         &self,
         what: &'static str,
@@ -207,7 +208,8 @@ impl DeviceShared {
     /// Capture status of the stream that is being recorded. Can be called from any thread.
     pub(crate) fn capture_status(&self) -> Result<CaptureStatus, DriverError> {
         self.check_lost()?;
-        // The lock is held during the call, so that the stream cannot be destroyed: its recording ends under this lock.
+        // The lock is held during the call, so that the stream cannot be destroyed: its recording ends under this
+        // lock.
         let stream = lock(&self.recorded_stream);
         match *stream {
             None => Ok(CaptureStatus::None),

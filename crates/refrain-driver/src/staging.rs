@@ -110,8 +110,8 @@ impl Staging {
             return Ok(());
         }
         let (slot, from) = self.acquire(stream)?;
-        // SAFETY: `from` is a slot of `slot_bytes >= bytes.len()` bytes in our pinned allocation, and `acquire` made sure
-        // that its last copy is done, so neither the device nor anyone else uses it.
+        // SAFETY: `from` is a slot of `slot_bytes >= bytes.len()` bytes in our pinned allocation, and `acquire`
+        // made sure that its last copy is done, so neither the device nor anyone else uses it.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), from.as_ptr(), bytes.len()) };
         self.send_slot(stream, slot, from, to, bytes.len() as u64)
     }
@@ -127,8 +127,8 @@ impl Staging {
     ) -> Result<(), DriverError> {
         let handle = stream.handle();
         self.use_slot(stream, slot, "cuMemcpyHtoDAsync", |api| {
-            // SAFETY: the slot is not written until this copy is known to be done (`acquire`), and the stream keeps the
-            // allocation alive until it has waited for its work.
+            // SAFETY: the slot is not written until this copy is known to be done (`acquire`), and the stream keeps
+            // the allocation alive until it has waited for its work.
             unsafe { api.memcpy_htod_async(to, from, bytes, handle) }
         })
     }
@@ -144,8 +144,8 @@ impl Staging {
         for chunk in bytes.chunks_mut(self.slot_bytes) {
             let (slot, to) = self.acquire(stream)?;
             let handle = stream.handle();
-            // SAFETY: `acquire` made sure that the slot is idle, it is at least as large as `chunk`, and the stream keeps
-            // the allocation alive until it has waited for its work.
+            // SAFETY: `acquire` made sure that the slot is idle, it is at least as large as `chunk`, and the stream
+            // keeps the allocation alive until it has waited for its work.
             self.use_slot(stream, slot, "cuMemcpyDtoHAsync", |api| unsafe {
                 api.memcpy_dtoh_async(to, next, chunk.len() as u64, handle)
             })?;
@@ -189,8 +189,8 @@ impl Staging {
         copy: impl FnOnce(&dyn Api) -> RawResult<()>,
     ) -> Result<(), DriverError> {
         let slot = &mut self.slots[slot];
-        // Marked in use before the call: a failing call may still have sent the copy, and an event that is not recorded
-        // again would only report the end of the previous copy.
+        // Marked in use before the call: a failing call may still have sent the copy, and an event that is not
+        // recorded again would only report the end of the previous copy.
         slot.state = SlotState::Unmarked(stream.next_sent());
         stream.shared().call(call, copy)?;
         stream.record_event(&slot.event)?;

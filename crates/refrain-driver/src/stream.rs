@@ -24,8 +24,8 @@ const DEFAULT_LIMIT: Duration = Duration::from_secs(30);
 const TRANSFER_SLOT_BYTES: usize = 4 << 20;
 const TRANSFER_SLOTS: usize = 2;
 
-/// A sequence of work on the device. A stream has a single owner: it is neither `Clone` nor `Send` and is independent of
-/// the legacy stream, so only its owner can put work on it.
+/// A sequence of work on the device. A stream has a single owner: it is neither `Clone` nor `Send` and is
+/// independent of the legacy stream, so only its owner can put work on it.
 pub struct Stream {
     ctx: Context,
     handle: StreamHandle,
@@ -104,14 +104,14 @@ impl Stream {
         }
     }
 
-    /// Capture status of this stream. Always [`CaptureStatus::None`] for a healthy stream, since recording borrows it; use
-    /// [`crate::Device::capture_status`] to query it during a recording.
+    /// Capture status of this stream. Always [`CaptureStatus::None`] for a healthy stream, since recording borrows
+    /// it; use [`crate::Device::capture_status`] to query it during a recording.
     pub fn capture_status(&self) -> Result<CaptureStatus, DriverError> {
         self.shared().probe_status(self.handle)
     }
 
-    /// Runs the work that `f` enqueues, in order. The same closure can be recorded. If it fails halfway, the work enqueued
-    /// before still runs.
+    /// Runs the work that `f` enqueues, in order. The same closure can be recorded. If it fails halfway, the work
+    /// enqueued before still runs.
     ///
     /// `overlap` states whether [`crate::LaunchBuilder::pdl`] is honoured; reference runs turn it off.
     pub fn run<'l>(
@@ -146,8 +146,9 @@ impl Stream {
         self.synchronize()
     }
 
-    /// Like [`Stream::upload`], but returns once all of `bytes` has been copied to pinned slots; the last copies may still
-    /// be in flight. The host fills one slot while the device copies another, also across successive calls.
+    /// Like [`Stream::upload`], but returns once all of `bytes` has been copied to pinned slots; the last copies
+    /// may still be in flight. The host fills one slot while the device copies another, also across successive
+    /// calls.
     pub fn upload_ahead(&mut self, lease: &mut Lease, dst: Buf, bytes: &[u8]) -> Result<(), DriverError> {
         self.check_usable("upload", bytes.len() as u64)?;
         check_len("an upload", dst, bytes.len())?;
@@ -172,8 +173,8 @@ impl Stream {
         Ok(())
     }
 
-    /// Writes bytes to the memory in stream order, from a pinned slot, without waiting for the copy. Waits only if all slots
-    /// of `staging` are in use.
+    /// Writes bytes to the memory in stream order, from a pinned slot, without waiting for the copy. Waits only if
+    /// all slots of `staging` are in use.
     pub fn stage(
         &mut self,
         lease: &mut Lease,
@@ -188,8 +189,8 @@ impl Stream {
         staging.send(self, crate::api::DevicePtr(to), bytes)
     }
 
-    /// Waits for the stream, then lets the host write to a pinned region directly, without a copy engine. For a device region
-    /// this is an ordinary upload.
+    /// Waits for the stream, then lets the host write to a pinned region directly, without a copy engine. For a
+    /// device region this is an ordinary upload.
     pub fn write_pinned(&mut self, lease: &mut Lease, dst: Buf, bytes: &[u8]) -> Result<(), DriverError> {
         self.check_usable("upload", bytes.len() as u64)?;
         check_len("a write", dst, bytes.len())?;
@@ -198,8 +199,8 @@ impl Stream {
         };
         self.begin_use(lease)?;
         self.synchronize()?;
-        // SAFETY: `resolve` found the range in a pinned region, which consists of whole words, is kept alive by the lease
-        // and is accessed by the host only through `pinned`.
+        // SAFETY: `resolve` found the range in a pinned region, which consists of whole words, is kept alive by the
+        // lease and is accessed by the host only through `pinned`.
         unsafe { crate::pinned::write(to, bytes) };
         Ok(())
     }
@@ -252,8 +253,8 @@ impl Stream {
             }
             BufAddress::Host(from) => {
                 self.synchronize()?;
-                // SAFETY: `resolve` found the range in a pinned region, which consists of whole words, is kept alive by the lease
-                // and is accessed by the host only through `pinned`.
+                // SAFETY: `resolve` found the range in a pinned region, which consists of whole words, is kept
+                // alive by the lease and is accessed by the host only through `pinned`.
                 unsafe { crate::pinned::read(from, bytes) };
                 Ok(())
             }
@@ -345,8 +346,8 @@ impl Stream {
         Sent { progress: Arc::clone(&self.progress), n: self.n_sent }
     }
 
-    /// Waits until a point is reached. If it belongs to another stream, that stream must have been waited for already; this
-    /// one cannot wait for it.
+    /// Waits until a point is reached. If it belongs to another stream, that stream must have been waited for
+    /// already; this one cannot wait for it.
     pub(crate) fn wait_for_sent(&mut self, sent: &Sent, what: &str) -> Result<(), DriverError> {
         if sent.progress.reached(sent.n) {
             return Ok(());

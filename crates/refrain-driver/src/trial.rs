@@ -1,9 +1,10 @@
-//! Trials of stream capture: run one on a driver, choose the recording method by its finding, and store the finding.
+//! Trials of stream capture: run one on a driver, choose the recording method by its finding, and store the
+//! finding.
 //!
-//! On some drivers (570.207 and 590.48.01 are known) a stream capture loses the context, and a lost context is final in
-//! its process. So the trial must run in a separate process: a program starts itself again, calls [`run`] there and
-//! prints the [`Finding`]; the parent reads it and passes it to [`choose`] as an [`Outcome`]. Nothing in this module
-//! starts a process or reads the environment.
+//! On some drivers (570.207 and 590.48.01 are known) a stream capture loses the context, and a lost context is
+//! final in its process. So the trial must run in a separate process: a program starts itself again, calls [`run`]
+//! there and prints the [`Finding`]; the parent reads it and passes it to [`choose`] as an [`Outcome`]. Nothing in
+//! this module starts a process or reads the environment.
 //!
 //! ```
 //! use refrain_driver::trial::{Finding, Findings, Outcome, Subject, choose, run};

@@ -1,8 +1,8 @@
 //! Aborts recordings that take too long.
 //!
-//! The watchdog never ends a capture itself. If it did, the owner's next launch would execute instead of being captured.
-//! It queries the capturing stream from its own thread, which invalidates the capture, so that the owner's next launch
-//! fails. It also sets a flag that every enqueue checks first.
+//! The watchdog never ends a capture itself. If it did, the owner's next launch would execute instead of being
+//! captured. It queries the capturing stream from its own thread, which invalidates the capture, so that the
+//! owner's next launch fails. It also sets a flag that every enqueue checks first.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
@@ -146,8 +146,8 @@ impl WatchGuard {
         }
     }
 
-    /// Sets or clears the stream being captured. Waits for a query of the watchdog in progress, so that the stream outlives
-    /// it.
+    /// Sets or clears the stream being captured. Waits for a query of the watchdog in progress, so that the stream
+    /// outlives it.
     pub(crate) fn set_stream(&self, stream: Option<StreamHandle>) {
         if !self.state.watch.edit(QUERY_LIMIT, |armed| armed.stream = stream) {
             let origin = self.progress.last_enqueued().1;

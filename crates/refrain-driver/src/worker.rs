@@ -1,7 +1,8 @@
 //! The device thread: one thread owns a context; others send it work and wait with a deadline.
 //!
-//! Several handles may share the thread ([`Worker::share`]), for example one per model on a device. Work runs in the order
-//! in which it was sent. The time limit of a job starts when the job does, so it does not cover the jobs queued before it.
+//! Several handles may share the thread ([`Worker::share`]), for example one per model on a device. Work runs in
+//! the order in which it was sent. The time limit of a job starts when the job does, so it does not cover the jobs
+//! queued before it.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -39,8 +40,8 @@ struct Running {
     limit: Duration,
 }
 
-/// A thread that owns a device and a state `S` (streams, memory, graphs), which never leaves the thread. It ends with its
-/// last handle.
+/// A thread that owns a device and a state `S` (streams, memory, graphs), which never leaves the thread. It ends
+/// with its last handle.
 struct DeviceThread<S> {
     device: Device,
     jobs: Option<mpsc::Sender<QueuedJob<S>>>,
@@ -53,8 +54,8 @@ struct DeviceThread<S> {
 /// A handle to the thread that owns a device and a state `S`.
 ///
 /// A call without a reply by its deadline fails with [`DriverError::NoAnswer`], even though nothing can unblock the
-/// thread; later calls fail at once for as long as the thread is stuck. If the thread hangs in a single driver call, the
-/// error comes much earlier. Allocations and module loads do not count as hanging.
+/// thread; later calls fail at once for as long as the thread is stuck. If the thread hangs in a single driver
+/// call, the error comes much earlier. Allocations and module loads do not count as hanging.
 pub struct Worker<S> {
     thread: Arc<DeviceThread<S>>,
     handle: u64,
@@ -138,8 +139,8 @@ impl Device {
 }
 
 impl<S: 'static> Worker<S> {
-    /// Runs `f` on the device thread and waits for its result, for at most `limit`. A job that is then still queued or
-    /// running is not cancelled: it runs in its turn, and its result is dropped.
+    /// Runs `f` on the device thread and waits for its result, for at most `limit`. A job that is then still queued
+    /// or running is not cancelled: it runs in its turn, and its result is dropped.
     pub fn call<R: Send + 'static>(
         &self,
         what: &'static str,
@@ -239,9 +240,9 @@ impl<S: 'static> Worker<S> {
         running.as_ref().is_some_and(|r| r.handle != self.handle && r.since.elapsed() < r.limit)
     }
 
-    /// Sends `f` to the device thread without waiting for it. The sender learns of its end through shared state, and calls
-    /// [`Worker::overdue`] if that takes too long. Jobs queued after `f` wait for it for at most `limit`. A panic in `f` is
-    /// logged and ends only `f`.
+    /// Sends `f` to the device thread without waiting for it. The sender learns of its end through shared state,
+    /// and calls [`Worker::overdue`] if that takes too long. Jobs queued after `f` wait for it for at most `limit`.
+    /// A panic in `f` is logged and ends only `f`.
     pub fn post(
         &self,
         what: &'static str,
@@ -257,8 +258,8 @@ impl<S: 'static> Worker<S> {
         self.send(what, limit, work).map(drop)
     }
 
-    /// Returns the error for a posted job that did not complete in time: the thread is stuck in it, or the device does not
-    /// finish its work.
+    /// Returns the error for a posted job that did not complete in time: the thread is stuck in it, or the device
+    /// does not finish its work.
     #[must_use]
     pub fn overdue(&self, what: &'static str, waited: Duration) -> DriverError {
         if let Err(lost) = self.device().shared.check_lost() {
@@ -270,8 +271,8 @@ impl<S: 'static> Worker<S> {
         }
     }
 
-    /// Like [`Worker::call`], for work that conflicts with a recording (an upload, an allocation, a wait). While the device
-    /// thread is recording, the job is refused at once instead of being queued.
+    /// Like [`Worker::call`], for work that conflicts with a recording (an upload, an allocation, a wait). While
+    /// the device thread is recording, the job is refused at once instead of being queued.
     pub fn call_unless_recording<R: Send + 'static>(
         &self,
         what: &'static str,

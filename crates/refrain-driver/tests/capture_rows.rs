@@ -1,4 +1,4 @@
-//! One named test for each row of the capture table that belongs to the driver.
+//! One named test for each row of the capture table that concerns the driver.
 
 mod common;
 
@@ -27,7 +27,7 @@ both! {
         for method in METHODS {
             let options = RecordOptions::named("lazy");
             let graph = bed.stream.record(&bed.memory, method, &options, |q| {
-                // SAFETY: refused, and nothing of it is launched.
+                // SAFETY: the load is refused, and nothing of it is launched.
                 assert!(incompatible(unsafe { Module::load(&ctx, "late", probe::PROBE_PTX) }));
                 assert!(incompatible(module.function("refrain_probe_fill")));
                 assert!(incompatible(step.add.allow_shared(50_000)));
@@ -54,9 +54,9 @@ both! {
             }
         }
         let [stream, nodes] = graphs;
-        assert_eq!(stream.info().edges.len(), 4, "a capture is one after the other");
+        assert_eq!(stream.info().edges.len(), 4, "a capture is a chain");
         assert!(nodes.info().edges.len() >= 4, "{:?}", nodes.info().edges);
-        assert!(!nodes.info().edges.iter().any(|e| (e.0, e.1) == (0, 1)), "the fill is a branch of its own");
+        assert!(!nodes.info().edges.iter().any(|e| (e.0, e.1) == (0, 1)), "the fill is an independent branch");
     }
 }
 
@@ -96,7 +96,7 @@ both! {
 }
 
 both! {
-    /// Row 13: the recorded stream is out of reach (see the compile_fail doctests); another one is refused.
+    /// Row 13: the recorded stream is unreachable (see the compile_fail doctests), and another stream is refused.
     fn row_13_a_host_copy_forced_through_another_stream_is_a_typed_error(bed) {
         let mut other = bed.ctx.stream().unwrap();
         let mut staging = Staging::new(&bed.ctx, 2, 64).unwrap();
@@ -123,7 +123,7 @@ both! {
 both! {
     /// Row 14.
     fn row_14_the_status_probe_has_three_values(bed) {
-        assert_eq!(capture_status(None).unwrap(), CaptureStatus::None, "no device, nothing captured");
+        assert_eq!(capture_status(None).unwrap(), CaptureStatus::None, "without a device nothing is capturing");
         assert_eq!(capture_status(Some(&bed.device)).unwrap(), CaptureStatus::None);
         assert_eq!(bed.stream.capture_status().unwrap(), CaptureStatus::None);
         let step = bed.step.clone();
@@ -132,7 +132,7 @@ both! {
         let mut seen = Vec::new();
         let broken = bed.stream.record(&bed.memory, Method::Stream, &options, |q| {
             seen.push(device.capture_status()?);
-            // From another thread as well.
+            // Also from another thread.
             seen.push(std::thread::scope(|s| s.spawn(|| device.capture_status()).join().unwrap())?);
             step.enqueue(q)?;
             let start = Instant::now();
@@ -189,8 +189,8 @@ both! {
 }
 
 both! {
-    /// Row 16: the watchdog invalidates, never ends; nothing the recording enqueued later runs for real.
-    fn row_16_a_recording_past_its_deadline_is_broken_off_and_names_the_last_launch(bed) {
+    /// Row 16: the watchdog invalidates the capture but never ends it, so nothing enqueued afterwards executes.
+    fn row_16_a_recording_past_its_deadline_is_aborted_and_names_the_last_launch(bed) {
         bed.set_input(1).unwrap();
         let before = bed.read(bed.step.c).unwrap();
         for method in METHODS {
@@ -201,7 +201,7 @@ both! {
             let broken = bed.stream.record(&bed.memory, method, &options, |q| {
                 step.enqueue(q)?;
                 std::thread::sleep(Duration::from_millis(60));
-                // A caller that swallows errors gets nothing enqueued either.
+                // A caller that ignores errors cannot enqueue anything either.
                 for _ in 0..3 {
                     errors += usize::from(q.launch(&step.fill(step.c, 1)).is_err());
                 }
@@ -216,7 +216,7 @@ both! {
             assert_eq!(errors, 3);
             assert!(start.elapsed() < Duration::from_secs(5));
         }
-        assert_eq!(bed.read(bed.step.c).unwrap(), before, "nothing ran");
+        assert_eq!(bed.read(bed.step.c).unwrap(), before, "nothing executed");
         assert_eq!(bed.stream.health(Duration::from_secs(5)).unwrap(), Health::Healthy);
         bed.check_good();
     }
@@ -238,12 +238,12 @@ fn row_16_a_driver_call_that_does_not_return_is_reported_to_the_caller() {
             }
             other => panic!("{call}: {other:?}"),
         }
-        // Calls after it do not wait again.
+        // Later calls do not wait again.
         let again = worker.call("another", Duration::from_secs(60), |_| Ok(()));
         assert!(matches!(again, Err(DriverError::NoAnswer { .. })), "{again:?}");
         assert!(start.elapsed() < Duration::from_secs(5), "{call}");
         sim.release_hung();
-        // Once the call returns after all, the thread serves again.
+        // Once the call returns after all, the thread works again.
         let start = Instant::now();
         while worker.call("after", limit, |bed| bed.record(Method::Nodes).map(|_| ())).is_err() {
             assert!(start.elapsed() < Duration::from_secs(10), "{call}");
@@ -254,13 +254,13 @@ fn row_16_a_driver_call_that_does_not_return_is_reported_to_the_caller() {
 
 both! {
     /// Row 17.
-    fn row_17_a_graph_that_holds_memory_nodes_is_rejected(bed) {
+    fn row_17_a_graph_with_memory_nodes_is_rejected(bed) {
         let api = bed.api();
         let census = bed.device.census();
         for method in METHODS {
             let step = bed.step.clone();
             let allocates = |s: &mut refrain_driver::LibraryStream<'_>| {
-                // What a library would do behind our back.
+                // An allocation hidden inside a library call.
                 let (stream, b) = (StreamHandle(s.raw()), DevicePtr(s.address(step.b)?));
                 api.alloc_async(256, stream).unwrap();
                 api.memset_async(b, 1, step.b.len(), stream).unwrap();
@@ -333,7 +333,7 @@ both! {
     }
 }
 
-/// Row 19: one thread records again and again, another uploads thousands of tensors.
+/// Row 19: one thread records repeatedly while another uploads thousands of tensors.
 fn uploads_while_recording(device: &Device) {
     let worker = device.spawn(Duration::from_secs(10), Bed::with_context).unwrap();
     let (done, refused, uploaded) = (AtomicBool::new(false), AtomicUsize::new(0), AtomicUsize::new(0));
@@ -360,7 +360,7 @@ fn uploads_while_recording(device: &Device) {
         while !done.load(Ordering::Acquire) {
             for method in METHODS {
                 let graph = worker.call("record", Duration::from_secs(10), move |bed| bed.record(method));
-                drop(graph.unwrap()); // on this thread: freed by the device thread later
+                drop(graph.unwrap()); // dropped on this thread, freed later by the device thread
                 recorded += 1;
             }
         }
@@ -368,7 +368,7 @@ fn uploads_while_recording(device: &Device) {
         recorded
     });
     assert!(recorded >= 2);
-    assert_eq!(uploaded.into_inner() + refused.into_inner(), 3000, "each upload succeeded or said why");
+    assert_eq!(uploaded.into_inner() + refused.into_inner(), 3000, "each upload succeeded or was refused");
     let good = worker.call("check", Duration::from_secs(10), |bed| {
         bed.check_good();
         Ok(())
@@ -382,17 +382,17 @@ fn row_19_uploads_while_another_thread_records_on_the_simulated_device() {
     let device = Device::simulated(&sim).unwrap();
     let before = sim.stats().live;
     uploads_while_recording(&device);
-    drop(device.context().unwrap()); // frees what was dropped elsewhere
+    drop(device.context().unwrap()); // frees objects dropped on other threads
     assert_eq!(sim.stats().live, before);
     assert_eq!(
         sim.stats().n_calls(DriverCall::CtxSynchronize),
         0,
-        "a context-wide wait would kill every capture"
+        "a context-wide wait would break every capture"
     );
     assert_eq!(
         sim.stats().n_calls(DriverCall::MemcpyHtod),
         0,
-        "a synchronous copy would run at once, in no graph"
+        "a synchronous copy would execute at once, outside the graph"
     );
 }
 
@@ -410,7 +410,7 @@ both! {
         layout.pinned("p", 1 << 12);
         for method in METHODS {
             let temporary = Memory::plan(&bed.ctx, &layout).unwrap();
-            // SAFETY: nothing of it is launched.
+            // SAFETY: none of its kernels is launched.
             let module = unsafe { Module::load(&bed.ctx, "temporary", probe::PROBE_PTX) }.unwrap();
             let event = bed.ctx.event().unwrap();
             let census = bed.device.census();
@@ -439,16 +439,16 @@ both! {
         }
         let Bed { lease, stream, step, memory, module, .. } = bed;
         drop((lease, stream, step, memory, module));
-        assert!(weak.0.upgrade().is_some() && weak.1.upgrade().is_some(), "the graph holds them");
+        assert!(weak.0.upgrade().is_some() && weak.1.upgrade().is_some(), "the graph keeps them alive");
         drop(graph);
         assert!(weak.0.upgrade().is_none() && weak.1.upgrade().is_none());
     }
 }
 
 both! {
-    fn a_deadline_at_any_moment_breaks_off_cleanly_or_not_at_all(bed) {
+    fn a_deadline_at_any_moment_aborts_cleanly_or_not_at_all(bed) {
         let census = bed.device.census();
-        let (mut broken, mut good) = (0, 0);
+        let (mut aborted, mut good) = (0, 0);
         for round in 0..150_u64 {
             let method = METHODS[round as usize % 2];
             let step = bed.step.clone();
@@ -466,12 +466,12 @@ both! {
                     good += 1;
                     assert_eq!(graph.info().nodes.len(), 40);
                 }
-                Err(DriverError::RecordingDeadline { .. }) => broken += 1,
+                Err(DriverError::RecordingDeadline { .. }) => aborted += 1,
                 Err(error) => panic!("{limit:?}: {error}"),
             }
             assert_eq!(bed.stream.capture_status().unwrap(), CaptureStatus::None);
         }
-        assert!(broken > 0, "{broken} broken off, {good} good");
+        assert!(aborted > 0, "{aborted} aborted, {good} good");
         assert_eq!(bed.device.census(), census);
         bed.check_good();
     }

@@ -1,7 +1,7 @@
-//! The capture truth table, row by row, against a driver: what one call made while a stream is being captured does.
+//! Checks a driver against the capture truth table, row by row: the effect of one call made during a capture.
 //!
-//! Each row of `data/capture-truth.tsv` and `data/capture-more.tsv` was measured on a real card by the procedure in [`run_row`]. The simulated
-//! device must give the same answers; with `gpu-tests` the real driver is asked again.
+//! Each row of `data/capture-truth.tsv` and `data/capture-more.tsv` was measured on a real GPU by the procedure in
+//! [`run_row`]. The simulated device must behave the same; with `gpu-tests` the real driver is measured again.
 
 use std::ffi::c_void;
 
@@ -13,7 +13,7 @@ use refrain_driver::sim::{SimDriver, SimOptions, SimSchedule};
 
 const TABLE: &str = include_str!("data/capture-truth.tsv");
 
-/// Calls that the first table does not have, measured by the same procedure.
+/// Calls missing from the first table, measured by the same procedure.
 const MORE: &str = include_str!("data/capture-more.tsv");
 
 /// `truth_store(u32 *p)`: writes 7 to `p[0]`.
@@ -81,14 +81,15 @@ fn rows(table: &'static str) -> Vec<Row> {
     lines.skip(1).map(|(i, l)| Row { line: i + 1, fields: l.split('\t').collect() }).collect()
 }
 
-/// Makes every row's calls on a device; the mismatches, one line each, and each such row as it is now.
+/// Makes the calls of every row on a device. Returns the mismatches, one line each, and each mismatching row as
+/// measured now.
 fn check_table(api: &dyn Api, ctx: CtxHandle, table: &'static str) -> Vec<String> {
     let mut mismatches = Vec::new();
     for row in rows(table) {
         let n_before = mismatches.len();
         let got = run_row(api, ctx, &row);
         for ((column, expected), got) in COLUMNS.iter().zip(&row.fields[3..]).zip(&got) {
-            // A dash in the node column means that nobody counted.
+            // A dash in the node column means that the nodes were not counted.
             if expected != got && !(*column == "nodes" && *expected == "-") {
                 mismatches.push(format!(
                     "line {}: {}: {column} is {got}, measured {expected}",
@@ -111,8 +112,8 @@ fn name<T>(result: &RawResult<T>) -> String {
     }
 }
 
-/// Begin capture, launch, make the call, read the status, launch again, end, instantiate, replay, synchronise, launch
-/// and synchronise.
+/// Begin capture, launch, make the call, read the status, launch again, end, instantiate, replay, synchronise,
+/// launch and synchronise.
 fn run_row(api: &dyn Api, ctx: CtxHandle, row: &Row) -> [String; 8] {
     let mut bench = Bench::new(api, ctx, row.kind());
     let s = bench.s;
@@ -142,7 +143,7 @@ fn run_row(api: &dyn Api, ctx: CtxHandle, row: &Row) -> [String; 8] {
     [name(&result), status.to_owned(), name(&next), name(&end), instantiate, replay, after, nodes]
 }
 
-/// What a row's calls need, all made before the capture begins.
+/// Objects that the calls of a row need, all created before the capture begins.
 struct Bench<'a> {
     api: &'a dyn Api,
     ctx: CtxHandle,
@@ -157,7 +158,7 @@ struct Bench<'a> {
     event: EventHandle,
     timed: [EventHandle; 2],
     host: Box<[u8; 256]>,
-    // What the call may take away, and what it made, to be given back.
+    // Objects that the call may destroy or create, to be cleaned up.
     streams: Vec<StreamHandle>,
     events: Vec<EventHandle>,
     modules: Vec<ModuleHandle>,
@@ -207,13 +208,13 @@ impl<'a> Bench<'a> {
             graphs: vec![graph],
             execs: vec![exec],
         };
-        // Everything lazy is loaded, and the event is past, before the capture begins.
+        // Load everything lazy, and complete the event, before the capture begins.
         bench.launch(bench.s, bench.buffer(0)).expect("warm-up launch");
         api.ctx_synchronize().expect("synchronise");
         bench
     }
 
-    /// Disjoint pieces of memory: one for the captured work, one for each other party.
+    /// Disjoint buffers: one for the captured work and one for each other participant.
     fn buffer(&self, i: u64) -> DevicePtr {
         self.memory.add(512 * i)
     }
@@ -266,7 +267,7 @@ impl<'a> Bench<'a> {
                 api.memcpy_htod(dst, pinned)
             }
             "cuMemcpyDtoH sync" => api.memcpy_dtoh(&mut self.host[..], dst),
-            // SAFETY: the source lives in the bench, longer than the graph, and is not written.
+            // SAFETY: the source is part of the bench, outlives the graph and is not written.
             "cuMemcpyHtoDAsync pageable on s" => unsafe {
                 api.memcpy_htod_async(dst, HostPtr::of(self.host.as_ptr()), 256, s)
             },
@@ -296,11 +297,11 @@ impl<'a> Bench<'a> {
                 api.free_async(p, s)
             }
             "cuMemGetInfo" => api.mem_info().map(drop),
-            // SAFETY: the destination lives in the bench, longer than the graph.
+            // SAFETY: the destination is part of the bench and outlives the graph.
             "cuMemcpyDtoHAsync pinned on s" => unsafe { api.memcpy_dtoh_async(self.pinned, dst, 256, s) },
             "cuMemcpyDtoDAsync on s" => api.memcpy_dtod_async(dst, self.buffer(4), 256, s),
             "cuMemsetD8Async on s" => api.memset_async(dst, 3, 256, s),
-            other => panic!("the table names a call this test does not know: {other}"),
+            other => panic!("the table has a call that this test does not know: {other}"),
         }
     }
 
@@ -333,7 +334,7 @@ impl<'a> Bench<'a> {
                 api.function_set_attribute(self.store, FunctionAttribute::MaxDynamicSharedBytes, 64 * 1024)
             }
             "launch busy work on o (uncaptured)" => self.launch(o, self.buffer(3)),
-            // SAFETY: the function does nothing, with nothing.
+            // SAFETY: the function does nothing and ignores its argument.
             "cuLaunchHostFunc on s" => unsafe { api.launch_host_func(s, do_nothing, std::ptr::null_mut()) },
             "fork to o, joined" => {
                 self.fork(o)?;
@@ -395,7 +396,7 @@ impl<'a> Bench<'a> {
                 self.streams.push(blocking);
                 self.launch(blocking, self.buffer(3))
             }
-            other => panic!("the table names a call this test does not know: {other}"),
+            other => panic!("the table has a call that this test does not know: {other}"),
         }
     }
 
@@ -448,7 +449,7 @@ impl<'a> Bench<'a> {
             "cuStreamBeginCapture(s) again" => {
                 self.on_other_thread(move |api| api.stream_begin_capture(s, CaptureMode::ThreadLocal))
             }
-            other => panic!("the table names a call this test does not know: {other}"),
+            other => panic!("the table has a call that this test does not know: {other}"),
         }
     }
 
@@ -494,12 +495,13 @@ fn the_table_has_all_its_rows_and_every_code_has_a_name() {
 }
 
 #[test]
-fn the_simulated_device_answers_every_row_as_measured() {
+fn the_simulated_device_behaves_as_measured_in_every_row() {
     for (seed, schedule) in
         [(1, SimSchedule::Seeded), (2, SimSchedule::Lazy), (3, SimSchedule::Eager), (4, SimSchedule::Seeded)]
     {
         let sim = simulated(seed, schedule);
-        // SAFETY: the handles passed are those the device returned, and each is destroyed once, in `Bench::clean_up`.
+        // SAFETY: the handles passed are those the device returned, and each is destroyed once, in
+        // `Bench::clean_up`.
         let api = unsafe { sim.api() };
         let ctx = api.primary_ctx_retain(0).expect("context");
         let mismatches = [check_table(&*api, ctx, TABLE), check_table(&*api, ctx, MORE)].concat();
@@ -511,7 +513,7 @@ fn the_simulated_device_answers_every_row_as_measured() {
 }
 
 #[test]
-fn a_device_that_answers_differently_is_noticed_in_every_row_it_touches() {
+fn a_device_that_behaves_differently_is_noticed_in_every_affected_row() {
     let sim = simulated(5, SimSchedule::Seeded);
     sim.inject("on every alloc during capture: fail 1".parse().expect("script"));
     // SAFETY: as above.
@@ -526,7 +528,7 @@ fn a_device_that_answers_differently_is_noticed_in_every_row_it_touches() {
 
 #[test]
 #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
-fn the_real_driver_answers_every_row_as_measured() {
+fn the_real_driver_behaves_as_measured_in_every_row() {
     // SAFETY: the handles passed are those the driver returned, and each is destroyed once, in `Bench::clean_up`.
     let api = unsafe { refrain_driver::raw_driver() }.expect("a CUDA driver");
     let ctx = api.primary_ctx_retain(0).expect("context");

@@ -1,4 +1,4 @@
-//! What the host pays for a replay, on top of the driver call.
+//! Host overhead of a replay, on top of the driver call.
 
 mod common;
 
@@ -12,13 +12,13 @@ use refrain_driver::sim::{SimDriver, SimOptions, SimSchedule};
 const PER_BATCH: u32 = 100;
 const BATCHES: usize = 60;
 
-/// The cheapest of many batches: what the code costs when nothing disturbs it.
+/// Returns the fastest of many batches, which is the cost without disturbances.
 fn cheapest(mut batch: impl FnMut() -> Duration) -> Duration {
     (0..BATCHES).map(|_| batch()).min().unwrap_or_default() / PER_BATCH
 }
 
 #[test]
-fn a_replay_costs_the_host_less_than_two_microseconds_of_its_own() {
+fn a_replay_adds_less_than_two_microseconds_of_host_time() {
     let sim = SimDriver::new(SimOptions { schedule: SimSchedule::Lazy, ..SimOptions::default() });
     let mut bed = Bed::on(&sim);
     let graph = bed.record(Method::Nodes).unwrap();
@@ -31,8 +31,8 @@ fn a_replay_costs_the_host_less_than_two_microseconds_of_its_own() {
         bed.stream.synchronize().unwrap();
         took
     });
-    // The driver call alone, for a graph of as many nodes.
-    // SAFETY: it is given only what it returned.
+    // The driver call alone, for a graph with as many nodes.
+    // SAFETY: only handles that it returned are passed to it.
     let api = unsafe { sim.api() };
     let raw = api.graph_create().unwrap();
     for _ in 0..graph.info().nodes.len() {

@@ -19,7 +19,7 @@ fn print(rows: &[DoctorRow]) {
 }
 
 #[test]
-fn everything_is_good_on_the_simulated_device_and_nothing_is_left() {
+fn every_check_passes_on_the_simulated_device_and_leaves_nothing_behind() {
     let sim = SimDriver::new(SimOptions::default());
     let device = Device::simulated(&sim).unwrap();
     let live = sim.stats().live;
@@ -31,7 +31,7 @@ fn everything_is_good_on_the_simulated_device_and_nothing_is_left() {
 }
 
 #[test]
-fn a_driver_on_which_capture_fails_gets_one_bad_row_for_it() {
+fn a_driver_whose_capture_fails_gets_exactly_one_bad_row_for_it() {
     let faults = faults("on every begin_capture: fail 901");
     let rows = examine(DeviceKind::Sim(SimOptions { faults, ..SimOptions::default() }));
     assert_eq!(row(&rows, "record by stream capture").verdict, CheckVerdict::Bad);
@@ -41,7 +41,7 @@ fn a_driver_on_which_capture_fails_gets_one_bad_row_for_it() {
 }
 
 #[test]
-fn a_replay_with_one_wrong_byte_is_found() {
+fn a_replay_with_one_wrong_byte_is_detected() {
     let faults = faults("on every replay: wrong byte");
     let rows = examine(DeviceKind::Sim(SimOptions { faults, ..SimOptions::default() }));
     for name in ["record by stream capture", "record by explicit nodes"] {
@@ -51,7 +51,7 @@ fn a_replay_with_one_wrong_byte_is_found() {
 }
 
 #[test]
-fn a_context_that_is_lost_on_the_way_leaves_rows_that_say_so() {
+fn a_context_lost_during_the_checks_is_reported_in_the_rows() {
     let faults = faults("on 2nd replay: illegal address");
     let rows = examine(DeviceKind::Sim(SimOptions { faults, ..SimOptions::default() }));
     let bad = row(&rows, "launch cost");
@@ -61,7 +61,7 @@ fn a_context_that_is_lost_on_the_way_leaves_rows_that_say_so() {
 
 #[test]
 #[cfg_attr(feature = "gpu-tests", ignore = "this machine has a CUDA device")]
-fn a_machine_without_a_gpu_gets_a_row_that_says_what_is_missing() {
+fn a_machine_without_a_gpu_gets_a_row_with_the_reason() {
     let rows = examine(DeviceKind::Cuda(0));
     assert!(rows[0].verdict == CheckVerdict::Bad && rows[0].advice.is_some(), "{rows:#?}");
     assert!(rows[1..].iter().all(|r| r.verdict == CheckVerdict::Skipped));

@@ -1,4 +1,4 @@
-//! Error texts: what a person reads, and what to do about it.
+//! Texts and hints of errors.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,7 +11,7 @@ fn origin() -> Option<WorkOrigin> {
 }
 
 #[test]
-fn texts_say_what_and_where_with_numbers_on_both_sides() {
+fn texts_name_the_operation_and_the_numbers_on_both_sides() {
     let cases = [
         (
             DriverError::LibraryMissing { library: "libcuda.so.1" },
@@ -19,7 +19,7 @@ fn texts_say_what_and_where_with_numbers_on_both_sides() {
         ),
         (
             DriverError::CaptureIncompatible { what: "upload", bytes: 4096 },
-            "upload (4096 bytes) was refused: a recording is under way on this device",
+            "upload (4096 bytes) was refused: this device is being recorded on",
         ),
         (
             DriverError::Driver { call: "cuGraphLaunch", code: Code::OUT_OF_MEMORY, origin: origin() },
@@ -32,7 +32,7 @@ fn texts_say_what_and_where_with_numbers_on_both_sides() {
                 n_enqueued: 41,
                 last: origin(),
             },
-            "recording \"decode\" was broken off after 10s, with 41 calls enqueued; sent last: kernel \"rope_bf16\" of \
+            "recording \"decode\" was aborted after 10s with 41 calls enqueued; sent last: kernel \"rope_bf16\" of \
              step \"layer 3\"",
         ),
         (
@@ -61,7 +61,7 @@ fn texts_say_what_and_where_with_numbers_on_both_sides() {
                 expected: 4,
                 given: 8,
             },
-            "parameter 2 of kernel \"rope_bf16\" has 4 bytes, 8 were given (step \"layer 3\")",
+            "parameter 2 of kernel \"rope_bf16\" has 4 bytes, got 8 (step \"layer 3\")",
         ),
     ];
     for (error, text) in cases {
@@ -71,7 +71,7 @@ fn texts_say_what_and_where_with_numbers_on_both_sides() {
 }
 
 #[test]
-fn errors_that_a_person_can_act_on_have_a_hint() {
+fn errors_with_a_remedy_have_a_hint() {
     let hint = |e: DriverError| e.hint().unwrap_or_default();
     assert!(hint(DriverError::LibraryMissing { library: "libcuda.so.1" }).contains("nvidia-smi"));
     assert!(hint(DriverError::NoDevice { code: Code::NO_DEVICE }).contains("CUDA_VISIBLE_DEVICES"));
@@ -82,14 +82,14 @@ fn errors_that_a_person_can_act_on_have_a_hint() {
 
 #[test]
 #[cfg_attr(feature = "gpu-tests", ignore = "this machine has a CUDA device")]
-fn asking_for_a_gpu_where_there_is_none_says_what_is_missing_and_how_to_check() {
+fn opening_a_missing_gpu_names_what_is_missing_and_how_to_check() {
     let error = Device::open(DeviceKind::Cuda(0)).unwrap_err();
     assert!(matches!(error, DriverError::LibraryMissing { .. } | DriverError::NoDevice { .. }), "{error}");
     assert!(error.hint().unwrap().contains("nvidia-smi"));
 }
 
 #[test]
-fn a_device_number_that_does_not_exist_names_how_many_there_are() {
+fn a_machine_without_devices_reports_no_device() {
     let none =
         Device::open(DeviceKind::Sim(SimOptions { n_devices: 0, ..SimOptions::default() })).unwrap_err();
     assert!(matches!(none, DriverError::NoDevice { .. }), "{none}");
@@ -97,7 +97,7 @@ fn a_device_number_that_does_not_exist_names_how_many_there_are() {
 
 #[test]
 #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
-fn a_card_that_does_not_exist_is_named_with_how_many_there_are() {
+fn a_gpu_that_does_not_exist_is_reported_with_the_number_of_gpus() {
     let error = Device::open(DeviceKind::Cuda(99)).unwrap_err();
     assert!(matches!(error, DriverError::NoSuchDevice { ordinal: 99, .. }), "{error}");
 }

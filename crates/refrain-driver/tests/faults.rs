@@ -1,5 +1,5 @@
-//! Each fault at each point of a step's life: nothing hangs, nothing leaks, no panic crosses the API, and the next good
-//! recording succeeds.
+//! Each fault at each point in the life of a step: nothing hangs, nothing leaks, no panic crosses the API, and the
+//! next recording without a fault succeeds.
 
 mod common;
 
@@ -10,7 +10,7 @@ use refrain_driver::api::Census;
 use refrain_driver::sim::{DriverCall, SimDriver, SimOptions};
 use refrain_driver::{Code, Device, DriverError, Health, Method};
 
-/// From opening to replaying.
+/// Runs everything from opening the device to a replay.
 fn life(sim: &SimDriver, method: Method) -> Result<Health, DriverError> {
     let device = Device::simulated(sim)?;
     let mut bed = Bed::try_new(device)?;
@@ -51,11 +51,11 @@ fn fresh() -> SimDriver {
     SimDriver::new(SimOptions { seed: 3, ..SimOptions::default() })
 }
 
-/// How often each call is made in a life without faults.
+/// Number of calls of each kind in a run without faults.
 fn calls_of(method: Method) -> Vec<(DriverCall, u64)> {
     let sim = fresh();
     life(&sim, method).unwrap();
-    assert_eq!(sim.stats().live, Census::default(), "a life without faults leaves nothing");
+    assert_eq!(sim.stats().live, Census::default(), "a run without faults leaves nothing behind");
     sim.stats().calls
 }
 
@@ -65,7 +65,7 @@ fn n_points(count: u64) -> u64 {
 }
 
 #[test]
-fn a_call_that_fails_at_any_point_leaks_nothing_and_the_next_life_is_good() {
+fn a_call_that_fails_at_any_point_leaks_nothing_and_the_next_run_succeeds() {
     for method in [Method::Stream, Method::Nodes] {
         for (call, count) in calls_of(method) {
             for nth in 1..=n_points(count) {
@@ -76,7 +76,7 @@ fn a_call_that_fails_at_any_point_leaks_nothing_and_the_next_life_is_good() {
                     let result = life(&sim, method);
                     let what = format!("{method}, {call:?} number {nth} fails with {code}: {result:?}");
                     assert!(start.elapsed() < Duration::from_secs(10), "{what}");
-                    // A failed health check means a lost context, to which nothing is sent any more.
+                    // A failed health check loses the context, and nothing is sent to it any more.
                     let lost = matches!(result, Ok(Health::ContextLost(_)));
                     if !is_teardown(call) && !lost {
                         assert_eq!(sim.stats().live, Census::default(), "{what}");
@@ -119,7 +119,7 @@ fn a_sticky_fault_at_any_point_is_final_for_the_device_and_nothing_is_sent_any_m
                 let sent = sim.stats().n_calls_total();
                 for _ in 0..3 {
                     let again = bed.record(method).unwrap_err();
-                    assert_eq!(again.to_string(), error.to_string(), "the first report stands");
+                    assert_eq!(again.to_string(), error.to_string(), "the first report is kept");
                     assert!(bed.stream.synchronize().unwrap_err().is_final());
                     assert!(bed.ctx.stream().unwrap_err().is_final());
                     assert!(matches!(device.health(Duration::from_secs(1)), Ok(Health::ContextLost(_))));
@@ -151,10 +151,10 @@ fn a_lost_context_names_the_graph_and_the_replay_that_were_sent_last() {
 }
 
 #[test]
-fn a_stream_that_cannot_be_brought_out_of_a_capture_is_lost_and_others_work() {
+fn a_stream_stuck_in_capture_mode_is_lost_and_others_work() {
     let sim = fresh();
     let mut bed = Bed::on(&sim);
-    // The end fails, and asking what became of the capture does too.
+    // The end-capture fails, and so does the query of the capture status.
     sim.inject(faults("on 1st end_capture: fail 999; on 1st stream_is_capturing: fail 999"));
     sim.inject(faults("on 2nd stream_is_capturing: fail 999"));
     assert_eq!(bed.record(Method::Stream).unwrap_err().code(), Some(Code::UNKNOWN));
@@ -166,7 +166,7 @@ fn a_stream_that_cannot_be_brought_out_of_a_capture_is_lost_and_others_work() {
 }
 
 #[test]
-fn an_invalidated_capture_reports_its_cause_and_not_its_victims() {
+fn an_invalidated_capture_reports_the_cause_and_not_its_consequences() {
     let sim = fresh();
     let mut bed = Bed::on(&sim);
     sim.inject(faults("on 2nd launch: invalidate"));
@@ -222,7 +222,7 @@ fn memory_that_does_not_fit_says_how_much_is_free_and_leaves_nothing() {
 }
 
 #[test]
-fn a_health_check_of_a_driver_that_does_not_return_gives_the_context_up_in_time() {
+fn a_health_check_of_a_hanging_driver_gives_up_on_the_context_in_time() {
     let sim = fresh();
     let bed = Bed::on(&sim);
     sim.inject(faults("on 1st launch: hang"));

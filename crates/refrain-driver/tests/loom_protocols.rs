@@ -1,11 +1,11 @@
-//! The protocols of `src/protocol`, run through every interleaving and every value that the memory model lets a load
-//! see. loom also reports two unordered touches of an `UnsafeCell`, and threads that wait for ever.
+//! Runs the protocols of `src/protocol` through every interleaving and every value that the memory model allows a
+//! load to see. loom also reports unordered accesses of an `UnsafeCell`, and threads that wait forever.
 //!
-//! A model that must fail stands next to those that must not: it shows that the property can be lost.
+//! Next to the models that must pass is one that must fail, to show that the property can be violated.
 
 #![expect(
     clippy::arc_with_non_send_sync,
-    reason = "loom checks what `Sync` would promise, and its threads do not ask"
+    reason = "loom checks what `Sync` would guarantee, and its threads do not require it"
 )]
 
 #[path = "loom_common/mod.rs"]
@@ -35,7 +35,7 @@ use gate::RecordingGate;
 use sync::{AtomicBool, AtomicU64, Ordering};
 use watch::{Watch, WatchDecision};
 
-/// A ring as both sides see it. `sent` stands for the launches, which the device runs after the host has made them.
+/// A ring as both sides see it. `sent` represents the launches, which the device runs after the host has made them.
 struct Ring {
     sent: AtomicU64,
     consumed: AtomicU64,
@@ -53,10 +53,10 @@ impl Ring {
         })
     }
 
-    /// What a kernel does for result `k`.
+    /// Imitates the kernel that writes result `k`.
     fn produce(&self, k: u64, order: Ordering) {
         let idx = ((k - 1) % self.seqs.len() as u64) as usize;
-        // SAFETY: that the host does not touch the payload meanwhile is what loom checks.
+        // SAFETY: loom checks that the host does not access the payload at the same time.
         self.payloads[idx].with_mut(|p| unsafe { *p = 100 + k });
         self.seqs[idx].store(k, order);
     }
@@ -70,7 +70,7 @@ impl Ring {
     }
 }
 
-/// The host sends `n_results` steps, as many ahead as it may, to a device that stores its numbers with `order`.
+/// The host launches `n_results` steps, as far ahead as allowed, on a device that stores its numbers with `order`.
 fn ring_with_back_pressure(n_entries: u64, n_results: u64, order: Ordering) {
     let ring = Ring::new(n_entries);
     let shared = Arc::clone(&ring);
@@ -114,7 +114,7 @@ fn every_result_of_a_ring_is_read_whole_and_in_order() {
 
 #[test]
 #[should_panic(expected = "Causality violation")]
-fn a_device_that_does_not_release_its_number_is_found() {
+fn a_device_that_stores_its_number_without_release_is_detected() {
     model(|| ring_with_back_pressure(1, 1, Ordering::Relaxed));
 }
 
@@ -149,11 +149,11 @@ fn a_device_that_waits_for_the_consumed_count_never_overwrites_a_result() {
 }
 
 #[test]
-fn a_result_without_room_is_reported_as_an_overrun() {
+fn a_result_without_a_reservation_is_reported_as_an_overrun() {
     model(|| {
         let ring = Ring::new(1);
         let shared = Arc::clone(&ring);
-        // Both before the host looks: nothing is torn, so that the report is all there is to see.
+        // Both before the host checks: nothing is torn, so the report is the only effect.
         let device = thread::spawn(move || (1..=2).for_each(|k| shared.produce(k, Ordering::Release)));
         device.join().unwrap();
         let mut entries = Entries::new(1);
@@ -171,7 +171,7 @@ fn one_of_two_threads_owns_the_device_and_hands_it_on_whole() {
             move || {
                 let mine = gate.claim(tag);
                 if mine {
-                    // SAFETY: that an owner is alone is what loom checks.
+                    // SAFETY: loom checks that there is only one owner.
                     device.with_mut(|d| unsafe { *d += 1 });
                     gate.unclaim();
                 }
@@ -188,7 +188,7 @@ fn one_of_two_threads_owns_the_device_and_hands_it_on_whole() {
 }
 
 #[test]
-fn what_another_thread_throws_away_is_freed_once_by_the_owner_and_never_while_it_records() {
+fn an_object_discarded_on_another_thread_is_freed_once_by_the_owner_and_never_during_a_recording() {
     const OWNER: u64 = 1;
     model(|| {
         let gate = Arc::new(RecordingGate::new());
@@ -201,7 +201,7 @@ fn what_another_thread_throws_away_is_freed_once_by_the_owner_and_never_while_it
         });
         let mut freed = gate.empty();
         gate.set_recording(true);
-        assert_eq!(gate.discard(20, OWNER), None, "nothing is freed while something records");
+        assert_eq!(gate.discard(20, OWNER), None, "nothing is freed during a recording");
         assert_eq!(gate.empty(), []);
         gate.set_recording(false);
         freed.extend(gate.empty());
@@ -214,7 +214,7 @@ fn what_another_thread_throws_away_is_freed_once_by_the_owner_and_never_while_it
 }
 
 #[test]
-fn what_is_thrown_away_while_the_owner_leaves_is_left_for_the_next_one() {
+fn an_object_discarded_while_the_owner_leaves_is_left_for_the_next_owner() {
     model(|| {
         let gate = Arc::new(RecordingGate::new());
         assert!(gate.claim(1));
@@ -237,28 +237,28 @@ fn a_thread_that_sees_a_recording_end_sees_all_of_it() {
         gate.set_recording(true);
         let (asker, result) = (Arc::clone(&gate), Arc::clone(&recorded));
         let other = thread::spawn(move || {
-            // Refused while it is true: the call is not made.
+            // Refused while this is true, so the call is not made.
             if !asker.is_recording() {
-                // SAFETY: that the owner is through with it is what loom checks.
+                // SAFETY: loom checks that the owner is done with it.
                 assert_eq!(result.with(|r| unsafe { *r }), 7);
             }
         });
-        // SAFETY: the other thread looks only when the recording has ended.
+        // SAFETY: the other thread accesses it only after the recording has ended.
         recorded.with_mut(|r| unsafe { *r = 7 });
         gate.set_recording(false);
         other.join().unwrap();
     });
 }
 
-/// What a watchdog is told of a recording.
+/// A recording as the watchdog sees it.
 struct Armed {
     capturing: bool,
     barked: Arc<AtomicBool>,
 }
 
-/// Recordings whose deadline passes at a moment that loom chooses. `settle` is whether the owner tells the watchdog
-/// before it ends the capture.
-fn watched_recordings(n: usize, settle: bool) {
+/// Makes recordings whose deadline passes at a moment that loom chooses. With `notify`, the owner notifies the
+/// watchdog before it ends the capture.
+fn watched_recordings(n: usize, notify: bool) {
     let watch = Arc::new(Watch::<Armed>::new());
     let capture = Arc::new(UnsafeCell::new(false));
     let (watching, queried) = (Arc::clone(&watch), Arc::clone(&capture));
@@ -273,8 +273,11 @@ fn watched_recordings(n: usize, settle: bool) {
             },
             |capturing| {
                 if capturing {
-                    // SAFETY: that the owner neither begins nor ends the capture meanwhile is what loom checks.
-                    assert!(queried.with(|c| unsafe { *c }), "a capture was touched that has ended");
+                    // SAFETY: loom checks that the owner neither begins nor ends the capture at the same time.
+                    assert!(
+                        queried.with(|c| unsafe { *c }),
+                        "the watchdog accessed a capture that has ended"
+                    );
                 }
             },
         );
@@ -282,10 +285,10 @@ fn watched_recordings(n: usize, settle: bool) {
     for _ in 0..n {
         let barked = Arc::new(AtomicBool::new(false));
         watch.arm(Armed { capturing: false, barked });
-        // SAFETY: the watchdog touches the capture only between the two edits.
+        // SAFETY: the watchdog accesses the capture only between the two edits.
         capture.with_mut(|c| unsafe { *c = true });
         assert!(watch.edit(Duration::MAX, |armed| armed.capturing = true));
-        if settle {
+        if notify {
             assert!(watch.edit(Duration::MAX, |armed| armed.capturing = false));
         }
         // SAFETY: as above.
@@ -302,21 +305,21 @@ fn a_watchdog_never_touches_a_capture_that_has_ended() {
 }
 
 #[test]
-fn a_late_bark_at_one_recording_does_not_reach_the_next() {
+fn a_late_alarm_for_one_recording_does_not_reach_the_next() {
     model(|| watched_recordings(2, true));
 }
 
 #[test]
 #[should_panic(expected = "Causality violation")]
-fn an_owner_that_does_not_wait_for_the_watchdog_is_found() {
+fn an_owner_that_does_not_wait_for_the_watchdog_is_detected() {
     model(|| watched_recordings(1, false));
 }
 
 #[test]
-fn a_thread_that_answers_late_is_not_stuck_for_ever() {
+fn a_thread_that_replies_late_is_not_stuck_forever() {
     model(|| {
-        let turn = Arc::new(BusyState::new());
-        let working = Arc::clone(&turn);
+        let busy_state = Arc::new(BusyState::new());
+        let working = Arc::clone(&busy_state);
         let device = thread::spawn(move || {
             for what in ["first", "second"] {
                 working.begin(what);
@@ -324,32 +327,32 @@ fn a_thread_that_answers_late_is_not_stuck_for_ever() {
             }
             working.end();
         });
-        // A caller whose deadline passes at any moment: before, in, between and after the requests.
-        let busy = turn.give_up();
+        // A caller whose deadline passes at any moment: before, during, between or after the requests.
+        let busy = busy_state.give_up();
         assert!(matches!(busy, None | Some("first" | "second")), "{busy:?}");
         device.join().unwrap();
-        assert!(turn.has_ended());
-        assert!(!turn.is_stuck(), "given up in {busy:?}");
-        assert_eq!(turn.give_up(), None);
-        assert!(!turn.is_stuck(), "an idle thread is not stuck");
+        assert!(busy_state.has_ended());
+        assert!(!busy_state.is_stuck(), "given up during {busy:?}");
+        assert_eq!(busy_state.give_up(), None);
+        assert!(!busy_state.is_stuck(), "an idle thread is not stuck");
     });
 }
 
 #[test]
 fn a_thread_is_stuck_exactly_while_the_request_given_up_on_lasts() {
     model(|| {
-        let turn = Arc::new(BusyState::new());
-        turn.begin("long");
-        let caller = Arc::clone(&turn);
+        let busy_state = Arc::new(BusyState::new());
+        busy_state.begin("long");
+        let caller = Arc::clone(&busy_state);
         let other = thread::spawn(move || caller.give_up().is_some());
-        let stuck_inside = turn.is_stuck();
-        turn.finish();
+        let stuck_inside = busy_state.is_stuck();
+        busy_state.finish();
         let gave_up = other.join().unwrap();
         assert!(gave_up || !stuck_inside);
-        assert!(!turn.is_stuck());
-        turn.begin("next");
-        assert!(!turn.is_stuck(), "a new request starts afresh");
-        assert_eq!(turn.give_up(), Some("next"));
-        assert!(turn.is_stuck());
+        assert!(!busy_state.is_stuck());
+        busy_state.begin("next");
+        assert!(!busy_state.is_stuck(), "a new request starts fresh");
+        assert_eq!(busy_state.give_up(), Some("next"));
+        assert!(busy_state.is_stuck());
     });
 }

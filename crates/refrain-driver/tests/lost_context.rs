@@ -1,4 +1,4 @@
-//! A real fault on the device. A process of its own: on a card nothing works in it afterwards.
+//! A real fault on the device. In a separate test binary, because on a GPU nothing works in the process afterwards.
 
 mod common;
 
@@ -10,10 +10,10 @@ use refrain_driver::{Baked, Code, Health, LaunchBuilder, Method, RecordOptions};
 fn lose(mut bed: Bed) {
     let good = bed.record(Method::Stream).unwrap();
     bed.check_replay(&good, 1).unwrap();
-    // An address that no allocation has.
+    // An address outside every allocation.
     let poke = LaunchBuilder::new(&bed.function("poke"), 1, 1).step("layer 3").baked(Baked(64_u64));
-    // SAFETY: it breaks the contract, and that is the test: nothing is mapped at that address, so the device faults before it
-    // writes anything.
+    // SAFETY: this violates the contract on purpose. Nothing is mapped at that address, so the device faults before
+    // it writes anything.
     let poke = unsafe { poke.baked(Baked(1_u32)).build() };
     let options = RecordOptions::named("faulty");
     let bad = bed.stream.record(&bed.memory, Method::Nodes, &options, |q| q.launch(&poke)).unwrap();

@@ -1,4 +1,4 @@
-//! Results of steps that are sent ahead: in order, without a wait for the whole stream.
+//! Results of steps launched ahead: read in order, without a wait for the whole stream.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ struct Bed {
     stream: Stream,
     lease: Lease,
     staging: Staging,
-    returns: Readback,
+    readback: Readback,
     x: Buf,
     pinned: Buf,
 }
@@ -27,22 +27,22 @@ fn bed(sim: &SimDriver) -> Bed {
         pinned: memory.buf(pinned),
         lease: memory.lease().unwrap(),
         staging: Staging::new(&ctx, 4, 12).unwrap(),
-        returns: Readback::new(&ctx, 3, 20).unwrap(),
+        readback: Readback::new(&ctx, 3, 20).unwrap(),
     }
 }
 
 impl Bed {
-    /// A step of sorts: `x` becomes `n` three times over, and its last word and `x` come back.
+    /// Imitates a step: sets `x` to `n` three times, then reads back its last word and `x`.
     fn send(&mut self, n: u32) -> Result<(), DriverError> {
         let bytes = n.to_le_bytes().repeat(3);
         self.stream.stage(&mut self.lease, &mut self.staging, self.x, &bytes)?;
         let (part, pinned) = (self.x.slice(8, 4).unwrap(), self.pinned.slice(0, 4).unwrap());
         self.stream.run(&mut self.lease, false, |q| q.copy(pinned, part))?;
-        self.stream.start_readback(&mut self.lease, &mut self.returns, &[part, self.x, pinned])
+        self.stream.start_readback(&mut self.lease, &mut self.readback, &[part, self.x, pinned])
     }
 
     fn take(&mut self) -> Vec<u8> {
-        self.returns.take(LIMIT).unwrap()
+        self.readback.take(LIMIT).unwrap()
     }
 }
 
@@ -51,14 +51,14 @@ fn lazy() -> SimDriver {
 }
 
 #[test]
-fn each_step_has_its_own_results_though_the_next_ones_were_sent_before_they_were_taken() {
+fn each_step_has_its_own_results_even_if_later_steps_were_launched_before_they_were_taken() {
     let sim = lazy();
     let mut bed = bed(&sim);
     for n in 0..3 {
         bed.send(n).unwrap();
     }
     for n in 0..40u32 {
-        assert_eq!(bed.returns.n_pending(), 3);
+        assert_eq!(bed.readback.n_pending(), 3);
         assert_eq!(bed.take(), n.to_le_bytes().repeat(5));
         bed.send(n + 3).unwrap();
     }
@@ -70,7 +70,7 @@ fn each_step_has_its_own_results_though_the_next_ones_were_sent_before_they_were
 }
 
 #[test]
-fn results_that_have_no_slot_are_refused_and_nothing_is_overwritten() {
+fn results_without_a_free_slot_are_refused_and_nothing_is_overwritten() {
     let sim = lazy();
     let mut bed = bed(&sim);
     for n in 7..10 {
@@ -79,26 +79,26 @@ fn results_that_have_no_slot_are_refused_and_nothing_is_overwritten() {
     assert!(matches!(bed.send(10), Err(DriverError::OutOfRange { len: 4, bytes: 3, .. })));
     let x = bed.x;
     bed.take();
-    let large = bed.stream.start_readback(&mut bed.lease, &mut bed.returns, &[x, x, x]);
+    let large = bed.stream.start_readback(&mut bed.lease, &mut bed.readback, &[x, x, x]);
     assert!(matches!(large, Err(DriverError::OutOfRange { len: 36, bytes: 24, .. })), "{large:?}");
     assert_eq!(bed.take(), 8u32.to_le_bytes().repeat(5));
     assert_eq!(bed.take(), 9u32.to_le_bytes().repeat(5));
 }
 
 #[test]
-fn nothing_to_take_and_a_copy_that_fails_are_errors() {
+fn taking_without_a_readback_and_a_failing_copy_are_errors() {
     let sim = lazy();
     let mut bed = bed(&sim);
-    assert!(matches!(bed.returns.take(LIMIT), Err(DriverError::Timeout { .. })));
+    assert!(matches!(bed.readback.take(LIMIT), Err(DriverError::Timeout { .. })));
     sim.inject(FaultScript::parse("on 1st memcpy_dtoh_async: fail 999").unwrap());
     assert!(bed.send(1).is_err());
-    assert_eq!(bed.returns.n_pending(), 0, "a step that could not be sent leaves no slot to wait for");
+    assert_eq!(bed.readback.n_pending(), 0, "a failed readback leaves no slot to wait for");
     bed.send(2).unwrap();
     assert_eq!(bed.take(), 2u32.to_le_bytes().repeat(5));
 }
 
 #[test]
-fn bytes_go_from_one_memory_to_another_and_back() {
+fn bytes_are_copied_between_memories_in_both_directions() {
     let sim = lazy();
     let ctx = Device::simulated(&sim).unwrap().context().unwrap();
     let mut stream = ctx.stream().unwrap();

@@ -1,4 +1,4 @@
-//! What recordings hold, and what launches, buffers and transfers check.
+//! Content of recordings, and checks of launches, buffers and transfers.
 
 mod common;
 
@@ -40,7 +40,7 @@ both! {
         let graph = bed.stream.record(&bed.memory, Method::Nodes, &options, |q| {
             q.fill(step.b, 0)?; // 0
             q.launch(&fill(half(step.b, 0), 1))?; // 1, after 0
-            q.launch(&fill(half(step.b, 1), 2))?; // 2, after 0, beside 1
+            q.launch(&fill(half(step.b, 1), 2))?; // 2, after 0, independent of 1
             q.launch(&step.add(step.c, step.b, step.b)) // 3, after both
         });
         let graph = graph.unwrap();
@@ -55,11 +55,11 @@ both! {
 }
 
 both! {
-    fn programmatic_edges_are_made_where_asked_and_overlap_can_be_off(bed) {
+    fn programmatic_edges_are_created_on_request_and_overlap_can_be_off(bed) {
         if bed.device.backend() == "cuda" && bed.device.info().compute < (9, 0) {
-            panic!("this test needs a card of compute capability 9.0");
+            panic!("this test needs a GPU of compute capability 9.0");
         }
-        // SAFETY: the crate's own PTX text.
+        // SAFETY: this crate's own PTX text.
         let add = unsafe { Module::load(&bed.ctx, "overlap", probe::PROBE_OVERLAP_PTX) }.unwrap();
         let add = add.function("refrain_probe_add_pdl").unwrap();
         let step = bed.step.clone();
@@ -125,7 +125,7 @@ both! {
             graphs.push(graph);
         }
         drop(call);
-        assert!(weak.upgrade().is_some(), "the graphs keep the library's handle");
+        assert!(weak.upgrade().is_some(), "the graphs keep the library's handle alive");
         drop(graphs);
         bed.stream.synchronize().unwrap();
         assert!(weak.upgrade().is_none());
@@ -145,7 +145,7 @@ both! {
 }
 
 #[test]
-fn a_ring_that_no_memory_holds_is_an_error() {
+fn a_ring_larger_than_its_region_is_an_error() {
     assert_eq!(Ring::bytes(4, 4), Some(64 + 4 * 16));
     let bed = Bed::sim();
     let mut layout = MemoryLayout::new("ring");
@@ -157,7 +157,7 @@ fn a_ring_that_no_memory_holds_is_an_error() {
     }
     assert_eq!([Ring::bytes(u32::MAX, usize::MAX / 2), Ring::bytes(1, usize::MAX)], [None; 2]);
     let mut ring = Ring::new(&memory, region, 4, 4).unwrap();
-    // Results of another size in the same region: as many of them, if they fit.
+    // Results of a different size in the same region, with as many entries, if they fit.
     for payload_bytes in [48, usize::MAX, 1 << 40] {
         let refused = ring.restart_with(payload_bytes);
         assert!(matches!(refused, Err(DriverError::OutOfRange { bytes: 256, .. })), "{refused:?}");
@@ -170,7 +170,7 @@ fn a_ring_that_no_memory_holds_is_an_error() {
 }
 
 both! {
-    fn results_come_through_the_ring_in_order_without_a_wait(bed) {
+    fn results_arrive_through_the_ring_in_order_without_a_wait(bed) {
         let mut layout = MemoryLayout::new("ring");
         let (ring, count, token) = (layout.pinned("ring", Ring::bytes(4, 4).unwrap()), layout.device("count", 8), layout.device("token", 4));
         let memory = Memory::plan(&bed.ctx, &layout).unwrap();
@@ -206,7 +206,7 @@ both! {
         assert_eq!(got, (1000..1050).collect::<Vec<u32>>());
         let nothing = ring.take(&mut bed.stream, Duration::from_millis(5), &mut payload);
         assert!(matches!(nothing, Err(DriverError::Timeout { .. })), "{nothing:?}");
-        // Too many steps: the host notices that it was overtaken.
+        // Too many steps: the host notices the overrun.
         for _ in 0..6 {
             graph.replay(&mut lease, &mut bed.stream).unwrap();
         }
@@ -217,7 +217,7 @@ both! {
 }
 
 both! {
-    fn copies_between_pinned_and_device_memory_are_recorded_with_memory_the_graph_owns(bed) {
+    fn copies_between_pinned_and_device_memory_are_recorded_with_memory_that_the_graph_owns(bed) {
         let mut layout = MemoryLayout::new("pinned");
         let (pinned, device, other) = (layout.pinned("p", 64), layout.device("d", 64), layout.pinned("o", 64));
         let memory = Memory::plan(&bed.ctx, &layout).unwrap();
@@ -288,16 +288,16 @@ both! {
         let many = many.write(step.a).baked(Baked(1_u32)).baked(Baked(N));
         assert!(matches!(run(&mut bed, many.cooperative()), DriverError::LaunchShape { what: "cooperative blocks", .. }));
         bed.stream.run(&mut bed.lease, true, |q| q.launch(&built(good().cooperative()))).unwrap();
-        let undeclared = run(&mut bed, good().touches(Memory::buf_of_nothing(), Access::Read));
+        let undeclared = run(&mut bed, good().touches(Memory::dangling_buf(), Access::Read));
         assert!(matches!(undeclared, DriverError::ForeignMemory { .. }));
         bed.check_good();
     }
 }
 
 both! {
-    fn addresses_in_a_structure_are_resolved_checked_and_ordered_like_arguments(bed) {
+    fn addresses_in_a_struct_are_resolved_checked_and_ordered_like_arguments(bed) {
         let step = bed.step.clone();
-        // The kernel's second parameter is a pointer: a structure of eight bytes that holds one.
+        // The kernel's second parameter is a pointer, passed here as an 8-byte struct that holds one.
         let add = |x: Buf| {
             let add = LaunchBuilder::new(&step.add, N / 64, 64).step("table").write(step.c);
             built(add.table(Baked(&[0_u64]), vec![(0, x, Access::Read)]).read(step.a).baked(Baked(N)))
@@ -317,7 +317,7 @@ both! {
         let accesses: Vec<(Buf, Access)> = add(step.b).accesses().collect();
         assert_eq!(accesses.len(), 3);
         assert_eq!(accesses[1].1, Access::Read);
-        let gone = add(Memory::buf_of_nothing());
+        let gone = add(Memory::dangling_buf());
         let refused = bed.stream.run(&mut bed.lease, true, |q| q.launch(&gone)).map(|_| ()).unwrap_err();
         assert!(matches!(refused, DriverError::ForeignMemory { .. }), "{refused}");
         assert_eq!(bed.device.take_reports(), Vec::<String>::new());
@@ -325,12 +325,12 @@ both! {
 }
 
 trait BufOfNothing {
-    fn buf_of_nothing() -> Buf;
+    fn dangling_buf() -> Buf;
 }
 
 impl BufOfNothing for Memory {
-    /// A handle whose memory is gone.
-    fn buf_of_nothing() -> Buf {
+    /// A handle to a memory that no longer exists.
+    fn dangling_buf() -> Buf {
         let device = Device::open(refrain_driver::DeviceKind::Sim(Default::default())).unwrap();
         let ctx = device.context().unwrap();
         let mut layout = MemoryLayout::new("gone");
@@ -380,7 +380,7 @@ both! {
 }
 
 both! {
-    fn two_streams_may_share_a_memory_only_one_after_the_other(bed) {
+    fn two_streams_may_use_a_memory_only_one_after_the_other(bed) {
         let graph = bed.record(Method::Stream).unwrap();
         let mut other = bed.ctx.stream().unwrap();
         graph.replay(&mut bed.lease, &mut bed.stream).unwrap();
@@ -394,7 +394,7 @@ both! {
 }
 
 both! {
-    fn large_transfers_go_through_pinned_slots_in_parts(bed) {
+    fn large_transfers_go_through_pinned_slots_in_chunks(bed) {
         let bytes = (9 << 20) + 12345;
         let mut layout = MemoryLayout::new("large");
         let region = layout.device("x", bytes);
@@ -429,7 +429,7 @@ both! {
 }
 
 #[test]
-fn explicit_graphs_give_the_same_bytes_in_every_order_the_device_may_choose() {
+fn explicit_graphs_give_the_same_bytes_in_every_legal_order() {
     for seed in 0..40 {
         let options = SimOptions { seed, schedule: SimSchedule::Lazy, ..SimOptions::default() };
         let mut bed = Bed::on(&SimDriver::new(options));
@@ -438,13 +438,13 @@ fn explicit_graphs_give_the_same_bytes_in_every_order_the_device_may_choose() {
 }
 
 #[test]
-fn a_launch_that_declares_too_little_is_found_as_a_race_by_the_simulated_device() {
+fn an_undeclared_access_is_reported_as_a_race_by_the_simulated_device() {
     let mut found = 0;
     for seed in 0..10 {
         let options = SimOptions { seed, strict: false, ..SimOptions::default() };
         let mut bed = Bed::on(&SimDriver::new(options));
         let step = bed.step.clone();
-        // Reads all of `b`, and says that it reads a word of it.
+        // Reads all of `b` but declares only one word of it.
         let word = step.b.slice(0, 4).unwrap();
         let half = step.b.slice(BYTES / 2, BYTES / 2).unwrap();
         let graph = bed.stream.record(&bed.memory, Method::Nodes, &RecordOptions::named("liar"), |q| {
@@ -459,7 +459,7 @@ fn a_launch_that_declares_too_little_is_found_as_a_race_by_the_simulated_device(
 }
 
 both! {
-    fn a_panic_while_enqueueing_to_a_live_stream_is_an_error_and_the_stream_works_on(bed) {
+    fn a_panic_while_enqueueing_to_a_live_stream_is_an_error_and_the_stream_still_works(bed) {
         let step = bed.step.clone();
         let result = bed.stream.run(&mut bed.lease, true, |q| {
             q.launch(&step.fill(step.b, 1))?;
@@ -471,7 +471,7 @@ both! {
 }
 
 both! {
-    fn a_memory_that_succeeds_another_has_its_regions_where_they_were_and_the_old_one_cannot_be_used(bed) {
+    fn a_successor_memory_keeps_inherited_addresses_and_the_old_memory_cannot_be_used(bed) {
         let step = bed.step.clone();
         let graph = bed.record(Method::Stream).unwrap();
         bed.check_replay(&graph, 5).unwrap();
@@ -485,7 +485,7 @@ both! {
         let more = layout.device("more", 4 * BYTES);
         let spare = Memory::plan(&bed.ctx, &MemoryLayout::new("spare")).unwrap();
         let lease = std::mem::replace(&mut bed.lease, spare.lease().unwrap());
-        // With work in flight: what is taken over is what it leaves.
+        // With work in flight, whose results the successor takes over.
         let mut lease = lease.succeed(&layout).map_err(|(_, error)| error).unwrap();
         let memory = Arc::clone(lease.memory());
         assert_eq!(names(&memory)[0], before[2]);
@@ -493,14 +493,14 @@ both! {
         bed.stream.download(&lease, memory.buf(c), &mut words).unwrap();
         assert_eq!(words[..4], common::Step::expected(5).to_le_bytes());
         bed.stream.upload(&mut lease, memory.buf(more), &[7; 4 * BYTES as usize]).unwrap();
-        // Handles of the old memory, its graphs and another lease of it: all refused.
+        // Handles, graphs and further leases of the old memory are all refused.
         assert!(matches!(
             bed.stream.download(&lease, step.c, &mut words),
             Err(DriverError::ForeignMemory { .. })
         ));
         assert!(graph.replay(&mut lease, &mut bed.stream).is_err());
         assert!(matches!(bed.memory.lease(), Err(DriverError::LeaseTaken { .. })));
-        // A region that is not there gives the lease back.
+        // Inheriting a missing region returns the old lease.
         let mut wrong = MemoryLayout::new("wrong");
         wrong.inherit("nothing", more);
         wrong.inherit("nothing either", sources[4]);

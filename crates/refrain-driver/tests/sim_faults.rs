@@ -1,4 +1,4 @@
-//! Every fault a script can inject, and what the device does afterwards.
+//! Every fault that a script can inject, and the device's behaviour afterwards.
 
 mod sim_common;
 
@@ -44,7 +44,7 @@ fn scripted_capture_errors_break_the_capture_like_real_ones() {
 }
 
 #[test]
-fn invalidation_makes_the_very_call_a_victim() {
+fn invalidation_fails_the_call_that_triggers_it() {
     let b = Bench::with_faults("on 2nd launch: invalidate");
     let p = b.words(1);
     b.sim.stream_begin_capture(b.s, CaptureMode::ThreadLocal).expect("begin");
@@ -67,7 +67,11 @@ fn begin_end_and_instantiate_can_fail_and_the_next_recording_succeeds() {
     assert_eq!(b.sim.stream_is_capturing(b.s), Ok(CaptureStatus::None));
     b.sim.stream_begin_capture(b.s, CaptureMode::ThreadLocal).expect("begin");
     assert_eq!(b.sim.stream_end_capture(b.s), Err(Code::UNKNOWN));
-    assert_eq!(b.sim.stream_is_capturing(b.s), Ok(CaptureStatus::None), "a failed end ends it all the same");
+    assert_eq!(
+        b.sim.stream_is_capturing(b.s),
+        Ok(CaptureStatus::None),
+        "a failed end-capture ends the capture all the same"
+    );
     b.sim.stream_begin_capture(b.s, CaptureMode::ThreadLocal).expect("begin");
     b.fill(b.s, p, 8, 4).expect("launch");
     let graph = b.sim.stream_end_capture(b.s).expect("end");
@@ -109,7 +113,7 @@ fn a_sticky_fault_on_the_nth_replay_is_final_for_every_call_and_every_new_contex
 }
 
 #[test]
-fn an_illegal_address_in_a_launch_shows_at_the_wait() {
+fn an_illegal_address_in_a_launch_is_reported_by_the_wait() {
     let b = Bench::with_faults("on third launch: illegal address");
     let p = b.words(1);
     for _ in 0..3 {
@@ -133,7 +137,7 @@ fn a_replay_can_succeed_with_exactly_one_wrong_byte() {
 }
 
 #[test]
-fn copies_and_launches_can_be_wrong_by_a_byte_too() {
+fn copies_and_launches_can_have_a_wrong_byte_too() {
     let b = Bench::with_faults(
         "on 1st launch: wrong byte; on 2nd download: wrong byte; on 2nd upload: wrong byte",
     );
@@ -177,7 +181,7 @@ fn a_call_that_hangs_leaves_other_threads_free_and_returns_when_released() {
 }
 
 #[test]
-fn a_hang_can_have_an_end() {
+fn a_hang_can_have_a_duration() {
     let b = Bench::with_faults("on 1st end_capture: hang 30 ms");
     b.sim.stream_begin_capture(b.s, CaptureMode::ThreadLocal).expect("begin");
     let start = Instant::now();
@@ -186,7 +190,7 @@ fn a_hang_can_have_an_end() {
 }
 
 #[test]
-fn faults_can_be_added_later_and_count_from_then() {
+fn rules_added_later_count_calls_from_then_on() {
     let b = Bench::with_faults("");
     b.words(1);
     b.driver.inject(sim_common::script("from 2nd alloc: out of memory"));
@@ -207,7 +211,7 @@ fn a_device_assertion_and_a_crashing_twin_are_sticky() {
 }
 
 #[test]
-fn a_script_takes_many_rules_comments_and_spellings() {
+fn a_script_accepts_many_rules_comments_and_spellings() {
     let text = "
         on 1st begin-capture: fail CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED   # a comment
         on every instantiate: out of memory ; on 5 replay: wrong byte;;
@@ -219,7 +223,7 @@ fn a_script_takes_many_rules_comments_and_spellings() {
 }
 
 #[test]
-fn rules_that_never_happened_are_told() {
+fn rules_that_never_fired_are_reported() {
     let b =
         Bench::with_faults("on 99th wait: fail 1; on every 3rd launch during capture : hang # twice unused");
     assert_eq!(
@@ -228,19 +232,19 @@ fn rules_that_never_happened_are_told() {
     );
     b.driver.inject(FaultScript::parse("on 1st wait: fail 1").expect("a script"));
     assert_eq!(b.sim.stream_synchronize(b.s), Err(Code(1)));
-    assert_eq!(b.driver.unused_faults().len(), 2, "the new one happened");
+    assert_eq!(b.driver.unused_faults().len(), 2, "the new rule fired");
 }
 
 #[test]
-fn what_cannot_be_understood_is_named_with_a_hint() {
+fn a_malformed_rule_is_named_with_a_hint() {
     let cases = [
         ("launch", "has no `:`", "on 3rd launch: illegal address"),
         ("at 3rd launch: hang", "`at 3rd launch` is not a trigger", "on every 2nd CALL"),
         ("on 0th launch: hang", "is not a trigger", "from 3rd CALL"),
         ("on 1st: hang", "is not a trigger", "on 3rd CALL"),
         ("on 1st lunch: hang", "no driver call `lunch`", "begin_capture"),
-        ("on 1st launch: explode", "`explode` is not something", "wrong byte"),
-        ("on 1st launch: hang soon", "`hang soon` is not something", "hang 50 ms"),
+        ("on 1st launch: explode", "`explode` is not an action", "wrong byte"),
+        ("on 1st launch: hang soon", "`hang soon` is not an action", "hang 50 ms"),
         ("on 1st launch: fail badly", "`badly` is not a driver error code", "STREAM_CAPTURE_UNSUPPORTED"),
         ("on 1st launch: fail 0", "`0` is not a driver error code", "900"),
         ("on 1st alloc: wrong byte", "writes no bytes", "replay"),

@@ -25,7 +25,7 @@ fn kernel(b: &Bench, g: GraphHandle, deps: &[Dependency], name: &str, params: &[
     b.sim.graph_add_kernel(g, deps, b.function(name), &PLAIN, params).expect("kernel node")
 }
 
-/// Instantiates, replays and waits; the reports.
+/// Instantiates, replays and waits. Returns the reports.
 fn replay(b: &Bench, graph: GraphHandle) -> Vec<String> {
     let exec = b.sim.graph_instantiate(graph).expect("exec");
     b.sim.exec_launch(exec, b.s).expect("replay");
@@ -56,10 +56,10 @@ extern "C" fn note(user: *mut c_void) {
 }
 
 #[test]
-fn every_legal_order_of_a_graph_comes_up_and_no_other() {
+fn every_legal_order_of_a_graph_occurs_and_no_other() {
     let b = Bench::lazy();
     let g = b.sim.graph_create().expect("graph");
-    // SAFETY: the function only uses its argument as a number.
+    // SAFETY: the function uses its argument only as a number.
     let host = |deps: &[Dependency], i: usize| unsafe {
         b.sim.graph_add_host(g, deps, note, std::ptr::without_provenance_mut(i)).expect("host node")
     };
@@ -75,7 +75,7 @@ fn every_legal_order_of_a_graph_comes_up_and_no_other() {
         b.sim.stream_synchronize(b.s).expect("wait");
         seen.insert(std::mem::take(&mut *ORDER.lock().expect("no panic before")));
     }
-    // 5 at five places, 2 and 3 in two orders.
+    // 5 at five positions, 2 and 3 in two orders.
     assert_eq!(seen.len(), 10, "{seen:?}");
     assert!(seen.iter().all(|o| {
         let at = |n| o.iter().position(|&x| x == n);
@@ -155,8 +155,8 @@ fn a_forked_capture_without_order_between_the_branches_is_reported() {
 }
 
 #[test]
-fn a_programmatic_edge_orders_what_follows_the_wait_and_nothing_before_it() {
-    // What the dependent does, whether the edge is programmatic, and whether that is a race.
+fn a_programmatic_edge_orders_accesses_after_the_wait_and_none_before_it() {
+    // The dependent kernel, whether the edge is programmatic, and whether that is a race.
     let cases = [("add", true, false), ("early", true, true), ("early", false, false), ("rude", true, true)];
     for (name, programmatic, races) in cases {
         for seed in 0..8 {
@@ -177,7 +177,7 @@ fn a_programmatic_edge_orders_what_follows_the_wait_and_nothing_before_it() {
 }
 
 #[test]
-fn an_early_read_reaches_back_over_a_whole_chain_of_programmatic_edges() {
+fn an_early_read_races_with_the_whole_chain_of_programmatic_edges() {
     let b = Bench::lazy();
     let (g, p, q, r) = (b.sim.graph_create().expect("graph"), b.words(4), b.words(4), b.words(4));
     let first = kernel(&b, g, &[], "fill", &fill_params(p, 1, 4));
@@ -189,14 +189,14 @@ fn an_early_read_reaches_back_over_a_whole_chain_of_programmatic_edges() {
 }
 
 #[test]
-fn an_early_read_behind_a_kernel_that_lets_the_next_one_start_late_finds_what_is_before_that_complete() {
+fn an_early_read_after_a_late_starter_sees_everything_before_that_kernel_complete() {
     let b = Bench::lazy();
     let (g, p, q, r) = (b.sim.graph_create().expect("graph"), b.words(4), b.words(4), b.words(4));
     let first = kernel(&b, g, &[], "fill", &fill_params(p, 1, 4));
     let second = kernel(&b, g, &overlapping(first), "late", &fill_params(q, 1, 4));
     let third = kernel(&b, g, &overlapping(second), "early", &early_params(r, p, 4));
     assert_eq!(replay(&b, g), Vec::<String>::new());
-    // What that kernel itself writes may still be under way.
+    // That kernel's own writes may still be in flight.
     kernel(&b, g, &overlapping(third), "early", &early_params(r, q, 4));
     let reports = replay(&b, g);
     assert_eq!(reports.len(), 1, "{reports:?}");
@@ -204,7 +204,7 @@ fn an_early_read_behind_a_kernel_that_lets_the_next_one_start_late_finds_what_is
 }
 
 #[test]
-fn a_kernel_that_never_waits_may_really_run_first() {
+fn a_kernel_that_never_waits_can_run_first() {
     let mut seen = BTreeSet::new();
     for seed in 0..40 {
         let b = Bench::new(SimOptions { seed, ..options(SimSchedule::Seeded) });
@@ -218,7 +218,7 @@ fn a_kernel_that_never_waits_may_really_run_first() {
 }
 
 #[test]
-fn programmatic_edges_join_kernels_only_and_dependencies_are_nodes_of_the_graph() {
+fn programmatic_edges_join_only_kernels_and_dependencies_belong_to_the_graph() {
     let b = Bench::lazy();
     let (g, h, p) = (b.sim.graph_create().expect("graph"), b.sim.graph_create().expect("graph"), b.words(4));
     let fill = b.sim.graph_add_memset(g, &[], p, 1, 16).expect("node");
@@ -254,7 +254,7 @@ fn a_child_graph_is_a_copy_that_runs_in_its_place() {
 }
 
 #[test]
-fn a_graph_is_not_launched_into_a_capture() {
+fn a_graph_launch_cannot_be_captured() {
     let b = Bench::lazy();
     let (g, p) = (b.sim.graph_create().expect("graph"), b.words(4));
     kernel(&b, g, &[], "fill", &fill_params(p, 4, 4));
@@ -324,7 +324,7 @@ fn a_memory_node_allocates_at_replay_and_must_be_freed_before_the_next() {
 }
 
 #[test]
-fn a_node_of_an_unloaded_module_is_found_out() {
+fn a_node_of_an_unloaded_module_is_detected() {
     let b = Bench::lazy();
     let (g, p) = (b.sim.graph_create().expect("graph"), b.words(4));
     kernel(&b, g, &[], "fill", &fill_params(p, 1, 4));
@@ -354,7 +354,7 @@ fn a_graph_of_many_nodes_replays_many_times() {
         let deps: Vec<NodeHandle> = tips[lane].into_iter().collect();
         tips[lane] = Some(kernel(&b, g, &after(&deps), "add", &add_params(word, word, one, 1)));
     }
-    // SAFETY: the function takes nothing.
+    // SAFETY: the function ignores its argument.
     unsafe { b.sim.graph_add_host(g, &[], count, std::ptr::null_mut()).expect("host node") };
     let exec = b.sim.graph_instantiate(g).expect("exec");
     for _ in 0..100 {

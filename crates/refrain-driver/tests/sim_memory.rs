@@ -22,7 +22,7 @@ fn a_kernel_that_writes_past_its_buffer_loses_the_context_for_good() {
 }
 
 #[test]
-fn every_kind_of_stray_access_is_told_apart() {
+fn every_kind_of_stray_access_has_its_own_report() {
     let before = |b: &Bench, p: DevicePtr| b.fill(b.s, DevicePtr(p.0 - 8), 1, 1);
     let freed = |b: &Bench, p: DevicePtr| {
         b.sim.free(p).expect("free");
@@ -64,7 +64,7 @@ fn device_addresses_are_aligned_never_reused_and_never_pointers() {
 }
 
 #[test]
-fn memory_ends_where_it_was_said_to() {
+fn allocations_fail_beyond_the_configured_capacity() {
     let b = Bench::new(SimOptions { memory_bytes: 1000, ..options(SimSchedule::Seeded) });
     assert_eq!(b.sim.mem_info(), Ok((1000, 1000)));
     let p = b.sim.alloc(600).expect("memory");
@@ -87,7 +87,7 @@ fn freeing_twice_or_inside_an_allocation_is_refused_and_reported() {
 }
 
 #[test]
-fn a_copy_beyond_a_buffer_is_refused_when_the_call_is_made() {
+fn a_copy_beyond_a_buffer_is_refused_at_the_call() {
     let b = Bench::lazy();
     let p = b.words(4);
     assert_eq!(b.sim.memcpy_htod(p, &[0; 17]), Err(Code::INVALID_VALUE));
@@ -118,10 +118,10 @@ fn pinned_memory_is_real_and_a_kernel_writes_it() {
 }
 
 #[test]
-fn a_kernel_that_writes_past_pinned_memory_is_caught_and_so_is_the_host() {
+fn writes_past_pinned_memory_by_a_kernel_or_the_host_are_detected() {
     let b = Bench::lazy();
     let host = b.sim.alloc_host(64).expect("pinned memory");
-    // SAFETY: the guard zone behind the 64 bytes is part of the same real allocation.
+    // SAFETY: the guard zone after the 64 bytes is part of the same real allocation.
     unsafe { host.as_ptr().add(64).write(1) };
     b.sim.free_host(host).expect("free");
     assert!(b.reports()[0].contains("guard zone overwritten around 64 pinned bytes"));
@@ -136,8 +136,8 @@ fn pageable_memory_is_read_at_the_call_and_pinned_memory_when_the_copy_runs() {
     let (p, q) = (b.words(1), b.words(1));
     let mut pageable = 1u32;
     let pinned = b.sim.alloc_host(4).expect("pinned memory");
-    // SAFETY: both sources live until the wait below; the pinned one is rewritten on purpose, on this thread, while
-    // the copy is only queued.
+    // SAFETY: both sources live until the wait below. The pinned one is rewritten on purpose, on this thread, while
+    // the copy is still queued.
     unsafe {
         pinned.as_ptr().cast::<u32>().write(1);
         b.sim.memcpy_htod_async(p, HostPtr::of(&raw const pageable), 4, b.s).expect("copy");
@@ -150,7 +150,7 @@ fn pageable_memory_is_read_at_the_call_and_pinned_memory_when_the_copy_runs() {
 }
 
 #[test]
-fn a_copy_node_takes_only_pinned_host_memory() {
+fn a_copy_node_accepts_only_pinned_host_memory() {
     let b = Bench::lazy();
     let (p, word) = (b.words(1), 5u32);
     let graph = b.sim.graph_create().expect("graph");
@@ -161,7 +161,7 @@ fn a_copy_node_takes_only_pinned_host_memory() {
 }
 
 #[test]
-fn stream_ordered_memory_lives_from_its_turn_to_its_turn() {
+fn stream_ordered_memory_is_live_between_its_allocation_and_its_free() {
     let b = Bench::lazy();
     let p = b.sim.alloc_async(64, b.s).expect("memory");
     b.fill(b.s, p, 3, 16).expect("launch");
@@ -173,13 +173,13 @@ fn stream_ordered_memory_lives_from_its_turn_to_its_turn() {
     let p = b.sim.alloc_async(64, b.s).expect("memory");
     let other = b.stream();
     b.fill(other, p, 3, 16).expect("launch");
-    // Nothing orders the other stream behind the allocation.
+    // Nothing orders the other stream after the allocation.
     assert_eq!(b.sim.stream_query(other), Err(Code::ILLEGAL_ADDRESS));
-    assert!(b.reports()[0].contains("stream-ordered bytes that are not allocated now"));
+    assert!(b.reports()[0].contains("stream-ordered bytes that are not allocated at this point"));
 }
 
 #[test]
-fn a_graph_replays_over_freed_memory_and_is_found_out() {
+fn a_replay_over_freed_memory_is_detected() {
     let b = Bench::lazy();
     let p = b.words(4);
     let graph = b.sim.graph_create().expect("graph");
@@ -193,7 +193,7 @@ fn a_graph_replays_over_freed_memory_and_is_found_out() {
 }
 
 #[test]
-fn everything_is_counted_and_comes_back_to_nothing() {
+fn every_object_is_counted_and_the_counts_return_to_zero() {
     let b = Bench::new(options(SimSchedule::Seeded));
     let p = b.words(4);
     let host = b.sim.alloc_host(128).expect("pinned memory");
@@ -228,7 +228,7 @@ fn everything_is_counted_and_comes_back_to_nothing() {
 }
 
 #[test]
-fn a_destroyed_context_takes_everything_in_it_along() {
+fn destroying_a_context_destroys_everything_in_it() {
     let b = Bench::lazy();
     let own = b.sim.ctx_create(0).expect("context");
     b.sim.alloc(64).expect("memory");
@@ -236,7 +236,7 @@ fn a_destroyed_context_takes_everything_in_it_along() {
     b.sim.stream_create(StreamKind::Blocking).expect("stream");
     b.sim.event_create(false).expect("event");
     b.sim.ctx_destroy(own).expect("destroy");
-    assert_eq!(b.sim.alloc(1), Err(Code::INVALID_CONTEXT), "none is current any more");
+    assert_eq!(b.sim.alloc(1), Err(Code::INVALID_CONTEXT), "no context is current any more");
     b.sim.ctx_set_current(Some(b.ctx)).expect("back");
     let live = b.driver.stats().live;
     assert_eq!((live.contexts, live.bytes, live.host_bytes, live.streams, live.events), (1, 0, 0, 1, 0));

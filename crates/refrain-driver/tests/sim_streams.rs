@@ -1,4 +1,4 @@
-//! Streams, events and captures of the simulated device: work is late, and only what orders it orders it.
+//! Streams, events and captures of the simulated device: work runs late, and only explicit dependencies order it.
 
 mod sim_common;
 
@@ -27,7 +27,7 @@ fn reading_back_before_waiting_sees_old_data() {
 }
 
 #[test]
-fn a_query_says_not_ready_and_brings_the_work_forward() {
+fn a_query_returns_not_ready_and_makes_progress() {
     let b = Bench::lazy();
     let p = b.words(4);
     for i in 0..500 {
@@ -100,10 +100,10 @@ fn a_race_fails_the_launch_in_strict_mode() {
 }
 
 #[test]
-fn events_are_ready_when_reached_and_tell_time() {
+fn events_complete_when_reached_and_measure_time() {
     let b = Bench::lazy();
     let (start, end, p) = (b.event(), b.event(), b.words(1));
-    assert_eq!(b.sim.event_query(start), Ok(()), "one never recorded is done");
+    assert_eq!(b.sim.event_query(start), Ok(()), "an event that was never recorded is done");
     assert_eq!(b.sim.event_elapsed(start, end), Err(Code::INVALID_HANDLE));
     b.sim.event_record(start, b.s).expect("record");
     b.fill(b.s, p, 1, 1).expect("launch");
@@ -116,7 +116,7 @@ fn events_are_ready_when_reached_and_tell_time() {
 }
 
 #[test]
-fn a_stream_destroyed_with_work_left_still_finishes_it() {
+fn a_stream_destroyed_with_pending_work_still_finishes_it() {
     let b = Bench::lazy();
     let (p, other) = (b.words(1), b.stream());
     b.fill(other, p, 3, 1).expect("launch");
@@ -141,7 +141,7 @@ extern "C" fn wait_for_the_flag(user: *mut c_void) {
 }
 
 #[test]
-fn a_host_function_runs_in_its_turn_and_does_not_hold_the_driver() {
+fn a_host_function_runs_in_stream_order_and_does_not_block_the_driver() {
     let b = Bench::lazy();
     let (flag, p) = (Arc::new(AtomicU32::new(0)), b.words(1));
     // SAFETY: the counter outlives the waits below.
@@ -158,7 +158,7 @@ fn a_host_function_runs_in_its_turn_and_does_not_hold_the_driver() {
         sim.stream_synchronize(s)
     });
     std::thread::sleep(Duration::from_millis(10));
-    assert_eq!(b.sim.stream_query(b.s), Err(Code::NOT_READY), "the driver answers meanwhile");
+    assert_eq!(b.sim.stream_query(b.s), Err(Code::NOT_READY), "the driver still responds");
     flag.store(1, Ordering::SeqCst);
     b.sim.ctx_synchronize().expect("wait");
     waiting.join().expect("no panic").expect("wait");
@@ -196,7 +196,7 @@ fn a_captured_step_runs_only_when_replayed_and_each_time() {
 }
 
 #[test]
-fn two_captures_do_not_merge_and_a_fork_ends_only_where_it_began() {
+fn two_captures_cannot_merge_and_a_forked_capture_ends_only_on_its_origin() {
     let b = Bench::lazy();
     let (other, event) = (b.stream(), b.event());
     b.sim.stream_begin_capture(b.s, CaptureMode::ThreadLocal).expect("begin");
@@ -216,7 +216,7 @@ fn two_captures_do_not_merge_and_a_fork_ends_only_where_it_began() {
 }
 
 #[test]
-fn asking_the_legacy_stream_breaks_nothing_and_it_cannot_be_captured() {
+fn querying_the_legacy_stream_breaks_nothing_and_it_cannot_be_captured() {
     let b = Bench::lazy();
     let blocking = b.sim.stream_create(StreamKind::Blocking).expect("stream");
     let refused = b.sim.stream_begin_capture(StreamHandle::LEGACY, CaptureMode::Relaxed);
@@ -242,7 +242,7 @@ fn a_programmatic_launch_that_reads_too_early_is_reported_on_a_stream() {
 }
 
 #[test]
-fn an_early_read_reaches_back_to_the_last_launch_that_lets_the_next_one_start_late() {
+fn an_early_read_races_back_to_the_last_late_starter() {
     for (between, races) in [("fill", 1), ("late", 0)] {
         let b = Bench::lazy();
         let (p, q, r) = (b.words(4), b.words(4), b.words(4));
@@ -251,7 +251,7 @@ fn an_early_read_reaches_back_to_the_last_launch_that_lets_the_next_one_start_la
         b.sim.launch(b.function("early"), &PROGRAMMATIC, b.s, &early_params(r, p, 4)).expect("launch");
         b.sim.stream_synchronize(b.s).expect("wait");
         assert_eq!(b.reports().len(), races, "{between}");
-        // What that launch itself writes may still be under way.
+        // That launch's own writes may still be in flight.
         b.sim.launch(b.function(between), &PROGRAMMATIC, b.s, &fill_params(q, 2, 4)).expect("launch");
         b.sim.launch(b.function("early"), &PROGRAMMATIC, b.s, &early_params(r, q, 4)).expect("launch");
         b.sim.stream_synchronize(b.s).expect("wait");
@@ -273,7 +273,7 @@ fn a_programmatic_launch_is_captured_as_a_programmatic_edge() {
 }
 
 #[test]
-fn launches_that_cannot_be_are_refused_with_the_driver_s_code() {
+fn impossible_launches_are_refused_with_the_driver_s_code() {
     let b = Bench::lazy();
     let f = b.function("fill");
     let params = fill_params(b.words(1), 1, 1);
@@ -295,7 +295,7 @@ fn launches_that_cannot_be_are_refused_with_the_driver_s_code() {
 }
 
 #[test]
-fn a_module_has_the_kernels_that_its_image_and_the_twins_agree_on() {
+fn a_module_has_the_kernels_that_its_image_names_and_a_twin_implements() {
     let b = Bench::lazy();
     let ptx = ".version 8.0\n.target sm_90\n.visible .entry fill(.param .u64 a, .param .u32 b, .param .u32 c) { ret; }\n\
         .visible .entry add(.param .u64 a) { ret; }\n.visible .entry untold() { ret; }\n";
@@ -309,10 +309,11 @@ fn a_module_has_the_kernels_that_its_image_and_the_twins_agree_on() {
     assert_eq!(b.sim.module_function(module, "add"), Err(Code::INVALID_IMAGE));
     let reports = b.reports();
     assert!(reports[0].contains("untold has no registered twin"), "{reports:?}");
-    assert!(reports[1].contains("parameters of [8] bytes, its twin of [8, 8, 8, 4]"), "{reports:?}");
+    assert!(reports[1].contains("parameters of [8] bytes, but its twin has [8, 8, 8, 4]"), "{reports:?}");
 }
 
-/// Additions over a few buffers on a few streams, ordered by one event for each dependency; what a plain loop computes.
+/// Runs additions over a few buffers on a few streams, ordered by one event per dependency. Also returns the result
+/// of a plain loop.
 fn random_program(
     b: &Bench,
     mut random: impl FnMut(usize) -> usize,
@@ -354,7 +355,7 @@ fn generator(seed: u64) -> impl FnMut(usize) -> usize {
 }
 
 #[test]
-fn ordered_programs_compute_what_a_plain_loop_does_on_every_schedule_without_a_false_alarm() {
+fn ordered_programs_match_a_plain_loop_on_every_schedule_without_a_false_alarm() {
     for seed in 0..40 {
         for schedule in [SimSchedule::Seeded, SimSchedule::Lazy, SimSchedule::Eager] {
             let b = Bench::new(SimOptions { seed, strict: true, ..options(schedule) });
@@ -366,7 +367,7 @@ fn ordered_programs_compute_what_a_plain_loop_does_on_every_schedule_without_a_f
 }
 
 #[test]
-fn a_program_that_forgets_to_wait_is_found_out_whatever_the_schedule() {
+fn a_program_with_a_missing_wait_is_detected_on_every_schedule() {
     let mut n_found = 0;
     for seed in 0..40 {
         let found = [SimSchedule::Seeded, SimSchedule::Lazy, SimSchedule::Eager].map(|schedule| {
@@ -374,7 +375,7 @@ fn a_program_that_forgets_to_wait_is_found_out_whatever_the_schedule() {
             random_program(&b, generator(seed), Some(40));
             !b.reports().is_empty()
         });
-        // Some programs lose nothing by it: the order follows from other waits.
+        // In some programs the removed wait is redundant, because other waits imply the order.
         assert!(found == [found[0]; 3], "seed {seed}: {found:?}");
         n_found += usize::from(found[0]);
     }

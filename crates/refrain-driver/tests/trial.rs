@@ -1,4 +1,4 @@
-//! Whether stream capture can be used: trials on the simulated device, and what is remembered of them.
+//! Trials of stream capture on the simulated device, and stored findings.
 
 use std::time::Duration;
 
@@ -6,13 +6,13 @@ use refrain_driver::sim::{FaultScript, SimOptions};
 use refrain_driver::trial::{Finding, Findings, Outcome, Subject, choose, run};
 use refrain_driver::{DeviceKind, Method};
 
-/// The simulated device with faults that happen in the trial.
+/// The simulated device with faults for the trial.
 fn sim(script: &str) -> DeviceKind {
     DeviceKind::Sim(SimOptions { faults: FaultScript::parse(script).unwrap(), ..SimOptions::default() })
 }
 
 fn no_trial() -> Outcome {
-    panic!("what is remembered needs no trial")
+    panic!("a stored finding makes a trial unnecessary")
 }
 
 const POISON: &str = "on 1st end_capture: sticky 901";
@@ -40,12 +40,12 @@ fn a_capture_that_loses_the_context_is_harmful_and_one_that_only_fails_is_not() 
         panic!("not found")
     };
     assert!(because.contains("other bytes"), "{because}");
-    // A device that is no good at all says nothing about captures.
+    // A broken device says nothing about capture.
     run(sim("on 1st launch: illegal address")).unwrap_err();
 }
 
 #[test]
-fn what_was_found_is_remembered_for_this_driver_and_device() {
+fn a_finding_is_stored_for_its_driver_and_device() {
     let folder = tempfile::tempdir().unwrap();
     let findings = Findings::new(folder.path().join("drivers"));
     let subject = Subject::of(&sim(POISON)).unwrap();
@@ -67,14 +67,14 @@ fn what_was_found_is_remembered_for_this_driver_and_device() {
 }
 
 #[test]
-fn a_trial_that_hangs_or_dies_is_a_finding_and_one_that_was_not_made_is_none() {
+fn a_trial_that_hangs_or_dies_is_a_finding_and_one_that_did_not_run_is_not() {
     let subject = Subject::of(&sim("")).unwrap();
     let folder = tempfile::tempdir().unwrap();
     let findings = Findings::new(folder.path());
     let not_run = choose(&subject, Some(&findings), || Outcome::NotRun("no such\nprogram".into()));
     assert_eq!((not_run.method, not_run.finding), (Method::Stream, None));
     assert!(not_run.because.contains("no such program"), "{}", not_run.because);
-    assert_eq!(findings.read(&subject), None, "nothing was found, so nothing is remembered");
+    assert_eq!(findings.read(&subject), None, "without a finding nothing is stored");
     let hung = choose(&subject, Some(&findings), || Outcome::Hung(Duration::from_secs(20)));
     assert_eq!(hung.method, Method::Nodes);
     assert!(hung.because.contains("20s"), "{}", hung.because);
@@ -102,7 +102,7 @@ fn a_file_that_cannot_be_read_means_another_trial() {
         assert_eq!((choice.method, choice.remembered), (Method::Nodes, false));
         assert_eq!(findings.read(&subject), Some(harmful.clone()));
     }
-    // A folder where the file should be can be neither read nor replaced: there is a choice all the same.
+    // A folder in place of the file can be neither read nor replaced, but a method is still chosen.
     std::fs::remove_file(&file).unwrap();
     std::fs::create_dir(&file).unwrap();
     let choice = choose(&subject, Some(&findings), || Outcome::Found(Finding::Usable));

@@ -1,15 +1,15 @@
-//! How fast weights go to a card: by one thread and two slots, and in bulk with some threads and sizes of slot.
+//! Upload speed of weights: with one thread and two slots, and in bulk with several thread counts and slot sizes.
 
 use std::time::Instant;
 
 use refrain_driver::{BulkOptions, Device, DeviceKind, DriverError, Memory, MemoryLayout};
 
-/// About a model with 1.2 billion weights of 16 bits, in tensors as it has them.
+/// About the tensors of a model with 1.2 billion 16-bit weights.
 const TENSORS: [(usize, usize); 3] = [(1, 525 << 20), (48, 32 << 20), (32, 8 << 20)];
 
 #[test]
 #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
-fn prints_how_fast_uploads_in_bulk_are() {
+fn prints_the_speed_of_bulk_uploads() {
     let device = Device::open(DeviceKind::Cuda(0)).unwrap();
     let ctx = device.context().unwrap();
     let mut stream = ctx.stream().unwrap();
@@ -20,7 +20,7 @@ fn prints_how_fast_uploads_in_bulk_are() {
     let region = layout.device("weights", total as u64);
     let memory = Memory::plan(&ctx, &layout).unwrap();
     let (mut lease, buf) = (memory.lease().unwrap(), memory.buf(region));
-    let tell = |what: String, began: Instant| {
+    let report = |what: String, began: Instant| {
         let seconds = began.elapsed().as_secs_f64();
         println!("{what:<40} {:>6.1} ms {:>6.1} GB/s", 1e3 * seconds, total as f64 / 1e9 / seconds);
     };
@@ -32,7 +32,7 @@ fn prints_how_fast_uploads_in_bulk_are() {
             at += tensor.len() as u64;
         }
         stream.synchronize().unwrap();
-        tell(format!("one thread, two slots, round {round}"), began);
+        report(format!("one thread, two slots, round {round}"), began);
     }
     let tries = [(0, 1024), (1, 1024), (2, 1024), (4, 1024), (8, 1024), (12, 1024), (16, 1024)];
     for (n_threads, kib) in tries.into_iter().chain([(8, 256), (8, 512), (8, 2048), (8, 4096)]) {
@@ -48,7 +48,7 @@ fn prints_how_fast_uploads_in_bulk_are() {
             });
             sent.unwrap();
             stream.synchronize().unwrap();
-            tell(format!("{n_threads} threads, slots of {kib} KiB, round {round}"), began);
+            report(format!("{n_threads} threads, slots of {kib} KiB, round {round}"), began);
         }
     }
     let mut last = vec![0; 8 << 20];

@@ -1,4 +1,4 @@
-//! Uploads through pinned slots: some are filled, by one thread or several, while others are on their way.
+//! Uploads through pinned slots: one or more threads fill some slots while others are in flight.
 
 use refrain_driver::sim::{DriverCall, FaultScript, SimDriver, SimOptions, SimSchedule};
 use refrain_driver::{
@@ -28,18 +28,19 @@ fn the_host_fills_one_slot_while_the_device_copies_the_other_and_waits_only_for_
         assert_eq!(waits, [0; 3], "nothing waits for the whole stream");
         (stats.n_calls(DriverCall::MemcpyHtodAsync), stats.n_calls(DriverCall::EventQuery) > 0)
     };
-    // Two tensors of a slot each: both are on their way, neither was waited for.
+    // Two tensors of one slot each are both in flight; neither was waited for.
     assert_eq!(send(0, SLOT - 5), (1, false));
     assert_eq!(send(SLOT - 5, 2 * SLOT - 5), (2, false));
-    // What comes next needs a slot: it waits for the copy out of that one alone.
+    // The next upload needs a slot and waits only for the copy out of it.
     assert_eq!(send(2 * SLOT - 5, 5 * SLOT), (6, true));
     let mut back = vec![0; bytes.len()];
     stream.synchronize().unwrap();
     stream.download(&lease, buf, &mut back).unwrap();
-    assert!(back == bytes, "every byte is where it belongs");
+    assert!(back == bytes, "every byte is in the right location");
 }
 
-/// Pieces of these sizes, one behind the other, through slots of 1,000 bytes; what is on the device then.
+/// Uploads pieces of these sizes, one after another, through slots of 1,000 bytes, and reads the device's bytes
+/// back.
 fn in_bulk(n_threads: usize, sizes: &[usize]) -> (Vec<u8>, Vec<u8>) {
     let sim = SimDriver::new(SimOptions { schedule: SimSchedule::Lazy, ..SimOptions::default() });
     let ctx = Device::simulated(&sim).unwrap().context().unwrap();
@@ -82,7 +83,7 @@ fn bytes_in_bulk_arrive_whole_with_any_number_of_threads() {
 }
 
 #[test]
-fn a_launch_in_bulk_sees_what_was_named_before_it_and_nothing_later() {
+fn a_launch_in_a_bulk_upload_sees_bytes_pushed_before_it_and_nothing_later() {
     for n_threads in [0, 3] {
         let device = Device::open(DeviceKind::Sim(SimOptions::default())).unwrap();
         let ctx = device.context().unwrap();
@@ -91,7 +92,7 @@ fn a_launch_in_bulk_sees_what_was_named_before_it_and_nothing_later() {
         let [staged, sums] = [("staged", 4096), ("sums", 4 * 4096)].map(|(n, b)| layout.device(n, b));
         let memory = Memory::plan(&ctx, &layout).unwrap();
         let [staged, sums] = [staged, sums].map(|r| memory.buf(r));
-        // SAFETY: the crate's own PTX text.
+        // SAFETY: this crate's own PTX text.
         let module = unsafe { Module::load(&ctx, "probe", probe::PROBE_PTX) }.unwrap();
         let add = module.function("refrain_probe_add").unwrap();
         let rounds: Vec<Vec<u8>> = (1..=4_u32).map(|v| v.to_le_bytes().repeat(1024)).collect();
@@ -103,7 +104,7 @@ fn a_launch_in_bulk_sees_what_was_named_before_it_and_nothing_later() {
                 bulk.push(staged, bytes)?;
                 let double =
                     LaunchBuilder::new(&add, 4, 256).step("double").write(to).read(staged).read(staged);
-                // SAFETY: it touches 1024 words of each buffer, which is all they have.
+                // SAFETY: the kernel accesses 1024 words of each buffer, which is the size of each.
                 bulk.launch(unsafe { double.baked(Baked(1024_u32)).build() })?;
             }
             Ok(())
@@ -118,7 +119,7 @@ fn a_launch_in_bulk_sees_what_was_named_before_it_and_nothing_later() {
 }
 
 #[test]
-fn a_transfer_that_fails_or_panics_half_way_ends_its_threads_and_the_next_one_works() {
+fn an_upload_that_fails_or_panics_halfway_ends_its_threads_and_the_next_one_works() {
     let sim = SimDriver::new(SimOptions::default());
     let ctx = Device::simulated(&sim).unwrap().context().unwrap();
     let mut stream = ctx.stream().unwrap();
@@ -146,7 +147,7 @@ fn a_transfer_that_fails_or_panics_half_way_ends_its_threads_and_the_next_one_wo
     assert!(back == bytes);
 }
 
-/// One slot, a copy out of it whose event is not recorded, and another one right behind it.
+/// Makes a copy out of the only slot without recording its event, directly followed by another copy.
 fn copies_when_an_event_fails(nth: u64) -> [Vec<u8>; 2] {
     let sim = SimDriver::new(SimOptions { schedule: SimSchedule::Lazy, ..SimOptions::default() });
     let ctx = Device::simulated(&sim).unwrap().context().unwrap();
@@ -173,7 +174,7 @@ fn copies_when_an_event_fails(nth: u64) -> [Vec<u8>; 2] {
 
 #[test]
 fn a_slot_whose_event_was_not_recorded_is_not_written_before_its_copy_has_run() {
-    // The first copy out of a slot, whose event was never recorded, and a later one, whose event is an old one.
+    // The first copy out of the slot, whose event was never recorded, and a later one, whose event is stale.
     for nth in [1, 2] {
         assert_eq!(copies_when_an_event_fails(nth), [[1; 64], [2; 64]], "copy {nth}");
     }

@@ -1,4 +1,4 @@
-//! The device thread and who may use a device.
+//! The device thread, and ownership of a device.
 
 mod common;
 
@@ -52,7 +52,7 @@ fn claiming_a_device_that_is_being_recorded_on_is_refused_as_such() {
 }
 
 #[test]
-fn a_panic_on_the_device_thread_is_an_error_and_the_thread_goes_on() {
+fn a_panic_on_the_device_thread_is_an_error_and_the_thread_continues() {
     let (_sim, device) = device();
     let worker = device.spawn(LONG, Bed::with_context).unwrap();
     let result: Result<(), _> = worker.call("a mistake", LONG, |_| panic!("of the caller"));
@@ -105,7 +105,7 @@ fn dropping_a_worker_that_hangs_does_not_hang() {
 }
 
 #[test]
-fn a_driver_call_that_does_not_return_is_reported_by_its_own_limit() {
+fn a_hanging_driver_call_is_reported_by_the_limit_per_call() {
     let (sim, device) = device();
     let mut worker = device.spawn(LONG, Bed::with_context).unwrap();
     worker.set_call_limit(Duration::from_millis(50));
@@ -120,7 +120,7 @@ fn a_driver_call_that_does_not_return_is_reported_by_its_own_limit() {
 }
 
 #[test]
-fn work_that_takes_its_time_outside_of_driver_calls_is_not_taken_for_one_that_hangs() {
+fn slow_work_outside_driver_calls_does_not_count_as_hanging() {
     let (_sim, device) = device();
     let mut worker = device.spawn(LONG, Bed::with_context).unwrap();
     worker.set_call_limit(Duration::from_millis(300));
@@ -133,7 +133,7 @@ fn work_that_takes_its_time_outside_of_driver_calls_is_not_taken_for_one_that_ha
 }
 
 #[test]
-fn no_answer_names_what_the_thread_is_busy_with_and_the_last_launch() {
+fn a_missing_reply_names_the_current_job_and_the_last_launch() {
     let (sim, device) = device();
     let worker = device.spawn(LONG, Bed::with_context).unwrap();
     let run = |bed: &mut Bed| {
@@ -160,7 +160,7 @@ fn posted_work_runs_in_order_and_a_panic_in_it_ends_nothing_else() {
 }
 
 #[test]
-fn posted_work_that_hangs_is_overdue_and_then_nothing_more_is_taken() {
+fn posted_work_that_hangs_is_overdue_and_no_more_work_is_accepted() {
     let (sim, device) = device();
     let worker = device.spawn(LONG, Bed::with_context).unwrap();
     sim.inject(faults("on 1st launch: hang"));
@@ -175,7 +175,7 @@ fn posted_work_that_hangs_is_overdue_and_then_nothing_more_is_taken() {
 }
 
 #[test]
-fn handles_share_one_thread_and_the_time_of_each_begins_with_its_own_work() {
+fn handles_share_one_thread_and_each_time_limit_starts_with_its_own_job() {
     let (_sim, device) = device();
     let first = device.spawn(LONG, |_| Ok(Vec::new())).unwrap();
     let second = first.share();
@@ -186,7 +186,7 @@ fn handles_share_one_thread_and_the_time_of_each_begins_with_its_own_work() {
             seen.push(1);
         })
         .unwrap();
-    // Far longer in line than it may take itself.
+    // Queued for far longer than its own limit.
     let seen = second.call("a step", short, |seen| {
         seen.push(2);
         Ok(seen.clone())
@@ -202,7 +202,7 @@ fn handles_share_one_thread_and_the_time_of_each_begins_with_its_own_work() {
 }
 
 #[test]
-fn who_waits_behind_work_that_is_overdue_is_told_by_that_works_limit() {
+fn a_job_queued_after_an_overdue_one_fails_by_the_limit_of_the_overdue_job() {
     let (sim, device) = device();
     let first = device.spawn(LONG, Bed::with_context).unwrap();
     let second = first.share();

@@ -1,13 +1,13 @@
-//! Element types, plain and block-quantised, under the names that model files use.
+//! Element types, plain and block-quantised, named as in model files.
 
 use std::fmt;
 
-/// The type of a tensor's elements.
+/// Element type of a tensor.
 ///
-/// Plain types store one element per block. Quantised types store `block_len` elements in `block_bytes` bytes,
-/// in GGUF's layout, and are used as they are in the file.
+/// Plain types store one element per block. Quantised types store `block_len` elements in `block_bytes` bytes, in
+/// GGUF's layout, and are used in their file layout.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-#[allow(missing_docs, non_camel_case_types)] // The names are the documentation: they are the ones in the files.
+#[allow(missing_docs, non_camel_case_types)] // The names, which are those of the files, are the documentation.
 pub enum DType {
     F32,
     F16,
@@ -54,7 +54,7 @@ impl DType {
         DType::IQ4_XS,
     ];
 
-    /// Elements in one block; 1 for plain types.
+    /// Elements per block; 1 for plain types.
     pub const fn block_len(self) -> usize {
         match self {
             DType::F32 | DType::F16 | DType::BF16 | DType::I32 | DType::U32 | DType::I64 | DType::U8 => 1,
@@ -63,7 +63,7 @@ impl DType {
         }
     }
 
-    /// Bytes of one block; the element size for plain types.
+    /// Bytes per block; the element size for plain types.
     pub const fn block_bytes(self) -> usize {
         match self {
             DType::I64 => 8,
@@ -84,17 +84,17 @@ impl DType {
         }
     }
 
-    /// Whether elements are stored in blocks that share a scale.
+    /// True if elements are stored in blocks that share a scale.
     pub const fn is_quantized(self) -> bool {
         self.block_len() > 1
     }
 
-    /// Whether this is F32, F16 or BF16.
+    /// True for F32, F16 and BF16.
     pub const fn is_float(self) -> bool {
         matches!(self, DType::F32 | DType::F16 | DType::BF16)
     }
 
-    /// Bytes that `n` elements take, or `None` when `n` is not whole blocks or the product overflows.
+    /// Bytes of `n` elements; `None` if `n` is not a whole number of blocks or the size overflows.
     pub fn bytes_for(self, n: usize) -> Option<usize> {
         if !n.is_multiple_of(self.block_len()) {
             return None;
@@ -102,7 +102,7 @@ impl DType {
         (n / self.block_len()).checked_mul(self.block_bytes())
     }
 
-    /// The name that files and command lines use.
+    /// The name used in files and on the command line.
     pub const fn name(self) -> &'static str {
         match self {
             DType::F32 => "F32",
@@ -127,7 +127,7 @@ impl DType {
         }
     }
 
-    /// The dtype of that name, in any case.
+    /// Looks up a dtype by name, ignoring case.
     pub fn from_name(name: &str) -> Option<DType> {
         DType::ALL.into_iter().find(|d| d.name().eq_ignore_ascii_case(name))
     }

@@ -1,39 +1,39 @@
-//! Tensors in host memory, over bytes that are owned, shared or mapped from a file.
+//! Tensors in host memory, over owned, shared or memory-mapped bytes.
 
 use crate::{DType, Layout, Shape, TensorError};
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// A range of shared bytes: a vector, or part of a mapped file.
+/// A range of shared bytes, from a vector or a mapped file.
 ///
-/// Cloning shares the bytes. Mapped weights are used where they lie in the file.
+/// Cloning shares the bytes. Mapped weights are used in place, without a copy.
 #[derive(Clone)]
 pub struct Bytes {
     owner: Arc<dyn Owner>,
     range: Range<usize>,
 }
 
-/// Who holds bytes that others share.
+/// Owner of shared bytes.
 pub trait Owner: AsRef<[u8]> + Send + Sync {
-    /// Hears that the bytes in `range` will hardly be read again. They must stay what they are.
+    /// Hints that the bytes in `range` are unlikely to be read again. Their content must not change.
     fn release(&self, range: Range<usize>) {
         let _ = range;
     }
 
-    /// Whether [`Owner::evict`] frees memory: the bytes can be had again from elsewhere.
+    /// True if [`Owner::evict`] frees memory, because the bytes can be reloaded.
     fn can_evict(&self) -> bool {
         false
     }
 
-    /// Gives up the memory of the bytes in `range`, where that is possible. They must stay what they are: who reads
-    /// them again waits for them.
+    /// Frees the memory of the bytes in `range`, if possible. Their content must not change: reading them again
+    /// only takes longer.
     fn evict(&self, range: Range<usize>) {
         self.release(range);
     }
 }
 
-/// An owner that keeps its bytes where they are.
+/// An owner that keeps its bytes in memory.
 struct PlainOwner<T>(T);
 
 impl<T: AsRef<[u8]>> AsRef<[u8]> for PlainOwner<T> {
@@ -45,18 +45,18 @@ impl<T: AsRef<[u8]>> AsRef<[u8]> for PlainOwner<T> {
 impl<T: AsRef<[u8]> + Send + Sync> Owner for PlainOwner<T> {}
 
 impl Bytes {
-    /// All bytes of an owner, such as a `Vec<u8>` or a memory map.
+    /// Wraps all bytes of an owner, such as a `Vec<u8>` or a memory map.
     pub fn new(owner: impl AsRef<[u8]> + Send + Sync + 'static) -> Bytes {
         Bytes::shared(Arc::new(PlainOwner(owner)))
     }
 
-    /// All bytes of an owner that others share.
+    /// Wraps all bytes of a shared owner.
     pub fn shared(owner: Arc<dyn Owner>) -> Bytes {
         let range = 0..(*owner).as_ref().len();
         Bytes { owner, range }
     }
 
-    /// A part of these bytes; `None` when it lies outside.
+    /// Returns a subrange; `None` if it is out of range.
     pub fn slice(&self, range: Range<usize>) -> Option<Bytes> {
         if range.start > range.end || range.end > self.range.len() {
             return None;
@@ -65,19 +65,19 @@ impl Bytes {
         Some(Bytes { owner: self.owner.clone(), range: start..start + range.len() })
     }
 
-    /// Tells the owner that these bytes will hardly be read again: those of a mapped file need not stay in memory, and
-    /// come back from the file when they are.
+    /// Hints that these bytes are unlikely to be read again. Bytes of a mapped file then need not stay in memory;
+    /// if read again, they are reloaded from the file.
     pub fn release(&self) {
         self.owner.release(self.range.clone());
     }
 
-    /// Whether [`Bytes::evict`] frees memory.
+    /// True if [`Bytes::evict`] frees memory.
     pub fn can_evict(&self) -> bool {
         self.owner.can_evict()
     }
 
-    /// As [`Bytes::release`], and the system's own copy of a file's pages goes too. For machines on which a device uses
-    /// the host's memory.
+    /// Like [`Bytes::release`], but also drops the file's pages from the page cache. For machines whose device
+    /// shares the host's memory.
     pub fn evict(&self) {
         self.owner.evict(self.range.clone());
     }
@@ -103,7 +103,8 @@ pub struct HostTensor {
 }
 
 impl HostTensor {
-    /// A dense tensor over exactly the bytes it needs. Rows of quantised types must be whole blocks.
+    /// Creates a contiguous tensor over exactly the bytes that it needs. Rows of quantised types must be whole
+    /// blocks.
     pub fn new(dtype: DType, shape: Shape, bytes: Bytes) -> Result<HostTensor, TensorError> {
         if !shape.dim_back(0).is_multiple_of(dtype.block_len()) {
             return Err(TensorError::PartialBlocks { dtype, shape });
@@ -116,20 +117,20 @@ impl HostTensor {
         Ok(HostTensor { dtype, layout: Layout::contiguous(shape), bytes })
     }
 
-    /// A dense F32 tensor.
+    /// Creates a contiguous F32 tensor.
     pub fn from_f32(shape: Shape, values: &[f32]) -> Result<HostTensor, TensorError> {
         HostTensor::new(DType::F32, shape, Bytes::new(bytemuck::cast_slice(values).to_vec()))
     }
 
-    /// A dense I32 tensor.
+    /// Creates a contiguous I32 tensor.
     pub fn from_i32(shape: Shape, values: &[i32]) -> Result<HostTensor, TensorError> {
         HostTensor::new(DType::I32, shape, Bytes::new(bytemuck::cast_slice(values).to_vec()))
     }
 
-    /// Another view of the same bytes.
+    /// Creates another view of the same bytes.
     pub fn with_layout(&self, layout: Layout) -> Result<HostTensor, TensorError> {
-        let have = self.bytes.as_slice().len() / self.dtype.block_bytes() * self.dtype.block_len();
-        if layout.end() > have {
+        let n_stored = self.bytes.as_slice().len() / self.dtype.block_bytes() * self.dtype.block_len();
+        if layout.end() > n_stored {
             let need_bytes = layout.end().div_ceil(self.dtype.block_len()) * self.dtype.block_bytes();
             let got_bytes = self.bytes.as_slice().len();
             return Err(TensorError::ByteCount {
@@ -152,12 +153,12 @@ impl HostTensor {
         self.layout.shape()
     }
 
-    /// Where each element lies.
+    /// Mapping from indices to elements.
     pub fn layout(&self) -> &Layout {
         &self.layout
     }
 
-    /// The bytes behind the tensor, whatever part of them the layout shows.
+    /// The tensor's storage, including bytes that the layout does not reach.
     pub fn bytes(&self) -> &Bytes {
         &self.bytes
     }

@@ -1,12 +1,12 @@
-//! Strided views. A layout says where each element of a tensor lies among the elements of its storage.
+//! Strided layouts, which map the index of each element to its position in storage.
 
 use crate::{MAX_RANK, Shape, TensorError};
 
-/// A shape with a stride for each dimension and an offset, all counted in elements.
+/// A shape with strides and an offset, all in elements.
 ///
-/// The flat index it gives is an index into the *elements* of a buffer. For a block-quantised dtype element `i` is
-/// number `i % block_len` of block `i / block_len`, so every view is meaningful for every dtype; a kernel that wants
-/// whole blocks asks [`Layout::rows_are_contiguous`].
+/// Flat indices count *elements* of the storage. For a block-quantised dtype, element `i` is number `i % block_len`
+/// of block `i / block_len`, so every view is valid for every dtype. A kernel that needs whole blocks checks
+/// [`Layout::rows_are_contiguous`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layout {
     shape: Shape,
@@ -15,7 +15,7 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// The layout of a dense tensor in row-major order.
+    /// Creates the contiguous row-major layout of a shape.
     pub fn contiguous(shape: Shape) -> Layout {
         let mut strides = [0; MAX_RANK];
         let mut step = 1;
@@ -41,7 +41,7 @@ impl Layout {
         self.offset
     }
 
-    /// Whether the elements lie densely in row-major order, at whatever offset. A view without elements counts as dense.
+    /// True if the elements are contiguous in row-major order, at any offset. An empty view counts as contiguous.
     pub fn is_contiguous(&self) -> bool {
         if self.shape.n_elements() == 0 {
             return true;
@@ -56,7 +56,7 @@ impl Layout {
         true
     }
 
-    /// Whether the innermost dimension is dense.
+    /// True if the innermost dimension is contiguous.
     pub fn rows_are_contiguous(&self) -> bool {
         match self.shape.rank() {
             0 => true,
@@ -64,7 +64,7 @@ impl Layout {
         }
     }
 
-    /// One past the largest flat index that the layout reaches; 0 when it has no element.
+    /// One past the largest flat index of the layout; 0 if it is empty.
     pub fn end(&self) -> usize {
         if self.shape.n_elements() == 0 {
             return 0;
@@ -76,7 +76,7 @@ impl Layout {
     /// The flat index of the element at `index`.
     ///
     /// # Panics
-    /// In debug builds, when `index` does not lie in the shape.
+    /// In debug builds, if `index` is outside the shape.
     pub fn at(&self, index: &[usize]) -> usize {
         debug_assert_eq!(index.len(), self.shape.rank());
         debug_assert!(
@@ -87,7 +87,7 @@ impl Layout {
         self.offset + index.iter().zip(self.strides()).map(|(i, s)| i * s).sum::<usize>()
     }
 
-    /// Flat indices of all elements in row-major order of the shape.
+    /// Iterates over the flat indices of all elements, in row-major order of the shape.
     pub fn indices(&self) -> impl Iterator<Item = usize> + '_ {
         let n = self.shape.n_elements();
         let mut index = [0usize; MAX_RANK];
@@ -105,7 +105,7 @@ impl Layout {
         })
     }
 
-    /// The same elements under another shape, when that needs no copy.
+    /// Returns a view of the same elements with another shape, if that needs no copy.
     pub fn reshape(&self, shape: Shape) -> Result<Layout, TensorError> {
         if shape.n_elements() != self.shape.n_elements() {
             return Err(TensorError::Reshape { from: self.shape, to: shape });
@@ -113,7 +113,7 @@ impl Layout {
         if shape.n_elements() == 0 {
             return Ok(Layout { offset: self.offset, ..Layout::contiguous(shape) });
         }
-        // Old dimensions are merged into dense runs; each run must be cut up by a run of new dimensions.
+        // Old dimensions are merged into runs of constant stride; each run must be split exactly by new dimensions.
         let mut runs: Vec<(usize, usize)> = Vec::with_capacity(MAX_RANK); // (elements, stride), outermost first
         for (&dim, &stride) in self.shape.dims().iter().zip(self.strides()) {
             if dim == 1 {
@@ -143,7 +143,7 @@ impl Layout {
         Ok(Layout { shape, strides, offset: self.offset })
     }
 
-    /// The dimensions in another order: dimension `i` of the result is dimension `order[i]` of `self`.
+    /// Reorders the dimensions: dimension `i` of the result is dimension `order[i]` of `self`.
     pub fn permute(&self, order: &[usize]) -> Result<Layout, TensorError> {
         let rank = self.shape.rank();
         let mut seen = [false; MAX_RANK];
@@ -161,7 +161,7 @@ impl Layout {
         Ok(Layout { shape: Shape::new(&dims[..rank])?, strides, offset: self.offset })
     }
 
-    /// The last two dimensions swapped.
+    /// Swaps the last two dimensions.
     pub fn transpose(&self) -> Result<Layout, TensorError> {
         let rank = self.shape.rank();
         if rank < 2 {
@@ -172,7 +172,7 @@ impl Layout {
         self.permute(&order)
     }
 
-    /// `len` entries of dimension `axis` from `start` on.
+    /// Selects `len` indices of dimension `axis`, beginning with `start`.
     pub fn slice(&self, axis: usize, start: usize, len: usize) -> Result<Layout, TensorError> {
         let rank = self.shape.rank();
         let fits = axis < rank && start.checked_add(len).is_some_and(|end| end <= self.shape.dims()[axis]);
@@ -186,7 +186,7 @@ impl Layout {
         Ok(Layout { shape: Shape::new(&dims[..rank])?, strides: self.strides, offset })
     }
 
-    /// Repeats dimensions of size 1, and adds outer ones, to reach `shape`.
+    /// Broadcasts to `shape`: repeats dimensions of size 1 and adds outer ones.
     pub fn broadcast_to(&self, shape: Shape) -> Result<Layout, TensorError> {
         if self.shape.broadcast(&shape) != Some(shape) {
             return Err(TensorError::Broadcast { from: self.shape, to: shape });

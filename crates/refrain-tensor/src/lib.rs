@@ -1,7 +1,7 @@
 //! Dtypes, shapes, strided views, host tensors and quantised block codecs.
 //!
 //! Invariant: this crate knows no device and does no input or output.
-//! Invariant: every view (reshape, permute, slice, broadcast) is a change of [`Layout`] alone, for every dtype.
+//! Invariant: every view (reshape, permute, slice, broadcast) changes only the [`Layout`], for every dtype.
 #![forbid(unsafe_code)]
 
 mod dtype;

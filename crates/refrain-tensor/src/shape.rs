@@ -1,9 +1,9 @@
-//! Shapes: a few dimensions, held inline so that they are `Copy`.
+//! Shapes, stored inline so that they are `Copy`.
 
 use crate::TensorError;
 use std::fmt;
 
-/// The most dimensions a tensor may have.
+/// Maximum number of dimensions of a tensor.
 pub const MAX_RANK: usize = 6;
 
 /// The size of each dimension, outermost first.
@@ -14,12 +14,12 @@ pub struct Shape {
 }
 
 impl Shape {
-    /// A shape, or an error when it has too many dimensions or more elements than can be counted.
+    /// Creates a shape; an error if it has too many dimensions or its element count overflows.
     pub fn new(dims: &[usize]) -> Result<Shape, TensorError> {
         if dims.len() > MAX_RANK {
             return Err(TensorError::RankTooHigh { rank: dims.len() });
         }
-        // Zero-sized dimensions are left out of the product, so that an absurd extent beside a zero is refused too.
+        // Zero-sized dimensions count as 1, so that an absurd extent next to a zero is rejected too.
         let mut n: usize = 1;
         for &d in dims {
             n = n.checked_mul(d.max(1)).ok_or_else(|| TensorError::TooLarge { dims: dims.to_vec() })?;
@@ -34,24 +34,24 @@ impl Shape {
         &self.dims[..self.rank as usize]
     }
 
-    /// How many dimensions there are.
+    /// Number of dimensions.
     pub fn rank(&self) -> usize {
         self.rank as usize
     }
 
-    /// How many elements there are.
+    /// Number of elements.
     pub fn n_elements(&self) -> usize {
         self.dims().iter().product()
     }
 
-    /// The size of dimension `axis` counted from the innermost: `dim_back(0)` is the row length.
+    /// Size of dimension `axis`, counted from the innermost: `dim_back(0)` is the row length.
     ///
     /// Dimensions beyond the rank are 1, as in broadcasting.
     pub fn dim_back(&self, axis: usize) -> usize {
         self.rank().checked_sub(axis + 1).map_or(1, |i| self.dims[i])
     }
 
-    /// The shape both broadcast to, if there is one.
+    /// The common shape that both broadcast to, if there is one.
     pub fn broadcast(&self, other: &Shape) -> Option<Shape> {
         let rank = self.rank().max(other.rank());
         let mut dims = [1; MAX_RANK];
@@ -68,10 +68,10 @@ impl Shape {
 }
 
 impl<const N: usize> From<[usize; N]> for Shape {
-    /// For shapes written in code.
+    /// Converts a shape written in code.
     ///
     /// # Panics
-    /// When the array is longer than [`MAX_RANK`] or the element count overflows.
+    /// If the array is longer than [`MAX_RANK`] or the element count overflows.
     fn from(dims: [usize; N]) -> Shape {
         Shape::new(&dims).unwrap_or_else(|e| panic!("{e}"))
     }

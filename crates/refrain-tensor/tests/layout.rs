@@ -1,10 +1,10 @@
-//! Chains of views against a model that lists the flat index of every element.
+//! Compares chains of views with a model that lists the flat index of every element.
 
 use proptest::prelude::*;
 use refrain_tensor::quant::dequantize;
 use refrain_tensor::{Bytes, DType, HostTensor, Layout, MAX_RANK, Shape, TensorError};
 
-/// A view as the list of what it shows: `flat[i]` is the place of element `i` in row-major order of `dims`.
+/// A view as an explicit list: `flat[i]` is the flat index of element `i` in row-major order of `dims`.
 #[derive(Clone, Debug)]
 struct Model {
     dims: Vec<usize>,
@@ -20,7 +20,7 @@ impl Model {
         self.flat[index.iter().zip(&self.dims).fold(0, |row, (i, d)| row * d + i)]
     }
 
-    /// The view of shape `dims` whose element at `index` is this one's at `from(index)`.
+    /// Returns a view of shape `dims` whose element at `index` is this view's element at `from(index)`.
     fn gather(&self, dims: Vec<usize>, from: impl Fn(&[usize]) -> Vec<usize>) -> Model {
         let flat = all_indices(&dims).iter().map(|index| self.at(&from(index))).collect();
         Model { dims, flat }
@@ -56,7 +56,7 @@ impl Model {
         })
     }
 
-    /// Whether some offset and strides reach exactly these elements.
+    /// True if some offset and strides reach exactly these elements.
     fn is_a_view(&self) -> bool {
         let Some(&offset) = self.flat.first() else {
             return true;
@@ -83,7 +83,7 @@ fn all_indices(dims: &[usize]) -> Vec<Vec<usize>> {
     })
 }
 
-/// One step of a chain: the numbers choose among what the shape at hand allows.
+/// One step of a chain; the number selects one of the possibilities for the current shape.
 #[derive(Clone, Copy, Debug)]
 enum Step {
     Reshape(u64),
@@ -101,7 +101,7 @@ fn any_step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// Draws small numbers from one large one.
+/// Draws small numbers from one seed.
 struct Draw(u64);
 
 impl Draw {
@@ -110,7 +110,7 @@ impl Draw {
         (self.0 >> 33) as usize % n.max(1)
     }
 
-    /// Some shape of `n` elements.
+    /// Returns a random shape of `n` elements.
     fn dims(&mut self, n: usize) -> Vec<usize> {
         let rank = 1 + self.below(MAX_RANK);
         let mut dims = vec![1; rank];
@@ -138,7 +138,7 @@ impl Draw {
     }
 }
 
-/// Applies a step to both; a reshape that needs a copy leaves them as they are.
+/// Applies a step to both; a reshape that needs a copy leaves both unchanged.
 fn apply(step: Step, layout: Layout, model: &Model) -> Result<(Layout, Model), TestCaseError> {
     match step {
         Step::Reshape(seed) => {
@@ -162,9 +162,13 @@ fn apply(step: Step, layout: Layout, model: &Model) -> Result<(Layout, Model), T
             let mut draw = Draw(seed);
             let axis = draw.below(model.dims.len());
             let start = draw.below(model.dims[axis] + 1);
-            let room = model.dims[axis] - start;
-            // Mostly not empty: an empty view ends the interest of a chain.
-            let len = if room > 0 && draw.below(8) > 0 { 1 + draw.below(room) } else { draw.below(room + 1) };
+            let available = model.dims[axis] - start;
+            // Mostly non-empty, since chains after an empty view test little.
+            let len = if available > 0 && draw.below(8) > 0 {
+                1 + draw.below(available)
+            } else {
+                draw.below(available + 1)
+            };
             Ok((layout.slice(axis, start, len).unwrap(), model.slice(axis, start, len)))
         }
         Step::Broadcast(seed) if model.flat.len() <= 4096 => {
@@ -196,12 +200,12 @@ fn check(layout: &Layout, model: &Model) -> Result<(), TestCaseError> {
     Ok(())
 }
 
-/// The types that are decoded and encoded.
+/// Types with a decoder and an encoder.
 fn codecs() -> impl Iterator<Item = DType> {
     DType::ALL.into_iter().filter(|d| d.is_float() || d.is_quantized())
 }
 
-/// A tensor of random blocks, and its elements.
+/// Creates a tensor of random blocks and returns it with its elements.
 fn random_tensor(dtype: DType, dims: &[usize], seed: u64) -> (HostTensor, Vec<f32>) {
     let n = dims.iter().product();
     let mut draw = Draw(seed);
@@ -215,7 +219,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
 
     #[test]
-    fn chains_of_views_show_what_a_list_of_indices_shows(
+    fn chains_of_views_match_a_list_of_indices(
         dims in proptest::collection::vec(1usize..6, 0..5),
         steps in proptest::collection::vec(any_step(), 1..10),
     ) {
@@ -229,7 +233,7 @@ proptest! {
     }
 
     #[test]
-    fn views_of_every_dtype_decode_the_elements_they_show(
+    fn views_of_every_dtype_decode_their_elements(
         dtype in proptest::sample::select(codecs().collect::<Vec<_>>()),
         rows in 1usize..5,
         steps in proptest::collection::vec(any_step(), 0..6),
@@ -274,7 +278,7 @@ fn a_view_beyond_the_bytes_is_an_error() {
 }
 
 #[test]
-fn a_view_without_elements_is_contiguous_whatever_its_strides() {
+fn an_empty_view_is_contiguous_whatever_its_strides() {
     let dense = Layout::contiguous(Shape::from([3, 4, 5]));
     let empty = dense.permute(&[2, 0, 1]).unwrap().slice(1, 3, 0).unwrap();
     assert!(empty.is_contiguous());

@@ -1,4 +1,4 @@
-//! Decoding and encoding against the `gguf` package, bit for bit. The data is made by tools/quant_goldens.py.
+//! Compares decoding and encoding with the `gguf` package, bit for bit. tools/quant_goldens.py generates the data.
 
 use refrain_tensor::DType;
 use refrain_tensor::quant::{dequantize, quantize};
@@ -6,7 +6,7 @@ use safetensors::SafeTensors;
 
 static DATA: &[u8] = include_bytes!("data/quant.safetensors");
 
-/// The types that are decoded and encoded.
+/// Types with a decoder and an encoder.
 fn codecs() -> impl Iterator<Item = DType> {
     DType::ALL.into_iter().filter(|d| d.is_float() || d.is_quantized())
 }
@@ -53,14 +53,14 @@ fn simple_types_encode_to_the_bytes_of_the_gguf_package() {
 }
 
 #[test]
-fn the_golden_file_says_what_made_it() {
+fn the_golden_file_names_its_generator() {
     let (_, header) = SafeTensors::read_metadata(DATA).unwrap();
     let made_by = &header.metadata().as_ref().unwrap()["made_by"];
     assert!(made_by.contains("gguf "), "{made_by}");
 }
 
 #[test]
-fn every_f16_and_bf16_pattern_decodes_to_the_number_it_stands_for() {
+fn every_f16_and_bf16_pattern_decodes_to_its_value() {
     for bits in 0..=u16::MAX {
         let mut got = [0.0];
         dequantize(DType::BF16, &bits.to_le_bytes(), &mut got).unwrap();

@@ -1,10 +1,10 @@
-//! What the encoders promise: bounded error, and an error value for what they cannot encode.
+//! Guarantees of the encoders: a bounded error, and an error value for input that they cannot encode.
 
 use proptest::prelude::*;
 use refrain_tensor::quant::{Block, BlockQ4K, BlockQ5K, dequantize, quantize, unpack_scales_and_mins};
 use refrain_tensor::{Bytes, DType, HostTensor, Layout, Shape, TensorError};
 
-/// The types that are decoded and encoded.
+/// Types with a decoder and an encoder.
 fn codecs() -> impl Iterator<Item = DType> {
     DType::ALL.into_iter().filter(|d| d.is_float() || d.is_quantized())
 }
@@ -27,7 +27,7 @@ fn round_trip(dtype: DType, values: &[f32]) -> Vec<f32> {
     decode(dtype, &encode(dtype, values))
 }
 
-/// Root of the mean squared error, and the root mean square of the values.
+/// Root mean square of the error and of the values.
 fn rms(values: &[f32], decoded: &[f32]) -> (f64, f64) {
     let mean = |sum: f64| (sum / values.len() as f64).sqrt();
     let error = values.iter().zip(decoded).map(|(&a, &b)| (f64::from(a) - f64::from(b)).powi(2)).sum();
@@ -46,9 +46,9 @@ fn normal(n: usize) -> Vec<f32> {
         .collect()
 }
 
-/// The largest error of one element over the largest magnitude of its block, for types that round to the nearest of
-/// evenly spaced levels. Half a step, or a whole one where the level of the positive end is missing, and the rounding
-/// of f16 scales.
+/// Bound on the error of one element relative to the largest magnitude of its block, for types with evenly spaced
+/// levels: half a step, or a whole step where the highest positive level is missing, plus the rounding of f16
+/// scales.
 fn element_bound(dtype: DType) -> Option<f32> {
     match dtype {
         DType::F32 => Some(0.0),
@@ -63,7 +63,7 @@ fn element_bound(dtype: DType) -> Option<f32> {
     }
 }
 
-/// The largest root mean squared error of a block over its largest magnitude, whatever the values.
+/// Bound on the root mean square error of a block relative to its largest magnitude, for any values.
 fn block_bound(dtype: DType) -> Option<f64> {
     match dtype {
         DType::Q2_K => Some(0.25),
@@ -77,7 +77,7 @@ fn block_bound(dtype: DType) -> Option<f64> {
     }
 }
 
-/// Values of one magnitude with some zeros, outliers, runs of one sign and repeated values.
+/// Values of one magnitude, with zeros, outliers, common offsets and repeated values.
 fn any_values(n: usize) -> impl Strategy<Value = Vec<f32>> {
     let value = prop_oneof![
         6 => -1.0f32..1.0,
@@ -86,7 +86,7 @@ fn any_values(n: usize) -> impl Strategy<Value = Vec<f32>> {
         1 => -0.01f32..0.01,
     ];
     let shift = prop_oneof![3 => Just(0.0f32), 1 => -3.0f32..3.0];
-    // Not smaller, so that scales stay above the subnormals of f16, which have few digits.
+    // Not smaller, so that scales stay above the f16 subnormals, which have little precision.
     let magnitude = (-2i32..4).prop_map(|e| 10f32.powi(e));
     (proptest::collection::vec(value, n), shift, magnitude)
         .prop_map(|(values, shift, magnitude)| values.into_iter().map(|v| (v + shift) * magnitude).collect())
@@ -104,7 +104,7 @@ proptest! {
                 let largest = values.iter().fold(0f32, |m, v| m.max(v.abs()));
                 if let Some(bound) = element_bound(dtype) {
                     for (v, d) in values.iter().zip(decoded) {
-                        // Beside the relative bound, f16 has a least step.
+                        // In addition to the relative bound, f16 has a minimum step.
                         let bound = largest * bound + if dtype == DType::F16 { 3e-8 } else { 0.0 };
                         prop_assert!((v - d).abs() <= bound, "{dtype}: {v} came back as {d}, largest {largest}");
                     }
@@ -146,11 +146,11 @@ proptest! {
     }
 
     #[test]
-    fn values_of_any_exponent_are_encoded_or_refused(
+    fn values_of_any_exponent_are_encoded_or_rejected(
         highest in 0u32..256,
         bits in proptest::collection::vec(any::<u32>(), 256),
     ) {
-        // Exponent fields up to `highest`, so that every magnitude has its cases; 255 is infinity and NaN.
+        // Exponent fields up to `highest`, so that every magnitude is covered; 255 is infinity and NaN.
         let exponent = |bits: u32| (bits >> 23 & 0xff).min(highest) << 23;
         let values: Vec<f32> = bits.iter().map(|&b| f32::from_bits(b & 0x807f_ffff | exponent(b))).collect();
         for dtype in codecs() {
@@ -166,8 +166,8 @@ proptest! {
 }
 
 #[test]
-fn normal_values_keep_the_precision_that_their_bits_can_buy() {
-    // Relative to the root mean square of the values; about 3 % above what the encoders reach.
+fn normal_values_keep_the_precision_that_their_bits_allow() {
+    // Relative to the root mean square of the values; about 3 % above the encoders' actual error.
     let limits = [
         (DType::Q8_0, 0.0055),
         (DType::Q6_K, 0.0176),
@@ -190,7 +190,7 @@ fn normal_values_keep_the_precision_that_their_bits_can_buy() {
 }
 
 #[test]
-fn zeros_and_constants_come_back() {
+fn zeros_and_constants_survive_a_round_trip() {
     for dtype in codecs() {
         assert!(round_trip(dtype, &[0.0; 256]).iter().all(|&v| v == 0.0), "{dtype}");
         for constant in [1.0, -1.0, 0.37, -250.0] {
@@ -215,7 +215,7 @@ fn values_below_the_smallest_scale_become_zero() {
 }
 
 #[test]
-fn values_that_are_not_finite_are_refused_with_their_place() {
+fn values_that_are_not_finite_are_rejected_with_their_index() {
     for dtype in codecs() {
         for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
             let mut values = vec![1.0; 512];
@@ -230,7 +230,7 @@ fn values_that_are_not_finite_are_refused_with_their_place() {
 }
 
 #[test]
-fn values_too_large_for_the_scale_are_refused_with_their_place() {
+fn values_too_large_for_the_scale_are_rejected_with_their_index() {
     for dtype in codecs().filter(|&d| d != DType::F32) {
         let mut values = vec![1.0; 512];
         values[300] = -f32::MAX;
@@ -256,7 +256,7 @@ fn integers_are_neither_decoded_nor_encoded() {
 }
 
 #[test]
-fn a_view_that_repeats_one_element_beyond_memory_is_an_error() {
+fn a_broadcast_view_larger_than_memory_is_an_error() {
     let tensor = HostTensor::from_f32(Shape::from([1]), &[1.0]).unwrap();
     let huge = Layout::contiguous(tensor.shape()).broadcast_to(Shape::from([usize::MAX / 2])).unwrap();
     let error = tensor.with_layout(huge).unwrap().to_f32().unwrap_err();
@@ -264,7 +264,7 @@ fn a_view_that_repeats_one_element_beyond_memory_is_an_error() {
 }
 
 #[test]
-fn scales_of_a_block_can_be_read_by_others() {
+fn other_crates_can_read_the_scales_of_a_block() {
     let values: Vec<f32> = normal(256);
     let q4 = BlockQ4K::encode(values.as_array().unwrap()).unwrap();
     let (scales, mins) = unpack_scales_and_mins(&q4.scales);

@@ -22,8 +22,8 @@ use crate::stream::Stream;
 const N: u32 = 1024;
 /// Number of launches in the step whose cost is measured: about a decode step of a 28-layer model without fusion.
 const LAUNCHES: usize = 280;
-/// Steps launched per wait. A batch this long makes its start-up and tail (the first step reaching the GPU, the host waking
-/// up) negligible per step.
+/// Steps launched per wait. A batch this long makes its start-up and tail (the first step reaching the GPU, the
+/// host waking up) negligible per step.
 const BATCH_STEPS: usize = 50;
 /// Number of batches timed; the median counts.
 const N_BATCHES: usize = 7;
@@ -235,8 +235,8 @@ pub(super) fn ring(bench: &mut Bench) -> Result<DoctorRow, DriverError> {
         .read(bench.step.a)
         .baked(Baked(RING_ENTRIES))
         .baked(Baked(RING_STRIDE as u32));
-    // SAFETY: `publish` writes the entries of a ring of these sizes, which `Bench::new` created, and a count of 8 bytes, and
-    // reads one word.
+    // SAFETY: `publish` writes the entries of a ring of these sizes, which `Bench::new` created, and a count of 8
+    // bytes, and reads one word.
     let launch = unsafe { launch.build() };
     let options = RecordOptions::named(name);
     let graph = bench.stream.record(&bench.memory, Method::Nodes, &options, |q| q.launch(&launch))?;
@@ -491,7 +491,8 @@ pub(super) fn read_rate(bench: &mut Bench) -> Result<(f64, u64), DriverError> {
         .read(src)
         .baked(Baked(bytes / 16))
         .write(sink);
-    // SAFETY: `read` reads that many 16-byte vectors of `src` and writes at most one word to `sink`, which has 256 bytes.
+    // SAFETY: `read` reads that many 16-byte vectors of `src` and writes at most one word to `sink`, which has 256
+    // bytes.
     let launch = unsafe { launch.build() };
     bench.stream.run(&mut lease, true, |q| q.fill(src, 1))?;
     let (start, end) = (bench.ctx.event()?, bench.ctx.event()?);

@@ -1,7 +1,7 @@
 //! Checks of what works on this machine, as `refrain doctor` reports them.
 //!
-//! Each check yields one [`DoctorRow`] with a verdict in plain words. All checks run on a device thread with a deadline, so
-//! a hanging driver is reported as a row too, and no check leaves anything behind.
+//! Each check yields one [`DoctorRow`] with a verdict in plain words. All checks run on a device thread with a
+//! deadline, so a hanging driver is reported as a row too, and no check leaves anything behind.
 
 mod checks;
 
@@ -73,7 +73,8 @@ impl DoctorRow {
 
 type DoctorCheck = fn(&mut checks::Bench) -> Result<DoctorRow, DriverError>;
 
-/// In this order: the cost of a launch is measured before any recording is aborted on purpose, and again afterwards.
+/// In this order: the cost of a launch is measured before any recording is aborted on purpose, and again
+/// afterwards.
 const CHECKS: &[(&str, DoctorCheck)] = &[
     ("launch cost", checks::launch_cost),
     ("record by stream capture", checks::record_stream),
@@ -99,8 +100,8 @@ pub fn examine(kind: DeviceKind) -> Vec<DoctorRow> {
     }
 }
 
-/// Measures a device's read bandwidth in bytes per second. Allocates 4 GiB for it, or a quarter of the free memory if that
-/// is less. No other thread may own the device.
+/// Measures a device's read bandwidth in bytes per second. Allocates 4 GiB for it, or a quarter of the free memory
+/// if that is less. No other thread may own the device.
 pub fn read_bandwidth(kind: DeviceKind) -> Result<f64, DriverError> {
     let worker = Device::open(kind)?.spawn(CHECK_LIMIT, checks::Bench::new)?;
     worker.call("read bandwidth", CHECK_LIMIT, checks::read_rate).map(|(rate, _)| rate)

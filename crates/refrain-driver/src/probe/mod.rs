@@ -1,7 +1,7 @@
 //! Probe kernels for the health check, `doctor` and the tests.
 //!
-//! They are PTX text, so that any driver can compile them without a kernel library. Each has a twin for the simulated
-//! device.
+//! They are PTX text, so that any driver can compile them without a kernel library. Each has a twin for the
+//! simulated device.
 
 mod twins;
 
@@ -25,8 +25,8 @@ pub const PROBE_OVERLAP_PTX: &[u8] = include_bytes!("overlap.ptx");
 const WORDS: u32 = 64;
 const HALF_BYTES: u64 = WORDS as u64 * 4;
 
-/// Resources of the health check. Allocated when the device is opened, since the check must work even when nothing can be
-/// allocated any more.
+/// Resources of the health check. Allocated when the device is opened, since the check must work even when nothing
+/// can be allocated any more.
 pub(crate) struct Probe {
     module: ModuleHandle,
     fill: FunctionHandle,
@@ -60,7 +60,8 @@ impl Probe {
         [Garbage::Module(self.module), Garbage::Device(self.device), Garbage::Host(self.host)]
     }
 
-    /// Makes a launch, a copy and a wait on a fresh stream. Returns `Ok(false)` if they ran but the bytes are wrong.
+    /// Makes a launch, a copy and a wait on a fresh stream. Returns `Ok(false)` if they ran but the bytes are
+    /// wrong.
     pub(crate) fn run(&self, shared: &Arc<DeviceShared>, limit: Duration) -> Result<bool, DriverError> {
         let mut count = lock(&self.count);
         *count = count.wrapping_add(1);
@@ -90,8 +91,8 @@ impl Probe {
         shared.call("cuMemcpyDtoDAsync", |api| {
             api.memcpy_dtod_async(second, self.device, HALF_BYTES, stream)
         })?;
-        // SAFETY: `host` has `HALF_BYTES` bytes and lives until `DeviceShared` is dropped. The `count` lock lets only one
-        // probe run at a time, and nobody else accesses it.
+        // SAFETY: `host` has `HALF_BYTES` bytes and lives until `DeviceShared` is dropped. The `count` lock lets
+        // only one probe run at a time, and nobody else accesses it.
         shared.call("cuMemcpyDtoHAsync", |api| unsafe {
             api.memcpy_dtoh_async(self.host, second, HALF_BYTES, stream)
         })?;

@@ -1,8 +1,9 @@
 //! Host side of the ring's sequence numbers.
 //!
-//! The `k`-th result (from 1) goes to entry `(k - 1) % n_entries`. The device writes the payload and then stores `k` as the
-//! entry's number with release; the host loads it with acquire and then reads the payload. The host launches a step only
-//! after reserving an entry, so the device never overwrites an entry that the host has not read.
+//! The `k`-th result (from 1) goes to entry `(k - 1) % n_entries`. The device writes the payload and then stores
+//! `k` as the entry's number with release; the host loads it with acquire and then reads the payload. The host
+//! launches a step only after reserving an entry, so the device never overwrites an entry that the host has not
+//! read.
 
 use super::sync::{AtomicU64, Ordering};
 
@@ -50,8 +51,8 @@ impl Entries {
         self.n_taken % self.n_entries
     }
 
-    /// Reads the next result if it has arrived. `seq` is the sequence number of the entry at [`Entries::next_idx`], `read`
-    /// reads its payload, and `consumed` tells the device how many results have been read.
+    /// Reads the next result if it has arrived. `seq` is the sequence number of the entry at [`Entries::next_idx`],
+    /// `read` reads its payload, and `consumed` tells the device how many results have been read.
     pub(crate) fn take(&mut self, seq: &AtomicU64, consumed: &AtomicU64, read: impl FnOnce()) -> Next {
         let expected = self.n_taken + 1;
         let found = seq.load(Ordering::Acquire);

@@ -1,6 +1,7 @@
 //! Ownership of the device, whether it is being recorded on, and objects waiting to be freed.
 //!
-//! Only the owner begins and ends recordings and empties the bin. Any thread may query the state and discard objects.
+//! Only the owner begins and ends recordings and empties the bin. Any thread may query the state and discard
+//! objects.
 
 use super::sync::{AtomicBool, AtomicU64, Mutex, Ordering, lock};
 
@@ -44,8 +45,8 @@ impl<G> RecordingGate<G> {
         self.recording.store(recording, Ordering::Release);
     }
 
-    /// Discards an object on the thread with this tag. Returns it if the caller must free it now; puts it into the bin if a
-    /// recording is in progress or this is not the owner's thread.
+    /// Discards an object on the thread with this tag. Returns it if the caller must free it now; puts it into the
+    /// bin if a recording is in progress or this is not the owner's thread.
     pub(crate) fn discard(&self, garbage: G, tag: u64) -> Option<G> {
         if self.is_recording() || !self.is_owner(tag) {
             lock(&self.bin).push(garbage);
@@ -64,8 +65,8 @@ impl<G> RecordingGate<G> {
         lock(&self.bin).len()
     }
 
-    /// Returns the objects that the owner must free now; none during a recording. Takes all of them at once, so that the
-    /// lock is not held during slow driver calls.
+    /// Returns the objects that the owner must free now; none during a recording. Takes all of them at once, so
+    /// that the lock is not held during slow driver calls.
     pub(crate) fn empty(&self) -> Vec<G> {
         if self.is_recording() { Vec::new() } else { std::mem::take(&mut *lock(&self.bin)) }
     }

@@ -1,7 +1,8 @@
-//! Protocols between host threads, and between host and device, as state machines without a driver, a clock or a log.
+//! Protocols between host threads, and between host and device, as state machines without a driver, a clock or a
+//! log.
 //!
-//! Invariant: files here take their atomics and locks only from [`sync`]. `tests/loom_protocols.rs` compiles the same files
-//! against loom's versions and runs them through every interleaving.
+//! Invariant: files here take their atomics and locks only from [`sync`]. `tests/loom_protocols.rs` compiles the
+//! same files against loom's versions and runs them through every interleaving.
 
 pub(crate) mod sync;
 

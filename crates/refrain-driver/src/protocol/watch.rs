@@ -1,7 +1,7 @@
 //! One thread watches another and may act (make a query) once a deadline has passed.
 //!
-//! The action runs outside the lock, since a driver call may be slow. Before the owner changes the watched value, it waits
-//! for an action in progress, so the values passed to an action stay valid until it ends.
+//! The action runs outside the lock, since a driver call may be slow. Before the owner changes the watched value,
+//! it waits for an action in progress, so the values passed to an action stay valid until it ends.
 
 use std::time::Duration;
 
@@ -41,8 +41,8 @@ impl<A> Watch<A> {
         self.changed.notify_all();
     }
 
-    /// Changes the watched value once no action is in progress. After `limit` it changes the value anyway and returns
-    /// false.
+    /// Changes the watched value once no action is in progress. After `limit` it changes the value anyway and
+    /// returns false.
     pub(crate) fn edit(&self, limit: Duration, edit: impl FnOnce(&mut A)) -> bool {
         let (mut state, timeout) = self
             .changed

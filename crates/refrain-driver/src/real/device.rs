@@ -23,7 +23,8 @@ impl RealDriver {
         // Newer drivers have dropped some attributes. A missing one counts as unknown, not as an error.
         let optional = |a| attribute(a).unwrap_or(0);
         let mut info = DeviceInfo::named(&self.text(|buf, len| {
-            // SAFETY: `buf` has `len` bytes, and the driver writes at most that many, including the terminating zero.
+            // SAFETY: `buf` has `len` bytes, and the driver writes at most that many, including the terminating
+            // zero.
             check(unsafe { (self.table.cuDeviceGetName)(buf, len, device) })
         })?);
         info.compute = (

@@ -78,8 +78,9 @@ impl RealDriver {
             ctx: std::ptr::null_mut(),
         };
         let node = self.add_node(graph, deps, |node, on| {
-            // SAFETY: `kernel`, `packed` and `params` outlive the call, which copies them; graph, function and nodes are
-            // live, and the parameters point to live memory (see `raw_driver`; in this crate `Launch::pack`).
+            // SAFETY: `kernel`, `packed` and `params` outlive the call, which copies them; graph, function and
+            // nodes are live, and the parameters point to live memory (see `raw_driver`; in this crate
+            // `Launch::pack`).
             unsafe { (self.table.cuGraphAddKernelNode_v2)(node, graph.0, on.as_ptr(), on.len(), &kernel) }
         })?;
         // In a graph, the edge states that a kernel may start early, not the node.

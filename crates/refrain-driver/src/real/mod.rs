@@ -37,8 +37,8 @@ pub(crate) fn load() -> Result<Arc<dyn Api>, DriverError> {
 /// Returns the raw interface of the real driver, for tests that compare it with the simulation.
 ///
 /// # Safety
-/// The caller passes only handles that this value returned and that are not destroyed, in the context that they belong to,
-/// and launches kernels only with parameters that point to live memory.
+/// The caller passes only handles that this value returned and that are not destroyed, in the context that they
+/// belong to, and launches kernels only with parameters that point to live memory.
 pub unsafe fn raw_driver() -> Result<Arc<dyn Api>, DriverError> {
     load()
 }
@@ -61,8 +61,8 @@ macro_rules! out {
 /// Calls a function that takes only values.
 macro_rules! call {
     ($driver:expr, $name:ident ( $($arg:expr),* )) => {
-        // SAFETY: the function takes no pointer to host memory. The holder of the driver value guarantees that the handles
-        // are live (see `raw_driver`); in this crate the owned types do.
+        // SAFETY: the function takes no pointer to host memory. The holder of the driver value guarantees that the
+        // handles are live (see `raw_driver`); in this crate the owned types do.
         check(unsafe { ($driver.table.$name)($($arg),*) })
     };
 }
@@ -110,7 +110,8 @@ impl PackedParams {
         PackedParams { size: params.len(), list: [std::ptr::null_mut(); 5] }
     }
 
-    /// Returns the list, which is valid while `self` and `params` do not move. Null for a kernel without parameters.
+    /// Returns the list, which is valid while `self` and `params` do not move. Null for a kernel without
+    /// parameters.
     fn list(&mut self, params: &[u8]) -> *mut *mut c_void {
         if params.is_empty() {
             return std::ptr::null_mut();
@@ -468,8 +469,8 @@ impl Api for RealDriver {
         };
         let mut packed = PackedParams::new(params);
         let list = packed.list(params);
-        // SAFETY: `launch`, `attrs`, `packed` and `params` outlive the call, which copies them. The caller guarantees that
-        // the parameters fit this function and point to live memory (`Launch::pack` in this crate).
+        // SAFETY: `launch`, `attrs`, `packed` and `params` outlive the call, which copies them. The caller
+        // guarantees that the parameters fit this function and point to live memory (`Launch::pack` in this crate).
         check(unsafe { (self.table.cuLaunchKernelEx)(&launch, function.0, std::ptr::null_mut(), list) })
     }
 
@@ -542,7 +543,8 @@ impl Api for RealDriver {
     ) -> RawResult<NodeHandle> {
         let params = sys::CUDA_HOST_NODE_PARAMS { fn_: Some(f), userData: user };
         self.add_node(graph, deps, |node, on| {
-            // SAFETY: all pointers outlive the call; the caller guarantees that `f(user)` is callable at every execution.
+            // SAFETY: all pointers outlive the call; the caller guarantees that `f(user)` is callable at every
+            // execution.
             unsafe { (self.table.cuGraphAddHostNode)(node, graph.0, on.as_ptr(), on.len(), &params) }
         })
     }

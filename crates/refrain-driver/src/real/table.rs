@@ -1,8 +1,9 @@
 //! Function table of the driver library, loaded once.
 //!
-//! The library is opened through cudarc, and handles and structs are its `sys` types or integers of the same size. The
-//! functions are looked up here instead of called through `sys` for two reasons: `sys` panics on a missing library or
-//! symbol, and it declares results as a Rust enum, so an unknown code from a newer driver would be undefined behaviour.
+//! The library is opened through cudarc, and handles and structs are its `sys` types or integers of the same size.
+//! The functions are looked up here instead of called through `sys` for two reasons: `sys` panics on a missing
+//! library or symbol, and it declares results as a Rust enum, so an unknown code from a newer driver would be
+//! undefined behaviour.
 
 use std::ffi::{c_char, c_int, c_uint, c_ulonglong, c_void};
 use std::path::PathBuf;
@@ -24,16 +25,17 @@ macro_rules! table {
         }
 
         impl DriverTable {
-            /// Looks up every function in the library, which must be present. The error names the first missing one.
+            /// Looks up every function in the library, which must be present. The error names the first missing
+            /// one.
             fn look_up() -> Result<DriverTable, DriverError> {
-                // SAFETY: opening the library runs its initialisers, which are safe to run at any time; the caller has
-                // checked that it is present, so cudarc does not panic.
+                // SAFETY: opening the library runs its initialisers, which are safe to run at any time; the caller
+                // has checked that it is present, so cudarc does not panic.
                 let library = unsafe { sys::culib() };
                 Ok(DriverTable {
                     $($($name: {
                         let symbol = concat!(stringify!($name), "\0").as_bytes();
-                        // SAFETY: the type is the function's C signature in cuda.h, where every handle is a pointer and
-                        // `CUresult` an unsigned int; the library is never closed.
+                        // SAFETY: the type is the function's C signature in cuda.h, where every handle is a pointer
+                        // and `CUresult` an unsigned int; the library is never closed.
                         let found = unsafe { library.get::<unsafe extern "C" fn($($arg),*) -> u32>(symbol) };
                         *found.map_err(|_| DriverError::SymbolMissing {
                             symbol: stringify!($name),

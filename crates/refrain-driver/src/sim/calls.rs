@@ -112,6 +112,41 @@ impl DriverCall {
     }
 }
 
+/// Words of a script that name several calls, or one call by a shorter name than its method's.
+pub(super) const FAMILIES: &[(&[&str], &[DriverCall])] = {
+    use DriverCall as C;
+    &[
+        (&["allocation"], &[C::Alloc, C::AllocHost, C::AllocManaged, C::AllocAsync]),
+        (
+            &["copy"],
+            &[C::MemcpyHtod, C::MemcpyDtoh, C::MemcpyHtodAsync, C::MemcpyDtohAsync, C::MemcpyDtodAsync],
+        ),
+        (&["upload"], &[C::MemcpyHtod, C::MemcpyHtodAsync]),
+        (&["download"], &[C::MemcpyDtoh, C::MemcpyDtohAsync]),
+        (&["fill", "memset"], &[C::MemsetAsync]),
+        (&["wait", "sync", "synchronize"], &[C::StreamSynchronize, C::CtxSynchronize, C::EventSynchronize]),
+        (&["query"], &[C::StreamQuery, C::EventQuery]),
+        (&["context"], &[C::CtxCreate, C::PrimaryCtxRetain]),
+        (&["wait_event"], &[C::StreamWaitEvent]),
+        (&["begin_capture"], &[C::StreamBeginCapture]),
+        (&["end_capture"], &[C::StreamEndCapture]),
+        (&["is_capturing"], &[C::StreamIsCapturing, C::StreamCaptureInfo]),
+        (
+            &["add_node"],
+            &[
+                C::GraphAddKernel,
+                C::GraphAddMemcpy,
+                C::GraphAddMemset,
+                C::GraphAddChild,
+                C::GraphAddEmpty,
+                C::GraphAddHost,
+            ],
+        ),
+        (&["instantiate"], &[C::GraphInstantiate]),
+        (&["replay", "graph_launch"], &[C::ExecLaunch]),
+    ]
+};
+
 /// A set of calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct CallSet(u128);
@@ -135,38 +170,12 @@ impl CallSet {
 
     /// Calls that a word of a script names: a method name, a short form, or a family of calls.
     pub(super) fn from_word(word: &str) -> Option<CallSet> {
-        use DriverCall as C;
-        let set: &[DriverCall] = match word {
-            "call" => return Some(CallSet::ANY),
-            "allocation" => &[C::Alloc, C::AllocHost, C::AllocManaged, C::AllocAsync],
-            "copy" => {
-                &[C::MemcpyHtod, C::MemcpyDtoh, C::MemcpyHtodAsync, C::MemcpyDtohAsync, C::MemcpyDtodAsync]
-            }
-            "upload" => &[C::MemcpyHtod, C::MemcpyHtodAsync],
-            "download" => &[C::MemcpyDtoh, C::MemcpyDtohAsync],
-            "fill" | "memset" => &[C::MemsetAsync],
-            "wait" | "sync" | "synchronize" => {
-                &[C::StreamSynchronize, C::CtxSynchronize, C::EventSynchronize]
-            }
-            "query" => &[C::StreamQuery, C::EventQuery],
-            "context" => &[C::CtxCreate, C::PrimaryCtxRetain],
-            "wait_event" => &[C::StreamWaitEvent],
-            "begin_capture" => &[C::StreamBeginCapture],
-            "end_capture" => &[C::StreamEndCapture],
-            "is_capturing" => &[C::StreamIsCapturing, C::StreamCaptureInfo],
-            "add_node" => &[
-                C::GraphAddKernel,
-                C::GraphAddMemcpy,
-                C::GraphAddMemset,
-                C::GraphAddChild,
-                C::GraphAddEmpty,
-                C::GraphAddHost,
-            ],
-            "instantiate" => &[C::GraphInstantiate],
-            "replay" | "graph_launch" => &[C::ExecLaunch],
-            name => return C::ALL.iter().find(|c| c.name() == name).map(|&c| CallSet::of(&[c])),
-        };
-        Some(CallSet::of(set))
+        if word == "call" {
+            return Some(CallSet::ANY);
+        }
+        let family = FAMILIES.iter().find(|(words, _)| words.contains(&word));
+        let method = || DriverCall::ALL.iter().find(|c| c.name() == word).map(|&c| CallSet::of(&[c]));
+        family.map(|(_, calls)| CallSet::of(calls)).or_else(method)
     }
 
     /// The words that [`CallSet::from_word`] knows in addition to method names.

@@ -1,10 +1,11 @@
-//! The capture state machine as measured on a real GPU: which calls a capture records, which break it, and with which code.
+//! The capture state machine as measured on a real GPU: which calls a capture records, which break it, and with
+//! which code.
 //!
-//! Three kinds of calls matter during a capture. Work on a capturing stream becomes a node. Calls that the driver considers
-//! unsafe (allocating, freeing, unloading, instantiating, waiting for anything outside) break captures depending on mode
-//! and thread. Waiting for something that includes a capture breaks it in every mode. In addition, work on the legacy
-//! stream breaks captures of blocking streams. The tables of the conformance test are the specification; behaviour that
-//! they do not measure is marked in the code.
+//! Three kinds of calls matter during a capture. Work on a capturing stream becomes a node. Calls that the driver
+//! considers unsafe (allocating, freeing, unloading, instantiating, waiting for anything outside) break captures
+//! depending on mode and thread. Waiting for something that includes a capture breaks it in every mode. In
+//! addition, work on the legacy stream breaks captures of blocking streams. The tables of the conformance test are
+//! the specification; behaviour that they do not measure is marked in the code.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -57,8 +58,8 @@ impl SimState {
         self.captures.iter().find(|(_, c)| c.includes(stream)).map(|(&id, _)| id)
     }
 
-    /// Capture status of a stream, with the id while active. Querying the legacy stream while a blocking one is being
-    /// captured is an error; per the driver's documentation it breaks nothing.
+    /// Capture status of a stream, with the id while active. Querying the legacy stream while a blocking one is
+    /// being captured is an error; per the driver's documentation it breaks nothing.
     pub(super) fn capture_status(&self, stream: StreamHandle) -> RawResult<(CaptureStatus, Option<u64>)> {
         let (ctx, kind) = (self.streams[&stream].ctx, self.streams[&stream].kind);
         if kind == SimStreamKind::Legacy && self.captures.values().any(|c| self.captures_blocking(c, ctx)) {
@@ -88,7 +89,8 @@ impl SimState {
         self.break_captures(|_| true);
     }
 
-    /// Checks work on the legacy stream. It would wait for every blocking stream, which is impossible for a capturing one.
+    /// Checks work on the legacy stream. It would wait for every blocking stream, which is impossible for a
+    /// capturing one.
     pub(super) fn check_legacy(&mut self, ctx: CtxHandle) -> RawResult<()> {
         let hit: Vec<u64> =
             self.captures.iter().filter(|(_, c)| self.captures_blocking(c, ctx)).map(|(&id, _)| id).collect();
@@ -151,8 +153,8 @@ impl SimState {
         Ok(())
     }
 
-    /// Ends the capture. Whatever the result, the stream is no longer capturing afterwards, unless the capture began on
-    /// another stream.
+    /// Ends the capture. Whatever the result, the stream is no longer capturing afterwards, unless the capture
+    /// began on another stream.
     pub(super) fn end_capture(&mut self, stream: StreamHandle) -> RawResult<GraphHandle> {
         let id = self.capture_id(stream).ok_or(Code::ILLEGAL_STATE)?;
         if self.captures[&id].origin != stream {
@@ -207,7 +209,8 @@ impl SimState {
         let Some(capture) = self.captures.get_mut(&id) else { return };
         let frontier = capture.frontiers.entry(stream).or_default();
         let mut deps = std::mem::replace(frontier, vec![Dependency { on: handle, kind: EdgeKind::Full }]);
-        // A programmatic launch directly after a single kernel becomes a programmatic edge; after anything else it waits.
+        // A programmatic launch directly after a single kernel becomes a programmatic edge; after anything else it
+        // waits.
         if let NodeWork::Op(SimOp::Kernel(k), _) = &work
             && k.config.programmatic
             && let [dep] = deps.as_mut_slice()

@@ -31,7 +31,8 @@ impl SimState {
         })
     }
 
-    /// Resolves an end of a copy. A pinned host end becomes a device address, so it is checked whenever the copy runs.
+    /// Resolves an end of a copy. A pinned host end becomes a device address, so it is checked whenever the copy
+    /// runs.
     fn copy_end(&mut self, end: CopyEnd, bytes: u64, pinned_only: bool) -> RawResult<CopyEnd> {
         match end {
             CopyEnd::Device(ptr) => self.check_range("a copy", ptr, bytes).map(|()| end),

@@ -1,20 +1,21 @@
-//! Scripted faults: what the simulated device is told to do wrong, and when.
+//! Scripted faults of the simulated device.
 //!
 //! ```text
-//! on 3rd launch: illegal address          # the work fails when it runs, and every later call with 700
-//! on 1st begin_capture: fail 900          # the call returns that code and does nothing
-//! on 2nd alloc during capture: fail 900   # counts only calls made while a capture is on
+//! on 3rd launch: illegal address          # fails when the work runs; every later call returns 700
+//! on 1st begin_capture: fail 900          # returns that code and does nothing
+//! on 2nd alloc during capture: fail 900   # counts only calls made while a capture is active
 //! on every instantiate: out of memory
-//! on every 4th replay: wrong byte         # success, but one byte of what it wrote is wrong
+//! on every 4th replay: wrong byte         # succeeds, but one byte that it wrote is wrong
 //! from 5th replay: fail LAUNCH_OUT_OF_RESOURCES
 //! on 1st end_capture: hang                # does not return until the test releases it
 //! on 7th wait: hang 250 ms                # returns after that time
-//! on 2nd launch: invalidate               # breaks every capture that is on, then proceeds
-//! on 1st end_capture: sticky 901          # the capture loses the context: every later call returns 901
+//! on 2nd launch: invalidate               # breaks every active capture, then proceeds
+//! on 1st end_capture: sticky 901          # loses the context: this and every later call return 901
 //! ```
 //!
-//! Rules are separated by new lines or `;`; `#` starts a comment. Each rule counts its own calls. One that never came to
-//! happen is a mistake in the script or in what was expected, so the device says so when it goes away.
+//! Newlines or `;` separate rules, and `#` starts a comment. Each rule counts its own calls. A rule that never
+//! fires points to a mistake in the script or in the test's expectation, so the device logs a warning about it when
+//! it is dropped. `docs/reference/faults.md` is the full reference.
 
 use std::time::Duration;
 
@@ -288,5 +289,89 @@ fn duration(word: &str) -> Option<Duration> {
     match word.strip_suffix("ms") {
         Some(ms) => ms.parse().ok().map(Duration::from_millis),
         None => word.strip_suffix('s').and_then(|s| s.parse().ok()).map(Duration::from_secs),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::calls::FAMILIES;
+    use super::*;
+
+    /// The reference page, which these tests keep true.
+    const PAGE: &str = include_str!("../../../../docs/reference/faults.md");
+
+    /// Lines of all code blocks of the page with this tag, without comments.
+    fn examples(tag: &str) -> Vec<&'static str> {
+        let mut inside = false;
+        let mut lines = Vec::new();
+        for line in PAGE.lines() {
+            if let Some(fence) = line.strip_prefix("```") {
+                inside = fence == tag;
+            } else if inside && !line.split('#').next().unwrap_or_default().trim().is_empty() {
+                lines.push(line);
+            }
+        }
+        lines
+    }
+
+    /// Words in backticks.
+    fn quoted(cell: &str) -> Vec<&str> {
+        cell.split('`').skip(1).step_by(2).collect()
+    }
+
+    #[test]
+    fn every_example_on_the_reference_page_parses() {
+        let examples = examples("faults");
+        assert!(examples.len() > 20);
+        for line in examples {
+            let script = FaultScript::parse(line).unwrap_or_else(|e| panic!("{e}"));
+            assert!(!script.is_empty(), "{line}");
+        }
+    }
+
+    #[test]
+    fn every_mistake_on_the_reference_page_is_refused_with_the_message_it_shows() {
+        let mistakes = examples("rejected");
+        assert!(mistakes.len() >= 6);
+        for line in mistakes {
+            let (rule, message) = line.split_once('#').unwrap();
+            let error = FaultScript::parse(rule).expect_err(rule).to_string();
+            assert!(error.ends_with(message.trim()), "{error}");
+        }
+    }
+
+    #[test]
+    fn the_table_of_calls_on_the_reference_page_is_complete() {
+        let set = |word: &str| CallSet::from_word(word).unwrap_or_else(|| panic!("{word} is not a call"));
+        for (words, calls) in FAMILIES {
+            let row = PAGE.lines().find(|line| line.starts_with(&format!("| `{}`", words[0])));
+            let cells: Vec<_> = row.unwrap_or_else(|| panic!("no row for {}", words[0])).split('|').collect();
+            assert_eq!(quoted(cells[1]), *words);
+            let named: Vec<_> = calls.iter().map(|c| c.name()).collect();
+            assert_eq!(quoted(cells[2]), named);
+            assert!(words.iter().all(|word| set(word) == CallSet::of(calls)));
+        }
+        for call in DriverCall::ALL {
+            assert!(PAGE.contains(&format!("`{}`", call.name())), "{} is missing", call.name());
+            assert_eq!(set(call.name()), CallSet::of(&[*call]));
+        }
+    }
+
+    #[test]
+    fn every_action_on_the_reference_page_has_a_row_and_an_example() {
+        let has = |text: &str| PAGE.lines().any(|line| line.starts_with(&format!("| `{text}`")));
+        for action in [
+            "fail CODE",
+            "out of memory",
+            "sticky CODE",
+            "illegal address",
+            "wrong byte",
+            "invalidate",
+            "hang",
+        ] {
+            assert!(has(action), "{action}");
+            let first = action.trim_end_matches("CODE");
+            assert!(examples("faults").iter().any(|line| line.contains(first)), "no example of {action}");
+        }
     }
 }

@@ -96,8 +96,8 @@ pub(super) struct FlatGraph {
     pub(super) allocs: Vec<u64>,
 }
 
-/// Index of a point in time. A node has two: the start of its early part (0) and the end of its main part (1). They are
-/// ordered differently only under programmatic edges.
+/// Index of a point in time. A node has two: the start of its early part (0) and the end of its main part (1). They
+/// are ordered differently only under programmatic edges.
 const fn point(node: usize, main: bool) -> usize {
     2 * node + main as usize
 }
@@ -248,8 +248,8 @@ impl FlatGraph {
         reports
     }
 
-    /// An early access lies between the two points of its node, so it follows another node's main point only if its own
-    /// node's start does.
+    /// An early access lies between the two points of its node, so it follows another node's main point only if its
+    /// own node's start does.
     fn ordered(&self, x: usize, ax: &SimAccess, y: usize, ay: &SimAccess) -> bool {
         self.is_before(point(x, true), point(y, !ay.early))
             || self.is_before(point(y, true), point(x, !ax.early))

@@ -27,7 +27,8 @@ pub struct Twin {
 }
 
 impl Twin {
-    /// Creates a twin with parameters of these sizes, each aligned to the largest power of two that divides its size, up to
+    /// Creates a twin with parameters of these sizes, each aligned to the largest power of two that divides its
+    /// size, up to
     /// 8.
     pub fn new(
         name: &str,
@@ -55,15 +56,16 @@ impl Twin {
         }
     }
 
-    /// Declares that the kernel never waits for its predecessors when launched programmatically, so all of it may run early.
+    /// Declares that the kernel never waits for its predecessors when launched programmatically, so all of it may
+    /// run early.
     #[must_use]
     pub fn never_waits(mut self) -> Twin {
         self.waits = false;
         self
     }
 
-    /// Declares that the kernel lets its successor start only after its own wait, so the successor finds everything before
-    /// this kernel complete.
+    /// Declares that the kernel lets its successor start only after its own wait, so the successor finds everything
+    /// before this kernel complete.
     #[must_use]
     pub fn starts_next_late(mut self) -> Twin {
         self.starts_next_late = true;
@@ -238,15 +240,15 @@ impl<'a> SimKernel<'a> {
         match self.check::<u64>(ptr, 1, false)? {
             SimLocation::Device { .. } => self.read_one(ptr),
             SimLocation::Pinned { addr } => {
-                // SAFETY: the word was located in live pinned memory and is aligned; host and device access such memory
-                // only through `pinned`.
+                // SAFETY: the word was located in live pinned memory and is aligned; host and device access such
+                // memory only through `pinned`.
                 Ok(unsafe { crate::pinned::word(HostPtr(addr)) }.load(Ordering::Acquire))
             }
         }
     }
 
-    /// Stores 64 bits with release, such as a ring's sequence number in pinned memory. Earlier writes are visible to whoever
-    /// loads the value with acquire.
+    /// Stores 64 bits with release, such as a ring's sequence number in pinned memory. Earlier writes are visible
+    /// to whoever loads the value with acquire.
     ///
     /// # Errors
     /// As [`SimKernel::write`].
@@ -263,8 +265,8 @@ impl<'a> SimKernel<'a> {
 
     /// Runs the part of the kernel before it waits for its programmatic dependencies.
     ///
-    /// A twin that does not call this waits at its very start. Accesses of `early` are checked against all accesses of the
-    /// launches that it depends on.
+    /// A twin that does not call this waits at its very start. Accesses of `early` are checked against all accesses
+    /// of the launches that it depends on.
     ///
     /// # Errors
     /// The errors of `early`.

@@ -1,50 +1,51 @@
-//! The device's memory: allocations at private addresses with guard zones between them, and pinned host memory.
+//! Memory of the simulated device: allocations at private addresses separated by guard zones, and pinned host
+//! memory.
 //!
-//! Device addresses come from a range no process can map and are never reused, so a stale address is always found
-//! out. Pinned memory is real host memory, surrounded by guard bytes that are checked when it is freed.
+//! Device addresses come from a range that no process can map, and are never reused, so a stale address is always
+//! detected. Pinned memory is real host memory between guard bytes that are checked when it is freed.
 
 use std::alloc::{Layout, alloc, dealloc};
 use std::collections::{BTreeMap, VecDeque};
 
 use crate::api::{Code, CtxHandle, HostPtr};
 
-/// Not a canonical address on any host, so it cannot be mistaken for a pointer.
+/// Not a canonical address on any host, so never a valid pointer.
 const BASE: u64 = 0x0d00_0000_0000_0000;
 const ALIGN: u64 = 512;
-/// Unmapped bytes on both sides of an allocation, at least.
+/// Minimum number of unmapped bytes on both sides of an allocation.
 const GUARD: u64 = 4096;
-/// All ones: a NaN in every float type and an index out of every range, so reading what was never written shows.
+/// All ones: a NaN in every float type and an out-of-range index, so that reads of unwritten memory show.
 const POISON: u8 = 0xff;
 const GUARD_BYTE: u8 = 0xa7;
 const HOST_GUARD: usize = 256;
-/// Freed pinned memory kept aside, so that a late write by the host is found instead of corrupting the process.
+/// Number of freed pinned allocations kept, so that a late write by the host does not corrupt the process.
 const QUARANTINE: usize = 64;
 
-/// What went wrong on the device, with the code the driver would give.
+/// A fault on the device, with the code that a driver would return.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fault {
     /// The driver's code.
     pub code: Code,
-    /// In words: what touched what.
+    /// Description of the faulting access.
     pub what: String,
 }
 
 impl Fault {
-    /// A fault of a kernel's own making, such as a failed device-side assertion.
+    /// Creates a fault that a kernel raises itself, such as a failed device-side assertion.
     #[must_use]
     pub fn new(code: Code, what: impl Into<String>) -> Fault {
         Fault { code, what: what.into() }
     }
 }
 
-/// What an allocation belongs to.
+/// Owner of an allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum AllocationOwner {
-    /// `cuMemAlloc`, managed memory.
+    /// The program: `cuMemAlloc` or managed memory.
     Program,
-    /// Stream-ordered: comes alive when its stream gets there.
+    /// A stream: live once the stream reaches the allocation.
     Stream,
-    /// A memory node of a graph: alive between its execution and its free.
+    /// A memory node of a graph: live from its execution to the free.
     Graph,
 }
 
@@ -54,9 +55,9 @@ struct SimAllocation {
     ctx: CtxHandle,
     owner: AllocationOwner,
     live: bool,
-    /// Its bytes are taken from the capacity: a graph's only while it is alive, others from the call on.
+    /// True if its bytes count against the capacity: a graph's only while live, others from the call on.
     counted: bool,
-    /// A stream-ordered free of it is queued.
+    /// True if a stream-ordered free is queued.
     freeing: bool,
 }
 
@@ -67,13 +68,13 @@ struct SimPinned {
     ctx: CtxHandle,
 }
 
-// SAFETY: `base` is a heap allocation that only this value owns; threads that use the bytes do so by the rules of
-// pinned memory (the driver's own), not through this struct.
+// SAFETY: `base` is a heap allocation that only this value owns. Threads access its bytes under the rules of pinned
+// memory, not through this struct.
 unsafe impl Send for SimPinned {}
 
 impl Drop for SimPinned {
     fn drop(&mut self) {
-        // SAFETY: `base` came from `alloc` with this very layout in `SimMemory::alloc_host` and is freed once, here.
+        // SAFETY: `base` came from `alloc` with this layout in `SimMemory::alloc_host` and is freed only here.
         unsafe { dealloc(self.base, self.layout) }
     }
 }
@@ -84,8 +85,8 @@ impl SimPinned {
     }
 
     fn guards_intact(&self) -> bool {
-        // SAFETY: the allocation holds a guard, `bytes` and another guard; the guards belong to this struct alone,
-        // and reading them through a raw slice does not alias the user's part.
+        // SAFETY: the allocation holds a guard, `bytes` bytes and another guard. The guards belong to this struct
+        // alone, and reading them through a raw slice does not alias the user's bytes.
         let (front, back) = unsafe {
             (
                 std::slice::from_raw_parts(self.base, HOST_GUARD),
@@ -96,12 +97,12 @@ impl SimPinned {
     }
 }
 
-/// Where a checked access lands.
+/// Location of a checked access.
 #[derive(Clone, Copy)]
 pub(super) enum SimLocation {
-    /// Byte offset in the allocation that starts there.
+    /// Byte offset in the allocation that starts at `start`.
     Device { start: u64, offset: usize },
-    /// A host address inside pinned memory.
+    /// Host address inside pinned memory.
     Pinned { addr: u64 },
 }
 
@@ -146,7 +147,7 @@ impl SimMemory {
         (self.pinned.len(), self.host_used)
     }
 
-    /// Picks the address of an allocation; it holds bytes once it is brought to life.
+    /// Reserves the address of an allocation, which has no bytes until it is brought to life.
     pub(super) fn reserve(
         &mut self,
         ctx: CtxHandle,
@@ -168,7 +169,7 @@ impl SimMemory {
         Ok(start)
     }
 
-    /// Backs a reserved address with poisoned bytes.
+    /// Backs a reserved address with poison bytes.
     pub(super) fn bring_to_life(&mut self, start: u64) -> Result<(), Code> {
         let free = self.capacity - self.used;
         let a = self.allocations.get_mut(&start).ok_or(Code::INVALID_VALUE)?;
@@ -176,14 +177,14 @@ impl SimMemory {
             return Err(Code::INVALID_VALUE);
         }
         let n_words = usize::try_from(a.bytes.div_ceil(8)).map_err(|_| Code::OUT_OF_MEMORY)?;
-        let more = if a.counted { 0 } else { a.bytes };
-        if more > free || a.words.try_reserve_exact(n_words).is_err() {
+        let extra = if a.counted { 0 } else { a.bytes };
+        if extra > free || a.words.try_reserve_exact(n_words).is_err() {
             return Err(Code::OUT_OF_MEMORY);
         }
         a.words.resize(n_words, u64::from_ne_bytes([POISON; 8]));
         a.live = true;
         a.counted = true;
-        self.used += more;
+        self.used += extra;
         Ok(())
     }
 
@@ -199,25 +200,25 @@ impl SimMemory {
         }
     }
 
-    /// Who owns the live or reserved allocation that starts exactly at `start`.
+    /// Owner of the allocation that starts exactly at `start`, and whether it is live.
     pub(super) fn owner(&self, start: u64) -> Option<(AllocationOwner, bool)> {
         self.allocations.get(&start).map(|a| (a.owner, a.live))
     }
 
-    /// Notes that a stream-ordered free of it is queued; a second one is refused.
+    /// Records a queued stream-ordered free; refuses a second one.
     pub(super) fn mark_freeing(&mut self, start: u64) -> Result<(), Code> {
         let a = self.allocations.get_mut(&start).filter(|a| !a.freeing).ok_or(Code::INVALID_VALUE)?;
         a.freeing = true;
         Ok(())
     }
 
-    /// The bytes of an allocation that a graph's memory node makes.
+    /// Size of an allocation that a graph's memory node makes.
     pub(super) fn reserved_bytes(&self, start: u64) -> u64 {
         self.allocations.get(&start).map_or(0, |a| a.bytes)
     }
 
-    /// Checks a range a copy or fill names, as the driver does when the call is made: stream-ordered memory may come
-    /// alive later.
+    /// Checks the range of a copy or fill as the driver does at the time of the call, when stream-ordered memory
+    /// need not be live yet.
     pub(super) fn check_named(&self, addr: u64, bytes: u64) -> Result<(), String> {
         let later = self.allocations.range(..=addr).next_back().is_some_and(|(&start, a)| {
             a.owner != AllocationOwner::Program
@@ -227,7 +228,7 @@ impl SimMemory {
         if later { Ok(()) } else { self.locate(addr, bytes).map(drop).map_err(|fault| fault.what) }
     }
 
-    /// Frees; a graph's allocation keeps its address for the next execution.
+    /// Frees an allocation; one of a graph keeps its address for the next execution.
     pub(super) fn free(&mut self, start: u64) -> Result<(), Code> {
         let a = self.allocations.get_mut(&start).filter(|a| a.live).ok_or(Code::INVALID_VALUE)?;
         a.live = false;
@@ -253,12 +254,13 @@ impl SimMemory {
         let n = usize::try_from(bytes).map_err(|_| Code::OUT_OF_MEMORY)?;
         let layout =
             Layout::from_size_align(n + 2 * HOST_GUARD, HOST_GUARD).map_err(|_| Code::OUT_OF_MEMORY)?;
-        // SAFETY: the layout is not empty: it holds two guards.
+        // SAFETY: the layout is not empty, since it includes two guards.
         let base = unsafe { alloc(layout) };
         if base.is_null() {
             return Err(Code::OUT_OF_MEMORY);
         }
-        // SAFETY: `base` points at `layout.size()` fresh bytes; the three parts tile them.
+        // SAFETY: `base` points to `layout.size()` fresh bytes, which the two guards and the user's `n` bytes
+        // cover.
         unsafe {
             base.write_bytes(GUARD_BYTE, layout.size());
             base.add(HOST_GUARD).write_bytes(POISON, n);
@@ -270,7 +272,7 @@ impl SimMemory {
         Ok(addr)
     }
 
-    /// Frees pinned memory; the text of a report when its guard zones were written to.
+    /// Frees pinned memory. Returns a report if its guard zones were overwritten.
     pub(super) fn free_host(&mut self, addr: u64) -> Result<Option<String>, Code> {
         let pinned = self.pinned.remove(&addr).ok_or(Code::INVALID_VALUE)?;
         self.host_used -= pinned.bytes as u64;
@@ -284,7 +286,7 @@ impl SimMemory {
         Ok(report)
     }
 
-    /// Everything of a context that ends.
+    /// Frees everything of a context.
     pub(super) fn drop_context(&mut self, ctx: CtxHandle) {
         let gone: Vec<u64> =
             self.allocations.iter().filter(|(_, a)| a.ctx == ctx).map(|(&start, _)| start).collect();
@@ -301,12 +303,12 @@ impl SimMemory {
         }
     }
 
-    /// True when the whole range lies in pinned memory.
+    /// True if the whole range lies in pinned memory.
     pub(super) fn is_pinned(&self, addr: u64, bytes: u64) -> bool {
         matches!(self.locate(addr, bytes), Ok(SimLocation::Pinned { .. }))
     }
 
-    /// Checks a range against what is alive.
+    /// Looks a range up in live memory.
     pub(super) fn locate(&self, addr: u64, bytes: u64) -> Result<SimLocation, Fault> {
         if let Some((&start, a)) = self.allocations.range(..=addr).next_back()
             && a.live
@@ -331,12 +333,16 @@ impl SimMemory {
         if let Some((start, n)) = freed
             && addr - start < n
         {
-            let at = addr - start;
-            return format!("use after free: {bytes} bytes at offset {at} of {n} bytes freed at {start:#x}");
+            let offset = addr - start;
+            return format!(
+                "use after free: {bytes} bytes at offset {offset} of {n} bytes freed at {start:#x}"
+            );
         }
         match (below, above) {
             (Some((start, n, false)), _) if addr - start < n => {
-                format!("{bytes} bytes at {addr:#x}, in {n} stream-ordered bytes that are not allocated now")
+                format!(
+                    "{bytes} bytes at {addr:#x}, in {n} stream-ordered bytes that are not allocated at this point"
+                )
             }
             (Some((start, n, true)), _) if addr - start < n + GUARD => format!(
                 "guard zone: bytes {}..{} of an allocation of {n} bytes at {start:#x}",
@@ -344,7 +350,10 @@ impl SimMemory {
                 (addr - start).saturating_add(bytes)
             ),
             (_, Some(start)) if start - addr <= GUARD => {
-                format!("guard zone: {bytes} bytes at {} before the allocation at {start:#x}", start - addr)
+                format!(
+                    "guard zone: {bytes} bytes at {} bytes before the allocation at {start:#x}",
+                    start - addr
+                )
             }
             _ => format!("wild address: {bytes} bytes at {addr:#x}, where nothing was ever allocated"),
         }
@@ -357,7 +366,7 @@ impl SimMemory {
     }
 
     pub(super) fn device_mut(&mut self, start: u64) -> &mut [u8] {
-        let a = self.allocations.get_mut(&start).expect("the place was located under the same lock");
+        let a = self.allocations.get_mut(&start).expect("the location was looked up under the same lock");
         &mut bytemuck::cast_slice_mut(&mut a.words)[..a.bytes as usize]
     }
 
@@ -376,17 +385,18 @@ impl SimMemory {
             SimLocation::Device { start, offset } => {
                 self.device_mut(start)[offset..offset + bytes.len()].copy_from_slice(bytes);
             }
-            // SAFETY: the range was just located in live pinned memory; a last word reaches into its guard zone at most.
+            // SAFETY: the range was just located in live pinned memory; the last word extends at most into its
+            // guard zone.
             SimLocation::Pinned { addr } => unsafe { crate::pinned::write(HostPtr(addr), bytes) },
         }
         Ok(())
     }
 }
 
-/// Reads located pinned memory the way a device does: whatever is there at this moment.
+/// Reads located pinned memory as a device does, while others may be writing it.
 pub(super) fn read_pinned(addr: u64, out: &mut [u8]) {
-    // SAFETY: callers have located the range in live pinned memory, under the lock that they hold; a last word reaches into
-    // its guard zone at most.
+    // SAFETY: callers have located the range in live pinned memory, under the lock that they hold; the last word
+    // extends at most into its guard zone.
     unsafe { crate::pinned::read(HostPtr(addr), out) }
 }
 

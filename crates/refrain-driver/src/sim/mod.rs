@@ -1,28 +1,28 @@
-//! A simulated CUDA device behind the same interface as the real driver.
+//! A simulated CUDA device with the same interface as the real driver.
 //!
-//! It keeps contexts, streams, events, modules, memory, captures and graphs, answers with the driver's codes, and
-//! behaves during a capture as `capture-truth.tsv` measured on a real card. Kernels run as registered reference
-//! functions ([`SimDriver::register`]). What it adds over a card: every access is checked against live memory, work
-//! really is late (it runs when somebody waits or when the seed says so), graphs run in random legal orders, unordered
-//! work on the same bytes is reported, objects are counted, and faults happen where a [`FaultScript`] says.
+//! It implements contexts, streams, events, modules, memory, captures and graphs, returns the driver's codes, and
+//! behaves during a capture as `capture-truth.tsv` measured on a real GPU. Kernels run as registered reference
+//! functions ([`SimDriver::register`]). It also does what no GPU does: it checks every access against live memory,
+//! runs work late (when somebody waits for it, or when the seed decides), runs graphs in random legal orders,
+//! reports unordered work on the same bytes, counts live objects, and injects faults from a [`FaultScript`].
 //!
-//! Invariant: a device address is never a pointer of this process; only pinned memory is real host memory.
-//! Invariant: after a sticky fault every call that needs a context returns it, in every context, for good.
+//! Invariant: a device address is never a valid pointer in this process; only pinned memory is real host memory.
+//! Invariant: after a sticky fault, every call that needs a context returns its code, in every context, for good.
 
-mod calls; // the driver's calls by name
+mod calls; // driver calls by name
 mod capture; // the capture state machine
 mod driver; // the interface
-mod edits; // graphs by handle
-mod faults; // what goes wrong, and when
-mod functions; // attributes and limits of a launch
-mod graphs; // graphs and their orders
+mod edits; // operations on graphs by handle
+mod faults; // fault scripts
+mod functions; // function attributes and launch limits
+mod graphs; // graphs and their legal orders
 mod kernels; // reference functions in place of machine code
 mod memory; // device and pinned memory
-mod modules; // which kernels an image holds
-mod ops; // one piece of device work
-mod races; // who touched which bytes
+mod modules; // kernel names in module images
+mod ops; // a single operation
+mod races; // access logs and race checks
 mod rng;
-mod state; // everything behind the lock
+mod state; // the state behind the lock
 mod streams; // queues of work
 
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -39,28 +39,29 @@ use faults::Action;
 use ops::WorkFault;
 use races::Clock;
 use state::SimState;
-use streams::StepOutcome;
+use streams::StreamStep;
 
 /// When queued work runs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SimSchedule {
-    /// When somebody waits for it or asks after it, and now and then by chance.
+    /// When somebody waits for it or queries it, and sometimes at random.
     #[default]
     Seeded,
-    /// Only what somebody waits for or asks after, and what that needs: a missing wait always shows.
+    /// Only when somebody waits for it, queries it, or needs its result: a missing wait always shows.
     Lazy,
-    /// Before the call that queued it returns: a missing wait never shows.
+    /// Before the call that queues it returns: a missing wait never shows.
     Eager,
 }
 
-/// How a simulated device is made.
+/// Options of a simulated device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SimOptions {
-    /// Names the run: schedules, orders of graphs and falsified bytes follow from it.
+    /// Seed of schedules, graph orders and corrupted bytes.
     pub seed: u64,
-    /// What goes wrong.
+    /// Faults to inject.
     pub faults: FaultScript,
-    /// Whether unordered work on the same bytes loses the context (`LAUNCH_FAILED`) besides being reported.
+    /// Whether unordered work on the same bytes also loses the context (`LAUNCH_FAILED`), in addition to the
+    /// report.
     pub strict: bool,
     /// Device memory in bytes.
     pub memory_bytes: u64,
@@ -70,9 +71,9 @@ pub struct SimOptions {
     pub schedule: SimSchedule,
     /// Number of devices.
     pub n_devices: u32,
-    /// The most shared memory that a block can have: 227 KiB on compute capability 9.0, 99 KiB on 8.6, 8.9 and 12.0.
+    /// Maximum shared memory per block: 227 KiB on compute capability 9.0, 99 KiB on 8.6, 8.9 and 12.0.
     pub shared_block_bytes: u32,
-    /// Whether the device says that it uses the host's memory.
+    /// Whether the device reports that it shares the host's memory.
     pub unified: bool,
 }
 
@@ -92,27 +93,27 @@ impl Default for SimOptions {
     }
 }
 
-/// What is alive on the device and what it was asked to do.
+/// Live objects and call counts of a simulated device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SimStats {
     /// Live objects and bytes.
     pub live: Census,
-    /// Calls sent, by kind; those that failed count too.
+    /// Number of calls of each kind, including failed ones.
     pub calls: Vec<(DriverCall, u64)>,
-    /// Bytes that were copied from the host to the device; those of copies that failed count too.
+    /// Bytes copied from the host to the device, including failed copies.
     pub upload_bytes: u64,
-    /// Threads inside a call that a script keeps from returning.
+    /// Threads inside a call that a fault script makes hang.
     pub n_hung: usize,
 }
 
 impl SimStats {
-    /// How often a call was sent.
+    /// Number of calls of a kind.
     #[must_use]
     pub fn n_calls(&self, call: DriverCall) -> u64 {
         self.calls.iter().find(|(c, _)| *c == call).map_or(0, |(_, n)| *n)
     }
 
-    /// Calls of all kinds.
+    /// Number of calls of all kinds.
     #[must_use]
     pub fn n_calls_total(&self) -> u64 {
         self.calls.iter().map(|(_, n)| n).sum()
@@ -121,29 +122,29 @@ impl SimStats {
 
 struct SimShared {
     state: Mutex<SimState>,
-    /// A hung call was released, a call began to hang, or a host function returned.
+    /// Signals that a hung call was released, a call began to hang, or a host function returned.
     changed: Condvar,
-    /// Pieces of work done, readable while a call holds the state.
+    /// Units of work done, readable while a call holds the state.
     n_steps: AtomicU64,
 }
 
 impl Drop for SimShared {
     fn drop(&mut self) {
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
-        for (rule, n_seen) in state.faults.unused() {
-            tracing::warn!("the fault rule `{rule}` never happened: its call was made {n_seen} times");
+        for (rule, n_calls) in state.faults.unused() {
+            tracing::warn!("fault rule `{rule}` never fired; matching calls: {n_calls}");
         }
     }
 }
 
-/// A simulated driver. Clones are the same device.
+/// A simulated driver. Clones refer to the same device.
 #[derive(Clone)]
 pub struct SimDriver {
     shared: Arc<SimShared>,
 }
 
-/// The driver interface of a simulated device. Apart from it, so that holding a device does not give the right to free what
-/// others use on it.
+/// Driver interface of a simulated device. A separate type, because holding a [`SimDriver`] must not grant the
+/// right to free memory that others use.
 struct SimApi(SimDriver);
 
 impl std::ops::Deref for SimApi {
@@ -167,7 +168,7 @@ impl std::fmt::Debug for SimDriver {
 }
 
 impl SimDriver {
-    /// A device with nothing on it and no kernels registered.
+    /// Creates a device without objects or registered kernels.
     #[must_use]
     pub fn new(options: SimOptions) -> SimDriver {
         SimDriver {
@@ -179,40 +180,40 @@ impl SimDriver {
         }
     }
 
-    /// The same device as the raw driver interface, for tests of the simulation itself.
+    /// Returns the raw driver interface of this device, for tests of the simulation itself.
     ///
     /// ```compile_fail,E0133
     /// # use refrain_driver::{Memory, api::HostPtr, sim::SimDriver};
-    /// fn free_behind_its_back(sim: &SimDriver, memory: &Memory) {
+    /// fn free_under_its_owner(sim: &SimDriver, memory: &Memory) {
     ///     for (_, _, address) in memory.regions() {
-    ///         let _ = sim.api().free_host(HostPtr(address)); // rings and leases still read there
+    ///         let _ = sim.api().free_host(HostPtr(address)); // rings and leases would still read there
     ///     }
     /// }
     /// ```
     ///
     /// ```compile_fail,E0599
     /// # use refrain_driver::{api::{Api, HostPtr}, sim::SimDriver};
-    /// fn without_asking(sim: &SimDriver, address: HostPtr) {
+    /// fn without_unsafe(sim: &SimDriver, address: HostPtr) {
     ///     let _ = sim.free_host(address);
     /// }
     /// ```
     ///
     /// # Safety
-    /// As for [`crate::raw_driver`]: the caller uses only handles and addresses that calls on the returned value gave it, and
-    /// none of them after it was freed or destroyed. The device checks handles and device memory itself, but pinned memory
-    /// is memory of this process, which others use through [`crate::Memory`], [`crate::Ring`] and [`crate::Staging`].
+    /// As for [`crate::raw_driver`]: the caller uses only handles and addresses returned by this value, and none
+    /// after it was freed or destroyed. The device checks handles and device memory itself, but pinned memory is
+    /// memory of this process, which others use through [`crate::Memory`], [`crate::Ring`] and [`crate::Staging`].
     #[must_use]
     pub unsafe fn api(&self) -> Arc<dyn Api> {
         self.interface()
     }
 
-    /// The driver interface for [`crate::Device`], which keeps that contract.
+    /// The driver interface for [`crate::Device`], which upholds that contract.
     pub(crate) fn interface(&self) -> Arc<dyn Api> {
         Arc::new(SimApi(self.clone()))
     }
 
-    /// Registers the reference function of a kernel, with the sizes of its parameters. A later one of the same name
-    /// serves functions looked up from then on.
+    /// Registers the reference function of a kernel, with the sizes of its parameters. Registering a name again
+    /// affects only later lookups.
     pub fn register(
         &self,
         name: &str,
@@ -222,23 +223,23 @@ impl SimDriver {
         self.register_twin(Twin::new(name, param_sizes, body));
     }
 
-    /// Registers a twin with properties of its own.
+    /// Registers a twin.
     pub fn register_twin(&self, twin: Twin) {
         self.lock().twins.insert(twin.name.clone(), Arc::new(twin));
     }
 
-    /// Adds faults; their counts start now.
+    /// Adds fault rules; they count calls from now on.
     pub fn inject(&self, faults: FaultScript) {
         self.lock().faults.extend(faults);
     }
 
-    /// The rules of the fault scripts that have not come to happen so far, as they were written.
+    /// The fault rules that have not fired so far, as written.
     #[must_use]
     pub fn unused_faults(&self) -> Vec<String> {
         self.lock().faults.unused().map(|(rule, _)| rule.to_owned()).collect()
     }
 
-    /// What is alive and what was asked.
+    /// Live objects and call counts.
     #[must_use]
     pub fn stats(&self) -> SimStats {
         let state = self.lock();
@@ -248,19 +249,19 @@ impl SimDriver {
         SimStats { live: state.census(), calls: calls.collect(), upload_bytes, n_hung }
     }
 
-    /// Diagnostics so far, left in place; [`crate::Device::take_reports`] takes them.
+    /// Reports so far, without removing them; see [`crate::Device::take_reports`].
     #[must_use]
     pub fn reports(&self) -> Vec<String> {
         self.lock().reports.clone()
     }
 
-    /// Lets every call return that a script keeps from returning.
+    /// Releases every call that a fault script makes hang.
     pub fn release_hung(&self) {
         self.lock().n_releases += 1;
         self.shared.changed.notify_all();
     }
 
-    /// Waits until a call hangs; false when none did in time.
+    /// Waits until a call hangs; false on timeout.
     #[must_use]
     pub fn wait_until_hung(&self, timeout: Duration) -> bool {
         let state = self.lock();
@@ -272,12 +273,12 @@ impl SimDriver {
         self.shared.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Counts a call and lets scripted faults happen to it.
+    /// Counts a call and applies scripted faults to it.
     fn enter(&self, call: DriverCall) -> RawResult<MutexGuard<'_, SimState>> {
         self.enter_or(call, |_| ())
     }
 
-    /// As [`SimDriver::enter`]; `on_fail` runs when a script makes the call fail.
+    /// Like [`SimDriver::enter`]; `on_fail` runs if a script makes the call fail.
     fn enter_or(
         &self,
         call: DriverCall,
@@ -301,7 +302,7 @@ impl SimDriver {
             match action {
                 Action::Hang(_) => {}
                 Action::Fail(code) => {
-                    // Codes that break a capture do so when scripted, too.
+                    // Codes that break a capture also do so when scripted.
                     if matches!(code.0, 900 | 902 | 905..=907) {
                         state.break_all_captures();
                     }
@@ -334,7 +335,7 @@ impl SimDriver {
             if left.is_zero() {
                 break;
             }
-            // A plain wait where there is no limit: the largest duration overflows some clocks.
+            // Without a limit, use a plain wait: the largest duration overflows some clocks.
             state = match until {
                 Some(_) => {
                     self.shared.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0
@@ -346,8 +347,8 @@ impl SimDriver {
         state
     }
 
-    /// Runs steps of the streams that `pick` names until it names none or the context is lost. Host functions are
-    /// called without the lock.
+    /// Runs steps of the streams that `pick` selects, until it selects none or the context is lost. Calls host
+    /// functions without holding the lock.
     fn drive<'a>(
         &'a self,
         mut state: MutexGuard<'a, SimState>,
@@ -358,11 +359,11 @@ impl SimDriver {
         {
             self.shared.n_steps.fetch_add(1, Ordering::Relaxed);
             match state.step(stream) {
-                StepOutcome::Ran | StepOutcome::Idle | StepOutcome::Blocked => {}
-                StepOutcome::Busy => {
+                StreamStep::Ran | StreamStep::Idle | StreamStep::Blocked => {}
+                StreamStep::Busy => {
                     state = self.shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
                 }
-                StepOutcome::HostCall(call) => {
+                StreamStep::HostCall(call) => {
                     drop(state);
                     (call.f)(call.user);
                     state = self.lock();
@@ -374,7 +375,7 @@ impl SimDriver {
         state
     }
 
-    /// Waits for an item; `clock` is what the host then has seen.
+    /// Waits for a queue item; the host has then seen `clock`.
     fn wait_for<'a>(
         &'a self,
         state: MutexGuard<'a, SimState>,
@@ -385,7 +386,7 @@ impl SimDriver {
             if !s.pending.contains_key(&item) {
                 return None;
             }
-            // Now and then something else runs first, as it would on a card.
+            // Sometimes other work runs first, as it would on a GPU.
             if s.schedule != SimSchedule::Lazy
                 && s.rng.one_in(4)
                 && let Some(other) = s.any_runnable()
@@ -404,7 +405,7 @@ impl SimDriver {
         let ctx = state.ctx()?;
         let mut state = self.drive(state, |s| {
             s.any_runnable().or_else(|| {
-                // What is left waits for a host function that another thread is calling.
+                // The remaining work waits for a host function that another thread is calling.
                 let left = s.streams.values().find(|stream| stream.ctx == ctx && !stream.queue.is_empty());
                 left.and_then(|stream| s.toward(stream.last))
             })
@@ -416,7 +417,7 @@ impl SimDriver {
         Ok(state)
     }
 
-    /// Brings an item a few steps closer, for a query; whether it is done.
+    /// Runs a few steps towards an item, for a query; `NOT_READY` if it is not done.
     fn poll<'a>(
         &'a self,
         state: MutexGuard<'a, SimState>,
@@ -433,7 +434,7 @@ impl SimDriver {
                 return None;
             }
             n_left -= 1;
-            // A host function that another thread is calling is not waited for by a query.
+            // A query does not wait for a host function that another thread is calling.
             s.toward(item).filter(|h| s.streams.get(h).is_some_and(|stream| !stream.busy))
         });
         state.check_lost()?;
@@ -444,7 +445,7 @@ impl SimDriver {
         Ok(state)
     }
 
-    /// Work was queued: perhaps some of it runs before the call returns.
+    /// Called after queueing work, some of which may run before the call returns.
     fn queued(&self, mut state: MutexGuard<'_, SimState>) -> RawResult<()> {
         let schedule = state.schedule;
         let mut n_left = match schedule {
@@ -457,7 +458,7 @@ impl SimDriver {
             n_left = n_left.checked_sub(1)?;
             s.any_runnable()
         }));
-        // What fails now is the next call's error, as on a card.
+        // An error here is reported by the next call, as on a GPU.
         Ok(())
     }
 }

@@ -1,16 +1,16 @@
-//! Module images: which kernels an image holds, read from PTX, from a cubin's section names, or from a plain list.
+//! Kernel names in a module image, read from PTX, from a cubin's section names, or from a plain list.
 
 use crate::api::Code;
 
-/// A kernel an image names, with its parameter sizes where the image tells them.
+/// A kernel of an image, with its parameter sizes if the image states them.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct KernelEntry {
+pub(super) struct ImageEntry {
     pub(super) name: String,
     pub(super) param_sizes: Option<Vec<usize>>,
 }
 
 /// Reads the kernel names of an image.
-pub(super) fn entries(image: &[u8]) -> Result<Vec<KernelEntry>, Code> {
+pub(super) fn entries(image: &[u8]) -> Result<Vec<ImageEntry>, Code> {
     if image.starts_with(b"\x7fELF") {
         return Ok(cubin_entries(image));
     }
@@ -18,7 +18,7 @@ pub(super) fn entries(image: &[u8]) -> Result<Vec<KernelEntry>, Code> {
     let text = text.trim_end_matches('\0');
     let mut lines = text.lines().map(str::trim);
     if lines.next() == Some("sim") {
-        let named = |name: &str| KernelEntry { name: name.to_owned(), param_sizes: None };
+        let named = |name: &str| ImageEntry { name: name.to_owned(), param_sizes: None };
         return Ok(lines.filter(|l| !l.is_empty()).map(named).collect());
     }
     if text.trim().is_empty() {
@@ -31,31 +31,31 @@ pub(super) fn entries(image: &[u8]) -> Result<Vec<KernelEntry>, Code> {
     ptx_entries(&code).ok_or(Code::INVALID_PTX)
 }
 
-/// A kernel's code lies in a section called `.text.NAME`; the names stand in the file as they are.
-fn cubin_entries(image: &[u8]) -> Vec<KernelEntry> {
+/// Finds kernels by section name: the code of each one is in a section called `.text.NAME`.
+fn cubin_entries(image: &[u8]) -> Vec<ImageEntry> {
     const PREFIX: &[u8] = b"\0.text.";
-    let mut found: Vec<KernelEntry> = Vec::new();
-    for at in memchr_all(image, PREFIX) {
-        let rest = &image[at + PREFIX.len()..];
+    let mut found: Vec<ImageEntry> = Vec::new();
+    for offset in find_all(image, PREFIX) {
+        let rest = &image[offset + PREFIX.len()..];
         let end = rest.iter().position(|&b| b == 0).unwrap_or(rest.len());
         if let Ok(name) = std::str::from_utf8(&rest[..end])
             && !name.is_empty()
             && found.iter().all(|e| e.name != name)
         {
-            found.push(KernelEntry { name: name.to_owned(), param_sizes: None });
+            found.push(ImageEntry { name: name.to_owned(), param_sizes: None });
         }
     }
     found
 }
 
-fn memchr_all<'a>(bytes: &'a [u8], needle: &'a [u8]) -> impl Iterator<Item = usize> + 'a {
+fn find_all<'a>(bytes: &'a [u8], needle: &'a [u8]) -> impl Iterator<Item = usize> + 'a {
     bytes.windows(needle.len()).enumerate().filter(move |(_, w)| *w == needle).map(|(i, _)| i)
 }
 
-fn ptx_entries(code: &str) -> Option<Vec<KernelEntry>> {
+fn ptx_entries(code: &str) -> Option<Vec<ImageEntry>> {
     let mut found = Vec::new();
-    for (at, _) in code.match_indices(".entry") {
-        let rest = code[at + ".entry".len()..].trim_start();
+    for (offset, _) in code.match_indices(".entry") {
+        let rest = code[offset + ".entry".len()..].trim_start();
         let end = rest.find(|c: char| !(c.is_alphanumeric() || matches!(c, '_' | '$' | '%')))?;
         let (name, rest) = rest.split_at(end);
         if name.is_empty() {
@@ -70,12 +70,13 @@ fn ptx_entries(code: &str) -> Option<Vec<KernelEntry>> {
             }
             None => Some(Vec::new()),
         };
-        found.push(KernelEntry { name: name.to_owned(), param_sizes });
+        found.push(ImageEntry { name: name.to_owned(), param_sizes });
     }
     Some(found)
 }
 
-/// The size of `.param .u64 name`, `.param .u64 .ptr .global .align 1 name` or `.param .align 8 .b8 name[24]`.
+/// Returns the size of `.param .u64 name`, `.param .u64 .ptr .global .align 1 name` or `.param .align 8 .b8
+/// name[24]`.
 fn param_size(param: &str) -> Option<usize> {
     let words = param.split_whitespace();
     let element = words.clone().find_map(|word| match word {
@@ -95,9 +96,9 @@ fn param_size(param: &str) -> Option<usize> {
 fn without_comments(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     let mut rest = text;
-    while let Some(at) = rest.find("/*") {
-        out.push_str(&rest[..at]);
-        rest = rest[at + 2..].split_once("*/").map_or("", |(_, after)| after);
+    while let Some(start) = rest.find("/*") {
+        out.push_str(&rest[..start]);
+        rest = rest[start + 2..].split_once("*/").map_or("", |(_, after)| after);
     }
     out.push_str(rest);
     out.lines().map(|l| l.split("//").next().unwrap_or_default()).collect::<Vec<_>>().join("\n")
@@ -113,13 +114,13 @@ mod tests {
             .param .u64 .ptr .global .align 1 add_0,\n.param .u32 add_1,\n.param .align 8 .b8 add_2[24]\n)\n{ ret; }\n\
             .entry bare\n{ ret; }";
         let found = entries(ptx.as_bytes()).unwrap();
-        assert_eq!(found[0], KernelEntry { name: "add".into(), param_sizes: Some(vec![8, 4, 24]) });
+        assert_eq!(found[0], ImageEntry { name: "add".into(), param_sizes: Some(vec![8, 4, 24]) });
         assert_eq!(found[1].name, "bare");
         assert_eq!(found.len(), 2);
     }
 
     #[test]
-    fn an_image_that_is_no_module_is_refused_with_the_driver_s_code() {
+    fn an_invalid_image_is_refused_with_the_driver_s_code() {
         assert_eq!(entries(&[0xff, 0xfe, 1]), Err(Code::INVALID_IMAGE));
         assert_eq!(entries(b""), Err(Code::INVALID_IMAGE));
         assert_eq!(entries(b"hello"), Err(Code::INVALID_PTX));
@@ -127,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cubin_tells_its_kernels_by_section_name() {
+    fn kernels_of_a_cubin_are_found_by_section_name() {
         let image = b"\x7fELF....\0.text.add\0.nv.info.add\0.text.mul\0";
         let names: Vec<String> = entries(image).unwrap().into_iter().map(|e| e.name).collect();
         assert_eq!(names, ["add", "mul"]);

@@ -1,4 +1,4 @@
-//! One piece of device work: what a stream queues and a graph's node holds.
+//! A single device operation, as queued on a stream or held by a graph node.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -9,21 +9,21 @@ use super::races::AccessLog;
 use super::rng::SimRng;
 use crate::api::{Code, CopyEnd, HostPtr, LaunchConfig, ModuleHandle, NodeKind, RawHostFn};
 
-/// What a script makes a piece of work do wrong when it runs.
+/// Scripted fault of an operation, applied when it runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum WorkFault {
     Sticky(Code),
     WrongByte,
 }
 
-/// A function to call on the host.
+/// A host function to call.
 #[derive(Clone, Copy)]
 pub(super) struct SimHostCall {
     pub(super) f: RawHostFn,
     pub(super) user: *mut c_void,
 }
 
-// SAFETY: whoever handed the pair over (`launch_host_func`, `graph_add_host`, both `unsafe`) vouched that it may be
+// SAFETY: the caller of `launch_host_func` or `graph_add_host`, both `unsafe`, guaranteed that the function may be
 // called from any thread.
 unsafe impl Send for SimHostCall {}
 // SAFETY: as above; the value itself is plain data.
@@ -46,7 +46,7 @@ pub(super) enum SimOp {
         src: CopyEnd,
         bytes: u64,
     },
-    /// A copy whose source was taken when it was enqueued: pageable memory outside a capture.
+    /// A copy whose source was read when it was enqueued: from pageable memory, outside a capture.
     Upload {
         dst: u64,
         data: Arc<[u8]>,
@@ -74,7 +74,7 @@ impl SimOp {
         }
     }
 
-    /// For reports.
+    /// Description for reports.
     pub(super) fn what(&self) -> String {
         match self {
             SimOp::Empty => "an empty node".into(),
@@ -88,7 +88,7 @@ impl SimOp {
         }
     }
 
-    /// Simulated time it takes.
+    /// Simulated duration.
     pub(super) fn cost_ns(&self) -> u64 {
         match self {
             SimOp::Empty => 0,
@@ -98,7 +98,7 @@ impl SimOp {
         }
     }
 
-    /// Runs it, except for a host function, which is the scheduler's.
+    /// Runs the operation; host functions are run by the scheduler instead.
     pub(super) fn run(
         &self,
         memory: &mut SimMemory,
@@ -125,7 +125,7 @@ impl SimOp {
             }
             SimOp::Alloc(start) => memory
                 .bring_to_life(*start)
-                .map_err(|code| Fault::new(code, "stream-ordered allocation failed when its turn came")),
+                .map_err(|code| Fault::new(code, "stream-ordered allocation failed when it ran")),
             SimOp::Free(start) => memory.free(*start).map_err(|_| {
                 Fault::new(Code::ILLEGAL_ADDRESS, format!("free of {start:#x}, which is not allocated"))
             }),
@@ -140,7 +140,7 @@ impl SimOp {
 
 fn run_kernel(k: &KernelOp, memory: &mut SimMemory) -> (AccessLog, Result<(), Fault>) {
     let mut kernel = SimKernel::new(&k.twin, &k.config, &k.params, memory);
-    // A twin that panics is a kernel that crashes: the report says so, and no panic crosses the driver interface.
+    // A panic in a twin is reported as a kernel crash, so that no panic crosses the driver interface.
     let run = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| (k.twin.body)(&mut kernel)));
     let (log, fault) = kernel.finish();
     let result = match (fault, run) {
@@ -168,8 +168,9 @@ fn run_copy(
     memory: &mut SimMemory,
     log: &mut AccessLog,
 ) -> Result<(), Fault> {
-    let n = usize::try_from(bytes).map_err(|_| Fault::new(Code::ILLEGAL_ADDRESS, "a copy beyond memory"))?;
-    // Both ends are checked before a buffer of that size is made.
+    let n = usize::try_from(bytes)
+        .map_err(|_| Fault::new(Code::ILLEGAL_ADDRESS, "a copy larger than the address space"))?;
+    // Check both ends before allocating a buffer of that size.
     if let CopyEnd::Device(p) = src {
         memory.locate(p.0, bytes)?;
         log.touch(p.0, bytes, false);
@@ -190,7 +191,7 @@ fn run_copy(
     Ok(())
 }
 
-/// Flips a bit in one of the bytes that `log` says were written.
+/// Flips a bit in one of the written bytes in `log`.
 pub(super) fn falsify(memory: &mut SimMemory, log: &AccessLog, rng: &mut SimRng) {
     let written: Vec<_> = log.as_slice().iter().filter(|a| a.write).collect();
     if written.is_empty() {
@@ -201,12 +202,12 @@ pub(super) fn falsify(memory: &mut SimMemory, log: &AccessLog, rng: &mut SimRng)
     let mut byte = [0u8];
     if memory.read(addr, &mut byte).is_ok() {
         byte[0] ^= 1 << rng.below(8);
-        // The same address was readable a moment ago under the same lock.
+        // Cannot fail: the address was readable just now, under the same lock.
         let _ = memory.write(addr, &byte);
     }
 }
 
-/// The same for what a copy just wrote to pageable host memory.
+/// Flips a bit of what a copy just wrote to pageable host memory.
 pub(super) fn falsify_host(dst: HostPtr, bytes: u64, rng: &mut SimRng) {
     if bytes == 0 {
         return;

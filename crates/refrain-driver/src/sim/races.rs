@@ -1,15 +1,15 @@
-//! Which bytes each piece of work touched, and whether two pieces that nothing orders touched the same ones.
+//! Access logs, and detection of unordered work on the same bytes.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-/// One range of bytes touched by one piece of work.
+/// A byte range accessed by one operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct SimAccess {
     pub(super) start: u64,
     pub(super) end: u64,
     pub(super) write: bool,
-    /// Before the work waited for what it depends on programmatically.
+    /// True if the access came before the wait for programmatic dependencies.
     pub(super) early: bool,
 }
 
@@ -19,13 +19,13 @@ impl SimAccess {
     }
 }
 
-/// The accesses of one launch, neighbours merged.
+/// The accesses of one launch, with adjacent ranges merged.
 #[derive(Clone, Debug, Default)]
 pub(super) struct AccessLog {
     accesses: Vec<SimAccess>,
 }
 
-/// Past this many ranges a log is sorted and merged, so that element-wise twins stay affordable.
+/// Number of ranges at which a log is sorted and merged, which keeps element-wise twins affordable.
 const COMPACT_AT: usize = 4096;
 
 impl AccessLog {
@@ -74,7 +74,7 @@ impl AccessLog {
     }
 }
 
-/// How far each stream had come: one count per stream index.
+/// Vector clock: one count per stream index.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Clock(Vec<u64>);
 
@@ -100,7 +100,7 @@ impl Clock {
     }
 }
 
-/// What recently ran on each stream, to compare with what runs now on another.
+/// Recent accesses of each stream, to compare with those of other streams.
 #[derive(Default)]
 pub(super) struct History {
     streams: Vec<VecDeque<Past>>,
@@ -112,11 +112,11 @@ struct Past {
     what: Arc<str>,
 }
 
-/// Ranges remembered per stream; older ones are forgotten, which can only miss a race.
-const REMEMBERED: usize = 8192;
+/// Number of ranges kept per stream. Dropping older ones can only miss a race.
+const MAX_PASTS: usize = 8192;
 
 impl History {
-    /// Compares what just ran on stream `idx` at `clock` with what ran before on other streams, and remembers it.
+    /// Compares work that just ran on stream `idx` at `clock` with earlier work on other streams, and stores it.
     pub(super) fn add(&mut self, idx: usize, clock: &Clock, log: &AccessLog, what: &str) -> Option<String> {
         let mut found = None;
         for (other, pasts) in self.streams.iter().enumerate().filter(|(i, _)| *i != idx) {
@@ -133,12 +133,12 @@ impl History {
         let (count, what) = (clock.get(idx), Arc::<str>::from(what));
         let pasts = &mut self.streams[idx];
         pasts.extend(log.as_slice().iter().map(|&access| Past { count, access, what: what.clone() }));
-        let excess = pasts.len().saturating_sub(REMEMBERED);
+        let excess = pasts.len().saturating_sub(MAX_PASTS);
         pasts.drain(..excess);
         found
     }
 
-    /// Forgets what everything from now on is ordered after. Only right while nothing is queued.
+    /// Forgets accesses that all later work is ordered after. Only valid while nothing is queued.
     pub(super) fn forget_before(&mut self, host: &Clock) {
         for (idx, pasts) in self.streams.iter_mut().enumerate() {
             while pasts.front().is_some_and(|p| p.count <= host.get(idx)) {
@@ -148,7 +148,7 @@ impl History {
     }
 }
 
-/// The text of a race report.
+/// Formats a race report.
 pub(super) fn describe(a_what: &str, a: &SimAccess, b_what: &str, b: &SimAccess, between: &str) -> String {
     let (start, end) = (a.start.max(b.start), a.end.min(b.end));
     let verb = |x: &SimAccess| match (x.write, x.early) {

@@ -1,4 +1,4 @@
-//! The one source of chance in the simulated device, so that a seed names a run.
+//! The only source of randomness in the simulated device, so that a seed reproduces a run.
 
 /// SplitMix64: small, fast, and good enough to shuffle with.
 #[derive(Clone, Debug)]
@@ -17,12 +17,12 @@ impl SimRng {
         z ^ (z >> 31)
     }
 
-    /// A number in `0..n`; 0 for an empty range.
+    /// Returns a number in `0..n`; 0 for an empty range.
     pub(super) fn below(&mut self, n: usize) -> usize {
         if n == 0 { 0 } else { (self.next() % n as u64) as usize }
     }
 
-    /// True once in `n` times.
+    /// Returns true with probability `1 / n`.
     pub(super) fn one_in(&mut self, n: usize) -> bool {
         self.below(n) == 0
     }

@@ -1,4 +1,4 @@
-//! Everything the simulated device knows, behind one lock.
+//! State of the simulated device, behind one lock.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use super::functions::SimFunction;
 use super::graphs::{FlatGraph, GraphSlot};
 use super::kernels::Twin;
 use super::memory::SimMemory;
-use super::modules::KernelEntry;
+use super::modules::ImageEntry;
 use super::ops::WorkFault;
 use super::races::{Clock, History};
 use super::rng::SimRng;
@@ -24,16 +24,16 @@ use crate::api::{
 
 pub(super) struct SimContext {
     pub(super) ordinal: u32,
-    /// How often it was retained, for a primary context.
+    /// Retain count of a primary context.
     pub(super) primary: Option<u32>,
     pub(super) legacy: StreamHandle,
 }
 
-/// What an event stands for.
+/// State of an event.
 #[derive(Clone)]
 pub(super) enum EventState {
     Never,
-    /// Recorded on a stream: the queue item that records it.
+    /// Recorded on a stream by this queue item.
     Recorded {
         item: u64,
         clock: Clock,
@@ -54,14 +54,14 @@ pub(super) struct SimEvent {
 
 pub(super) struct SimModule {
     pub(super) ctx: CtxHandle,
-    pub(super) entries: Vec<KernelEntry>,
+    pub(super) entries: Vec<ImageEntry>,
     pub(super) functions: Vec<FunctionHandle>,
 }
 
 pub(super) struct SimExec {
     pub(super) ctx: CtxHandle,
     pub(super) graph: Arc<FlatGraph>,
-    /// The queue item of its latest launch: launches of one executable never overlap.
+    /// Queue item of its latest launch; launches of one executable never overlap.
     pub(super) last: Option<(u64, Clock)>,
 }
 
@@ -73,7 +73,7 @@ pub(super) struct SimState {
     pub(super) shared_block_bytes: u32,
     pub(super) unified: bool,
     next_handle: u64,
-    /// The sticky fault: what every call returns from now on.
+    /// Code of the sticky fault, which every call returns from then on.
     pub(super) lost: Option<Code>,
     pub(super) contexts: BTreeMap<CtxHandle, SimContext>,
     pub(super) current: HashMap<ThreadId, CtxHandle>,
@@ -96,7 +96,7 @@ pub(super) struct SimState {
     pub(super) history: History,
     pub(super) reports: Vec<String>,
     pub(super) faults: FaultScript,
-    /// What the script wants of the work that the call in progress hands over.
+    /// Scripted fault for the work that the current call submits.
     pub(super) armed: Option<WorkFault>,
     pub(super) n_calls: Vec<u64>,
     pub(super) upload_bytes: u64,
@@ -105,7 +105,7 @@ pub(super) struct SimState {
     pub(super) now_ns: u64,
 }
 
-/// Reports beyond this many are dropped, so that a test in a loop does not fill memory.
+/// Maximum number of reports kept, so that a looping test does not fill memory.
 const MAX_REPORTS: usize = 1000;
 
 impl SimState {
@@ -117,7 +117,7 @@ impl SimState {
             n_devices: options.n_devices,
             shared_block_bytes: options.shared_block_bytes,
             unified: options.unified,
-            // Past the values that mean the legacy stream, and nothing like a pointer.
+            // Above the values of the legacy stream, and clearly not a pointer.
             next_handle: 0x100,
             lost: None,
             contexts: BTreeMap::new(),
@@ -172,7 +172,7 @@ impl SimState {
         self.lost.map_or(Ok(()), Err)
     }
 
-    /// The calling thread's context.
+    /// The context that is current on the calling thread.
     pub(super) fn ctx(&self) -> RawResult<CtxHandle> {
         self.current
             .get(&std::thread::current().id())
@@ -181,7 +181,7 @@ impl SimState {
             .ok_or(Code::INVALID_CONTEXT)
     }
 
-    /// The stream a handle means; the legacy one is the current context's.
+    /// Resolves a stream handle; the legacy handle means the legacy stream of the current context.
     pub(super) fn stream(&self, handle: StreamHandle) -> RawResult<StreamHandle> {
         let ctx = self.ctx()?;
         if handle == StreamHandle::LEGACY || handle.0 == 0 {
@@ -204,7 +204,7 @@ impl SimState {
         Ok(ctx)
     }
 
-    /// Drops a context and all that lives in it.
+    /// Drops a context and everything in it.
     pub(super) fn drop_context(&mut self, ctx: CtxHandle) {
         self.contexts.remove(&ctx);
         self.current.retain(|_, c| *c != ctx);
@@ -242,8 +242,8 @@ impl SimState {
         }
     }
 
-    /// Whether the thread may make a call that the driver counts as unsafe while a capture is on; breaks the captures
-    /// that forbid it.
+    /// Checks a call that the driver considers unsafe during a capture; breaks the captures that forbid it to this
+    /// thread.
     pub(super) fn check_unsafe_call(&mut self) -> RawResult<()> {
         let me = std::thread::current().id();
         let mut broken = false;

@@ -1,4 +1,4 @@
-//! Streams: queues of work that run when somebody waits, or when chance has it, and never before their dependencies.
+//! Streams: queues of work that runs when somebody waits or at random, and never before its dependencies.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -24,7 +24,7 @@ pub(super) enum SimWork {
 
 pub(super) struct QueueItem {
     id: u64,
-    /// Items of other streams that come first.
+    /// Items of other streams that must complete first.
     waits: Vec<u64>,
     work: SimWork,
     fault: Option<WorkFault>,
@@ -35,31 +35,31 @@ pub(super) struct SimStream {
     pub(super) ctx: CtxHandle,
     pub(super) kind: SimStreamKind,
     pub(super) queue: VecDeque<QueueItem>,
-    /// Its place in clocks.
+    /// Its index in clocks.
     pub(super) idx: usize,
     pub(super) clock: Clock,
-    /// The latest item, done or not.
+    /// Id of the latest item, done or not.
     pub(super) last: u64,
-    /// A host function of it is being called, outside the lock.
+    /// True while one of its host functions is being called, outside the lock.
     pub(super) busy: bool,
-    /// Destroyed while work was left: it goes when the queue is empty.
+    /// True if destroyed with work pending; it is removed once the queue is empty.
     pub(super) destroyed: bool,
-    /// What the running chain of programmatic launches touched: its next link may start before they end.
+    /// Accesses of the current chain of programmatic launches, whose next launch may start before they end.
     chain: Vec<(Arc<str>, SimAccess)>,
 }
 
-/// Ranges of a chain that are remembered; older links can be taken to have ended.
-const CHAIN: usize = 1024;
+/// Number of ranges kept per chain; older launches are assumed to have ended.
+const MAX_CHAIN: usize = 1024;
 
-/// What one step of a stream came to.
-pub(super) enum StepOutcome {
+/// Outcome of one step of a stream.
+pub(super) enum StreamStep {
     Ran,
     Idle,
     /// Waits for another stream.
     Blocked,
-    /// A host function of it is being called by another thread.
+    /// Another thread is calling one of its host functions.
     Busy,
-    /// The caller must call it without the lock, and then [`SimState::host_call_done`].
+    /// The caller must call this function without the lock, and then [`SimState::host_call_done`].
     HostCall(SimHostCall),
 }
 
@@ -98,7 +98,7 @@ impl SimState {
         }
     }
 
-    /// Queues work behind everything the stream must wait for, and `after`.
+    /// Queues work after everything that the stream must wait for, and after `after`.
     pub(super) fn enqueue(
         &mut self,
         handle: StreamHandle,
@@ -143,20 +143,20 @@ impl SimState {
         id
     }
 
-    /// Runs the next piece of a stream's work: an operation, or one node of a graph.
-    pub(super) fn step(&mut self, handle: StreamHandle) -> StepOutcome {
-        let Some(stream) = self.streams.get_mut(&handle) else { return StepOutcome::Idle };
+    /// Runs the stream's next unit of work: an operation or one node of a graph.
+    pub(super) fn step(&mut self, handle: StreamHandle) -> StreamStep {
+        let Some(stream) = self.streams.get_mut(&handle) else { return StreamStep::Idle };
         if stream.busy {
-            return StepOutcome::Busy;
+            return StreamStep::Busy;
         }
-        let Some(item) = stream.queue.front() else { return StepOutcome::Idle };
+        let Some(item) = stream.queue.front() else { return StreamStep::Idle };
         if item.waits.iter().any(|w| self.pending.contains_key(w)) {
-            return StepOutcome::Blocked;
+            return StreamStep::Blocked;
         }
-        let Some(mut item) = stream.queue.pop_front() else { return StepOutcome::Idle };
+        let Some(mut item) = stream.queue.pop_front() else { return StreamStep::Idle };
         if let Some(WorkFault::Sticky(code)) = item.fault {
             self.lose(code, format!("scripted fault: {code} while {} runs", item.what()));
-            return StepOutcome::Ran;
+            return StreamStep::Ran;
         }
         if let SimWork::Op(SimOp::Host(call)) = item.work {
             item.work = SimWork::Op(SimOp::Empty);
@@ -168,16 +168,16 @@ impl SimState {
             return self.step_graph(handle, item, node);
         }
         self.complete(handle, item);
-        StepOutcome::Ran
+        StreamStep::Ran
     }
 
-    fn call_host(&mut self, handle: StreamHandle, item: QueueItem, call: SimHostCall) -> StepOutcome {
+    fn call_host(&mut self, handle: StreamHandle, item: QueueItem, call: SimHostCall) -> StreamStep {
         if let Some(stream) = self.streams.get_mut(&handle) {
             stream.queue.push_front(item);
             stream.busy = true;
         }
         self.now_ns += 2_000;
-        StepOutcome::HostCall(call)
+        StreamStep::HostCall(call)
     }
 
     pub(super) fn host_call_done(&mut self, handle: StreamHandle) {
@@ -186,8 +186,8 @@ impl SimState {
         }
     }
 
-    fn step_graph(&mut self, handle: StreamHandle, mut item: QueueItem, node: usize) -> StepOutcome {
-        let SimWork::Graph(run) = &mut item.work else { return StepOutcome::Ran };
+    fn step_graph(&mut self, handle: StreamHandle, mut item: QueueItem, node: usize) -> StreamStep {
+        let SimWork::Graph(run) = &mut item.work else { return StreamStep::Ran };
         let graph = run.graph.clone();
         let (op, fault) = graph.node(node);
         if let SimOp::Host(call) = op {
@@ -203,10 +203,10 @@ impl SimState {
             }
             None => self.report(format!("the fault was in node {node} of a graph of {} nodes", graph.len())),
         }
-        StepOutcome::Ran
+        StreamStep::Ran
     }
 
-    /// Runs an operation; `None` when it lost the context.
+    /// Runs an operation; `None` if it lost the context.
     fn run_op(&mut self, op: &SimOp, fault: Option<WorkFault>) -> Option<AccessLog> {
         if let Some(WorkFault::Sticky(code)) = fault {
             self.lose(code, format!("scripted fault: {code} while {} runs", op.what()));
@@ -229,7 +229,7 @@ impl SimState {
         Some(log)
     }
 
-    /// Ends an item: runs what it still has to, looks for races, and lets others go on.
+    /// Completes an item: runs its operation, checks for races and unblocks dependent items.
     fn complete(&mut self, handle: StreamHandle, item: QueueItem) {
         let what = item.what();
         let QueueItem { id, work, fault, clock, .. } = item;
@@ -276,7 +276,7 @@ impl SimState {
         }
     }
 
-    /// A programmatic launch may start while the launches before it in its chain still run.
+    /// Checks a programmatic launch against the earlier launches of its chain, which may still be running.
     fn check_chain(&mut self, handle: StreamHandle, op: &SimOp, log: &AccessLog) -> Option<String> {
         let stream = self.streams.get_mut(&handle)?;
         let SimOp::Kernel(kernel) = op else {
@@ -297,25 +297,25 @@ impl SimState {
         }
         let what: Arc<str> = op.what().into();
         stream.chain.extend(log.as_slice().iter().map(|&a| (what.clone(), a)));
-        let excess = stream.chain.len().saturating_sub(CHAIN);
+        let excess = stream.chain.len().saturating_sub(MAX_CHAIN);
         stream.chain.drain(..excess);
         race
     }
 
-    /// A stream whose next step brings `item` closer to done.
+    /// Returns a stream whose next step brings `item` closer to completion.
     pub(super) fn toward(&self, item: u64) -> Option<StreamHandle> {
-        let mut at = *self.pending.get(&item)?;
+        let mut handle = *self.pending.get(&item)?;
         loop {
-            let stream = self.streams.get(&at)?;
+            let stream = self.streams.get(&handle)?;
             let head = stream.queue.front();
             match head.and_then(|i| i.waits.iter().find_map(|w| self.pending.get(w))) {
-                Some(&next) => at = next,
-                None => return Some(at),
+                Some(&next) => handle = next,
+                None => return Some(handle),
             }
         }
     }
 
-    /// A random stream that can run something now.
+    /// Returns a random stream that can run now.
     pub(super) fn any_runnable(&mut self) -> Option<StreamHandle> {
         let ready: Vec<StreamHandle> = self
             .streams
@@ -329,7 +329,7 @@ impl SimState {
         (!ready.is_empty()).then(|| ready[self.rng.below(ready.len())])
     }
 
-    /// The host has seen everything up to `clock`.
+    /// Records that the host has seen everything up to `clock`.
     pub(super) fn host_saw(&mut self, clock: &Clock) {
         self.host_clock.join(clock);
         if self.pending.is_empty() {

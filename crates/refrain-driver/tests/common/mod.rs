@@ -1,4 +1,4 @@
-//! What the tests work with: a device, a stream, a small step over planned memory.
+//! Fixture of the tests: a device, a stream and a small step over planned memory.
 #![allow(dead_code, unreachable_pub, reason = "each test file uses a part of it")]
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -47,7 +47,7 @@ impl Step {
         built(self.filling(dst, value))
     }
 
-    /// The same before it is built.
+    /// The same launch, not built yet.
     pub fn filling(&self, dst: Buf, value: u32) -> LaunchBuilder {
         let fill = LaunchBuilder::new(&self.fill, N / 64, 64);
         fill.step("step").write(dst).baked(Baked(value)).baked(Baked(N))
@@ -87,7 +87,7 @@ impl Bed {
 
     pub fn with_context(ctx: &Context) -> Result<Bed, DriverError> {
         let (ctx, device) = (ctx.clone(), ctx.device());
-        // SAFETY: the crate's own PTX text.
+        // SAFETY: this crate's own PTX text.
         let module = unsafe { Module::load(&ctx, "probe", probe::PROBE_PTX) }?;
         let mut layout = MemoryLayout::new("bed");
         let regions = ["a", "b", "c", "d", "e"].map(|name| layout.device(name, BYTES));
@@ -112,10 +112,10 @@ impl Bed {
         self.module.function(&format!("refrain_probe_{name}")).unwrap()
     }
 
-    /// The raw driver, with which tests do what a library would.
+    /// The raw driver, for tests that imitate a library.
     pub fn api(&self) -> Arc<dyn Api> {
         match &self.sim {
-            // SAFETY: tests give it only streams and addresses that a library call was handed, during that call.
+            // SAFETY: tests pass it only streams and addresses that a library call received, during that call.
             Some(sim) => unsafe { sim.api() },
             // SAFETY: as above.
             None => unsafe { refrain_driver::raw_driver() }.unwrap(),
@@ -147,7 +147,7 @@ impl Bed {
         Ok(())
     }
 
-    /// Records and replays by both methods: the device is as good as new.
+    /// Records and replays by both methods, to show that the device still works.
     pub fn check_good(&mut self) {
         for method in [Method::Stream, Method::Nodes] {
             let graph = self.record(method).unwrap();
@@ -162,7 +162,7 @@ impl Bed {
 
 /// A launch of a probe kernel.
 pub fn built(launch: LaunchBuilder) -> Launch {
-    // SAFETY: launches in these tests cover at most the buffers they name, `N` words each, or are refused.
+    // SAFETY: launches in these tests access at most the buffers that they name, `N` words each, or are refused.
     unsafe { launch.build() }
 }
 
@@ -170,13 +170,13 @@ pub fn faults(script: &str) -> FaultScript {
     FaultScript::parse(script).unwrap()
 }
 
-/// One test of the real card at a time: they share its primary context.
+/// Serialises tests on the real GPU, which share its primary context.
 pub fn gpu_turn() -> MutexGuard<'static, ()> {
     static TURN: Mutex<()> = Mutex::new(());
     TURN.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Makes two tests of one body: on the simulated device, and on a card.
+/// Generates two tests from one body: on the simulated device and on a GPU.
 #[macro_export]
 macro_rules! both {
     ($(#[doc = $doc:literal])* fn $name:ident($bed:ident) $body:block) => {

@@ -1,4 +1,4 @@
-//! loom's versions of what `src/protocol/sync.rs` has.
+//! loom's versions of the types in `src/protocol/sync.rs`.
 
 use std::time::Duration;
 
@@ -10,8 +10,8 @@ pub(crate) fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
     m.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A model has no clock: a timed wait lasts until it is notified. What a timeout would do at some moment, a model does
-/// by letting loom choose the moment at which a thread gets the lock.
+/// A model has no clock, so a timed wait lasts until it is notified. Instead of a timeout, loom chooses the moment
+/// at which a thread gets the lock.
 pub(crate) struct Condvar(loom::sync::Condvar);
 
 pub(crate) struct NotTimedOut;

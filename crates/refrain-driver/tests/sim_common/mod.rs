@@ -11,7 +11,8 @@ use refrain_driver::api::{
 use refrain_driver::sim::{FaultScript, SimDriver, SimOptions, SimSchedule, Twin};
 
 /// `fill(dst, value, n)`, `add(dst, a, b, n)`, `early(dst, src, n)` which reads `src` before its dependency wait,
-/// `late(dst, value, n)` which lets the next one start behind its own, and `rude(dst, value, n)` which never waits.
+/// `late(dst, value, n)` which lets its successor start only after its own wait, and `rude(dst, value, n)` which
+/// never waits.
 pub(crate) const IMAGE: &[u8] = b"sim\nfill\nadd\nearly\nlate\nrude\nassert\npanic";
 
 pub(crate) const PLAIN: LaunchConfig = LaunchConfig::new([1, 1, 1], [32, 1, 1]);
@@ -63,7 +64,7 @@ impl Bench {
     pub(crate) fn new(options: SimOptions) -> Bench {
         let driver = SimDriver::new(options);
         register(&driver);
-        // SAFETY: nothing else uses this device, and tests touch pinned memory only while they have it.
+        // SAFETY: nothing else uses this device, and tests access pinned memory only while it is allocated.
         let sim = unsafe { driver.api() };
         let ctx = sim.primary_ctx_retain(0).expect("context");
         let module = sim.module_load(IMAGE).expect("module");
@@ -71,7 +72,7 @@ impl Bench {
         Bench { sim, driver, ctx, module, s }
     }
 
-    /// Nothing runs before it is waited for, and races are only reported.
+    /// Work runs only when it is waited for, and races are only reported.
     pub(crate) fn lazy() -> Bench {
         Bench::new(options(SimSchedule::Lazy))
     }
@@ -92,7 +93,7 @@ impl Bench {
         self.sim.event_create(true).expect("event")
     }
 
-    /// `n` words of device memory, all zero, with nothing left to wait for.
+    /// Allocates `n` zeroed words of device memory, with no work pending.
     pub(crate) fn words(&self, n: u64) -> DevicePtr {
         let ptr = self.sim.alloc(4 * n).expect("memory");
         self.sim.memcpy_htod(ptr, &vec![0; 4 * n as usize]).expect("upload");

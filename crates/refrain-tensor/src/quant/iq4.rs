@@ -1,4 +1,4 @@
-//! IQ4_NL and IQ4_XS: four bits that choose among 16 uneven levels, dense near zero as weights are.
+//! IQ4_NL and IQ4_XS: 4-bit indices into 16 non-uniform levels, which are denser near zero, where most weights are.
 
 use super::block::{Block, F16Le, nibble};
 use super::q4::pack_nibbles;
@@ -23,7 +23,7 @@ pub const IQ4_NL_VALUES: [i8; 16] =
 pub struct BlockIq4Nl {
     /// Scale.
     pub d: F16Le,
-    /// Numbers of levels, four bits each.
+    /// Level indices, four bits each.
     pub qs: [u8; 16],
 }
 
@@ -45,7 +45,7 @@ pub struct BlockIq4Xs {
     pub scales_h: [u8; 2],
     /// Low four bits of the scales.
     pub scales_l: [u8; 4],
-    /// Numbers of levels, four bits each.
+    /// Level indices, four bits each.
     pub qs: [u8; 128],
 }
 
@@ -70,7 +70,7 @@ impl Block<32> for BlockIq4Nl {
         from_fn(|i| d * Iq4Levels.value(nibble(self.qs[i % 16], i / 16)))
     }
 
-    /// Searches a scale with little squared error; each element takes the nearest level under it as rounded.
+    /// Searches for a scale with a small squared error; each element takes the nearest level for the rounded scale.
     fn encode(values: &[f32; 32]) -> Option<Self> {
         let d = F16Le::from_f32(fit_scale(values, &Iq4Levels))?;
         let inv = inverse(d.to_f32());
@@ -88,7 +88,7 @@ impl Block<256> for BlockIq4Xs {
         from_fn(|i| scales[i / 32] * Iq4Levels.value(nibble(self.qs[16 * (i / 32) + i % 16], i % 32 / 16)))
     }
 
-    /// Searches scales with little squared error, under which each element takes the nearest level.
+    /// Searches for scales with a small squared error; each element takes the nearest level for its scale.
     fn encode(values: &[f32; 256]) -> Option<Self> {
         let fit = encode_symmetric(values, &Iq4Levels, SymmetricSpec { sub_len: 32, scale_min: -32 })?;
         let stored: [u8; 8] = from_fn(|s| (fit.scales[s] + 32) as u8);
@@ -107,7 +107,7 @@ struct Iq4Levels;
 
 impl Levels for Iq4Levels {
     fn nearest(&self, v: f32) -> u8 {
-        // The number of mid-points below v.
+        // The number of midpoints below v.
         IQ4_NL_VALUES.windows(2).map(|w| u8::from(v > (f32::from(w[0]) + f32::from(w[1])) / 2.0)).sum()
     }
 

@@ -1,9 +1,9 @@
-//! Block codecs: what the bytes of each quantised type mean, and honest encoders for them.
+//! Block codecs: decoders and encoders of the quantised types.
 //!
-//! This is the reference that everything fast is tested against. Decoding gives the bits that the `gguf` package
-//! gives; each type is one formula from an element's index to its value, with the block drawn beside it. The block
-//! structs are made of bytes alone, so they have alignment 1 and lie over any part of a file; kernels that unpack
-//! blocks in another way share their fields.
+//! This is the reference that every fast implementation is tested against. Decoding matches the `gguf` package bit
+//! for bit. Each type is one formula from an element's index to its value, with the block's layout drawn next to
+//! it. The block structs consist of bytes only, so they have alignment 1 and can overlay any part of a file;
+//! kernels that unpack blocks differently share their fields.
 
 mod block;
 mod iq4;
@@ -59,16 +59,17 @@ pub fn dequantize(dtype: DType, bytes: &[u8], out: &mut [f32]) -> Result<(), Ten
     Ok(())
 }
 
-/// Encodes `values` into `out`, which has exactly the bytes that they take as `dtype`.
+/// Encodes `values` as `dtype` into `out`, which must have exactly the right size.
 ///
-/// Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, F16 and BF16 give the bytes that the `gguf` package gives. The K types and the IQ4
-/// types search for scales with little squared error: from several starts they alternate between the nearest levels
-/// for the scales and the least-squares scales for the levels, then round the scales to what the block can store.
+/// Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, F16 and BF16 match the `gguf` package byte for byte. The K types and the IQ4 types
+/// search for scales with a small squared error: from several starting points they alternate between the nearest
+/// levels for the scales and the least-squares scales for the levels, then round the scales to values that the
+/// block can store.
 ///
-/// The same values give the same bytes, and blocks do not depend on each other, so a large tensor may be cut at
-/// block borders and encoded by several threads.
+/// Encoding is deterministic and blocks are independent, so a large tensor may be split at block boundaries and
+/// encoded by several threads.
 ///
-/// NaN, infinities and values beyond the range of the type are errors; `out` is then partly written.
+/// NaN, infinities and values outside the range of the type are errors; `out` is then partially written.
 pub fn quantize(dtype: DType, values: &[f32], out: &mut [u8]) -> Result<(), TensorError> {
     check_lengths(dtype, values.len(), out.len())?;
     if let Some(index) = values.iter().position(|v| !v.is_finite()) {
@@ -98,13 +99,14 @@ pub fn quantize(dtype: DType, values: &[f32], out: &mut [u8]) -> Result<(), Tens
 }
 
 impl HostTensor {
-    /// The elements in row-major order of the shape, decoded, whatever the layout.
+    /// Decodes the elements in row-major order of the shape, for any layout.
     ///
-    /// Takes memory for the stored elements from the first to the last that the layout shows, beside the result.
+    /// In addition to the result, allocates memory for all stored elements between the first and the last that the
+    /// layout reaches.
     pub fn to_f32(&self) -> Result<Vec<f32>, TensorError> {
         let (dtype, layout) = (self.dtype(), self.layout());
         let blocks = layout.offset() / dtype.block_len()..layout.end().div_ceil(dtype.block_len());
-        // A layout without elements ends at 0, wherever its offset is.
+        // The end of an empty layout is 0, whatever its offset.
         let bytes = match blocks.is_empty() {
             true => &[],
             false => {
@@ -125,7 +127,8 @@ impl HostTensor {
     }
 }
 
-/// The place of a value that the type cannot hold: of an element, or of the largest of a block whose scale overflows.
+/// Index of a value that the type cannot represent: an element, or the largest one of a block whose scale
+/// overflows.
 struct OutOfRange {
     index: usize,
 }

@@ -17,7 +17,7 @@ pub(super) fn decode_f16(bytes: &[u8], out: &mut [f32]) {
 
 pub(super) fn decode_bf16(bytes: &[u8], out: &mut [f32]) {
     for (bytes, out) in bytes.as_chunks().0.iter().zip(out) {
-        // The upper half of an f32. Shifted by hand, since `bf16::to_f32` changes the bits of signalling NaNs.
+        // The upper half of an f32. Shifted manually, since `bf16::to_f32` changes the bits of signalling NaNs.
         *out = f32::from_bits(u32::from(u16::from_le_bytes(*bytes)) << 16);
     }
 }

@@ -42,7 +42,7 @@ impl Block<256> for BlockQ2K {
         })
     }
 
-    /// Searches scales and minima with little squared error, under which each element takes the nearest level.
+    /// Searches for scales and minima with a small squared error; each element takes the nearest level for them.
     fn encode(values: &[f32; 256]) -> Option<Self> {
         let fit = encode_affine(values, AffineSpec { sub_len: 16, q_max: 3, scale_max: 15 })?;
         let scales = from_fn(|s| fit.scales[s] | fit.mins[s] << 4);

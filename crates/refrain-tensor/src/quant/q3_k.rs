@@ -55,7 +55,7 @@ impl Block<256> for BlockQ3K {
         })
     }
 
-    /// Searches scales with little squared error, under which each element takes the nearest level.
+    /// Searches for scales with a small squared error; each element takes the nearest level for its scale.
     fn encode(values: &[f32; 256]) -> Option<Self> {
         let fit = encode_symmetric(
             values,

@@ -34,7 +34,7 @@ pub struct BlockQ4_0 {
 pub struct BlockQ4_1 {
     /// Scale.
     pub d: F16Le,
-    /// The value of level 0.
+    /// Value of level 0.
     pub m: F16Le,
     /// Levels, four bits each.
     pub qs: [u8; 16],
@@ -51,7 +51,7 @@ impl Block<32> for BlockQ4_0 {
         from_fn(|i| d * (f32::from(nibble(self.qs[i % 16], i / 16)) - 8.0))
     }
 
-    /// The value of largest magnitude becomes level -8, whatever its sign: the side with one level more.
+    /// Maps the value of largest magnitude to level -8, whatever its sign, since that side has one more level.
     fn encode(values: &[f32; 32]) -> Option<Self> {
         let d = values[peak_idx(values)] / -8.0;
         let inv = inverse(d);
@@ -68,7 +68,7 @@ impl Block<32> for BlockQ4_1 {
         from_fn(|i| d * f32::from(nibble(self.qs[i % 16], i / 16)) + m)
     }
 
-    /// The smallest value becomes level 0, the largest level 15.
+    /// Maps the smallest value to level 0 and the largest to level 15.
     fn encode(values: &[f32; 32]) -> Option<Self> {
         let (min, max) = range(values);
         let d = (max - min) / 15.0;
@@ -78,7 +78,7 @@ impl Block<32> for BlockQ4_1 {
     }
 }
 
-/// The low four bits of element `j` beside those of element `16 + j`.
+/// Packs the low four bits of elements `j` and `16 + j` into one byte.
 pub(super) fn pack_nibbles(q: &[u8; 32]) -> [u8; 16] {
     from_fn(|j| q[j] & 0x0f | q[16 + j] << 4)
 }

@@ -29,7 +29,7 @@ pub struct BlockQ4K {
 
 const _: () = assert!(size_of::<BlockQ4K>() == DType::Q4_K.block_bytes());
 
-/// The scales and minima of the eight sub-blocks of Q4_K and Q5_K, each in 0..64.
+/// Unpacks the scales and minima of the eight sub-blocks of Q4_K and Q5_K, each in 0..64.
 ///
 /// ```text
 /// byte      bits 7 6                  bits 5 4 3 2 1 0
@@ -48,7 +48,7 @@ pub fn unpack_scales_and_mins(packed: &[u8; 12]) -> ([u8; 8], [u8; 8]) {
     (unpack(0, 0), unpack(4, 1))
 }
 
-/// The inverse of [`unpack_scales_and_mins`], of the first eight of each.
+/// Inverse of [`unpack_scales_and_mins`], for the first eight of each.
 pub(super) fn pack_scales_and_mins(scales: &[u8; 16], mins: &[u8; 16]) -> [u8; 12] {
     from_fn(|j| match j {
         0..4 => scales[j] | scales[4 + j] >> 4 << 6,
@@ -57,7 +57,7 @@ pub(super) fn pack_scales_and_mins(scales: &[u8; 16], mins: &[u8; 16]) -> [u8; 1
     })
 }
 
-/// The low four bits of the elements, as Q4_K and Q5_K lay them.
+/// Packs the low four bits of the elements in the layout of Q4_K and Q5_K.
 pub(super) fn pack_nibbles_64(q: &[u8; 256]) -> [u8; 128] {
     from_fn(|j| {
         let first = 64 * (j / 32) + j % 32;
@@ -78,7 +78,7 @@ impl Block<256> for BlockQ4K {
         })
     }
 
-    /// Searches scales and minima with little squared error, under which each element takes the nearest level.
+    /// Searches for scales and minima with a small squared error; each element takes the nearest level for them.
     fn encode(values: &[f32; 256]) -> Option<Self> {
         let fit = encode_affine(values, AffineSpec { sub_len: 32, q_max: 15, scale_max: 63 })?;
         let scales = pack_scales_and_mins(&fit.scales, &fit.mins);

@@ -1,4 +1,4 @@
-//! Q5_0 and Q5_1: 32 elements of five bits under one scale; the fifth bits lie apart.
+//! Q5_0 and Q5_1: 32 elements of five bits with one scale; the fifth bits are stored separately.
 
 use super::block::{Block, F16Le, nibble};
 use super::q4::pack_nibbles;
@@ -39,7 +39,7 @@ pub struct BlockQ5_0 {
 pub struct BlockQ5_1 {
     /// Scale.
     pub d: F16Le,
-    /// The value of level 0.
+    /// Value of level 0.
     pub m: F16Le,
     /// Fifth bits.
     pub qh: [u8; 4],
@@ -58,7 +58,7 @@ impl Block<32> for BlockQ5_0 {
         from_fn(|i| d * (level(&self.qs, self.qh, i) - 16.0))
     }
 
-    /// The value of largest magnitude becomes level -16, whatever its sign: the side with one level more.
+    /// Maps the value of largest magnitude to level -16, whatever its sign, since that side has one more level.
     fn encode(values: &[f32; 32]) -> Option<Self> {
         let d = values[peak_idx(values)] / -16.0;
         let inv = inverse(d);
@@ -75,7 +75,7 @@ impl Block<32> for BlockQ5_1 {
         from_fn(|i| d * level(&self.qs, self.qh, i) + m)
     }
 
-    /// The smallest value becomes level 0, the largest level 31.
+    /// Maps the smallest value to level 0 and the largest to level 31.
     fn encode(values: &[f32; 32]) -> Option<Self> {
         let (min, max) = range(values);
         let d = (max - min) / 31.0;

@@ -1,4 +1,4 @@
-//! Q5_K: Q4_K with a fifth bit for each element.
+//! Q5_K: Q4_K plus a fifth bit per element.
 
 use super::block::{Block, F16Le, nibble};
 use super::q4_k::{pack_nibbles_64, pack_scales_and_mins, unpack_scales_and_mins};
@@ -47,7 +47,7 @@ impl Block<256> for BlockQ5K {
         })
     }
 
-    /// Searches scales and minima with little squared error, under which each element takes the nearest level.
+    /// Searches for scales and minima with a small squared error; each element takes the nearest level for them.
     fn encode(values: &[f32; 256]) -> Option<Self> {
         let fit = encode_affine(values, AffineSpec { sub_len: 32, q_max: 31, scale_max: 63 })?;
         let scales = pack_scales_and_mins(&fit.scales, &fit.mins);

@@ -44,7 +44,7 @@ impl Block<256> for BlockQ6K {
         })
     }
 
-    /// Searches scales with little squared error, under which each element takes the nearest level.
+    /// Searches for scales with a small squared error; each element takes the nearest level for its scale.
     fn encode(values: &[f32; 256]) -> Option<Self> {
         let spec = SymmetricSpec { sub_len: 16, scale_min: -128 };
         let fit = encode_symmetric(values, &Steps { lo: -32, hi: 31 }, spec)?;

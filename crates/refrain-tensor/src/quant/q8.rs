@@ -1,4 +1,4 @@
-//! Q8_0: 32 elements of eight bits under one scale.
+//! Q8_0: 32 elements of eight bits with one scale.
 
 use super::block::{Block, F16Le};
 use super::search::{inverse, peak_idx};
@@ -31,7 +31,7 @@ impl Block<32> for BlockQ8_0 {
         self.qs.map(|q| d * f32::from(q))
     }
 
-    /// The largest magnitude becomes 127; ties are rounded away from zero.
+    /// Maps the largest magnitude to 127; rounds ties away from zero.
     fn encode(values: &[f32; 32]) -> Option<Self> {
         let d = values[peak_idx(values)].abs() / 127.0;
         let inv = inverse(d);

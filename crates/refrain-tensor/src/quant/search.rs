@@ -1,29 +1,30 @@
-//! The search of the encoders: scales and minima with little squared error.
+//! Search for scales and minima with a small squared error, for the encoders.
 //!
-//! A sub-block is fitted by alternation, from several starts: take the nearest levels for the scale, then the scale
-//! (and minimum) that least squares gives for those levels, and again while the error falls. Neither step can raise
-//! the error. The starts put the extreme values on the extreme levels, or a little outside of them: clipping one value
-//! often buys precision for all others.
+//! A sub-block is fitted by alternating two steps from several starting points: take the nearest levels for the
+//! scale, then the least-squares scale (and minimum) for those levels, as long as the error falls. Neither step can
+//! raise the error. The starting points map the extreme values to the extreme levels or slightly beyond, since
+//! clipping one value often improves the precision of all others.
 //!
-//! The fitted scales of a block are then rounded to multiples of its f16 scale. Since rounding moves them, each
-//! sub-block tries the neighbouring multiples as well and keeps the pair whose decoded values are nearest.
+//! The fitted scales of a block are then rounded to multiples of its f16 scale. Since rounding changes them, each
+//! sub-block also tries the neighbouring multiples and keeps the pair with the smallest error.
 //!
-//! Sums are f64, so that no finite input overflows; what is too large for an f16 scale is found when it is rounded.
+//! Sums are f64, so that no finite input overflows; a scale that is too large for f16 is detected when it is
+//! rounded.
 
 use super::block::F16Le;
 
-/// How much of the full range the starts of a search cover.
+/// Fractions of the full range that the starting points of a search cover.
 const COVERS: [f32; 5] = [1.0, 0.93, 0.86, 0.78, 0.7];
-/// How much of the range the starts of a search with minimum leave out at either end.
+/// Fractions of the range that the starting points of a search with minimum omit at either end.
 const INSETS: [f32; 3] = [0.0, 0.06, 0.14];
-/// Alternations from one start; few gain after the third.
+/// Alternations per starting point; few improve after the third.
 const MAX_ROUNDS: usize = 4;
 
-/// The levels that a scale multiplies, numbered in ascending order.
+/// Levels that a scale multiplies, indexed in ascending order.
 pub(super) trait Levels {
-    /// The number of the level nearest to `v`.
+    /// Index of the level nearest to `v`.
     fn nearest(&self, v: f32) -> u8;
-    /// The level of that number.
+    /// Level at an index.
     fn value(&self, q: u8) -> f32;
     /// The lowest level, which is negative, and the highest, which is positive.
     fn extremes(&self) -> [f32; 2];
@@ -58,8 +59,8 @@ pub(super) struct SymmetricSpec {
 /// A fitted block of `x = d * scale * level(q)`.
 pub(super) struct Symmetric {
     pub(super) d: F16Le,
-    pub(super) scales: [i16; 16], // [256 / sub_len], the rest unused
-    pub(super) q: [u8; 256],      // numbers of levels
+    pub(super) scales: [i16; 16], // [256 / sub_len], others unused
+    pub(super) q: [u8; 256],      // level indices
 }
 
 /// The shape of a block type with minima: scales and minima in `0..=scale_max`, levels in `0..=q_max`.
@@ -73,12 +74,12 @@ pub(super) struct AffineSpec {
 pub(super) struct Affine {
     pub(super) d: F16Le,
     pub(super) dmin: F16Le,
-    pub(super) scales: [u8; 16], // [256 / sub_len], the rest unused
-    pub(super) mins: [u8; 16],   // [256 / sub_len], the rest unused
+    pub(super) scales: [u8; 16], // [256 / sub_len], others unused
+    pub(super) mins: [u8; 16],   // [256 / sub_len], others unused
     pub(super) q: [u8; 256],
 }
 
-/// Fits a block whose sub-blocks have scales only; `None` when `d` overflows.
+/// Fits a block whose sub-blocks have only scales; `None` if `d` overflows.
 pub(super) fn encode_symmetric(
     x: &[f32; 256],
     levels: &impl Levels,
@@ -88,7 +89,7 @@ pub(super) fn encode_symmetric(
     for (scale, x) in fitted.iter_mut().zip(x.chunks_exact(spec.sub_len)) {
         *scale = fit_scale(x, levels);
     }
-    // The largest scale becomes the lowest multiple, whatever its sign: the side with one more.
+    // Map the largest scale to the lowest multiple, whatever its sign, since that side has one more.
     let d = F16Le::from_f32(fitted[peak_idx(&fitted)] / f32::from(spec.scale_min))?;
     let (step, inv) = (d.to_f32(), inverse(d.to_f32()));
     let mut block = Symmetric { d, scales: [0; 16], q: [0; 256] };
@@ -108,7 +109,7 @@ pub(super) fn encode_symmetric(
     Some(block)
 }
 
-/// Fits a block whose sub-blocks have scales and minima; `None` when `d` or `dmin` overflows.
+/// Fits a block whose sub-blocks have scales and minima; `None` if `d` or `dmin` overflows.
 pub(super) fn encode_affine(x: &[f32; 256], spec: AffineSpec) -> Option<Affine> {
     let (mut scales, mut mins) = ([0.0f32; 16], [0.0f32; 16]);
     for (s, x) in x.chunks_exact(spec.sub_len).enumerate() {
@@ -139,7 +140,7 @@ pub(super) fn encode_affine(x: &[f32; 256], spec: AffineSpec) -> Option<Affine> 
     Some(block)
 }
 
-/// The scale, of either sign, under which the nearest levels have little squared error.
+/// Finds a scale, of either sign, for which the nearest levels have a small squared error.
 pub(super) fn fit_scale(x: &[f32], levels: &impl Levels) -> f32 {
     let peak = x[peak_idx(x)];
     let (mut best, mut best_gain) = (0.0, 0.0);
@@ -155,7 +156,7 @@ pub(super) fn fit_scale(x: &[f32], levels: &impl Levels) -> f32 {
                     sum_xv += f64::from(x) * v;
                     sum_vv += v * v;
                 }
-                // By how much the best scale for these levels lowers the sum of x^2.
+                // Reduction of the sum of x^2 by the best scale for these levels.
                 let gain = if sum_vv > 0.0 { sum_xv * sum_xv / sum_vv } else { 0.0 };
                 if gain <= last_gain {
                     break;
@@ -170,13 +171,13 @@ pub(super) fn fit_scale(x: &[f32], levels: &impl Levels) -> f32 {
     best
 }
 
-/// The scale and minimum, neither negative, under which `scale * q - min` has little squared error.
+/// Finds a non-negative scale and minimum for which `scale * q - min` has a small squared error.
 fn fit_scale_and_min(x: &[f32], q_max: u8) -> (f32, f32) {
     let (low, high) = range(x);
-    // Minima are not negative, so level 0 lies at or below zero.
+    // Minima are not negative, so level 0 is at or below zero.
     let low = low.min(0.0);
     let extent = high - low;
-    // What a sub-block without extent needs: one level, at its value.
+    // Start with the solution for a constant sub-block: a single level at its value.
     let (mut best, mut best_error) = ((0.0, -low), affine_error(x, 0.0, -low, q_max));
     for inset_low in INSETS {
         for inset_high in INSETS {
@@ -191,7 +192,7 @@ fn fit_scale_and_min(x: &[f32], q_max: u8) -> (f32, f32) {
     best
 }
 
-/// Levels for the scale and minimum, scale and minimum for the levels, while the error falls.
+/// Alternates between levels and scale with minimum, as long as the error falls.
 fn alternate(x: &[f32], q_max: u8, (mut scale, mut min): (f32, f32)) -> ((f32, f32), f64) {
     min = min.max(0.0);
     let mut error = affine_error(x, scale, min, q_max);
@@ -208,7 +209,7 @@ fn alternate(x: &[f32], q_max: u8, (mut scale, mut min): (f32, f32)) -> ((f32, f
     ((scale, min), error)
 }
 
-/// The best scale and minimum for the levels that are nearest under `scale` and `min`.
+/// Least-squares scale and minimum for the levels that are nearest for `scale` and `min`.
 fn least_squares(x: &[f32], scale: f32, min: f32, q_max: u8) -> Option<(f32, f32)> {
     let n = x.len() as f64;
     let inv = inverse(scale);
@@ -223,7 +224,7 @@ fn least_squares(x: &[f32], scale: f32, min: f32, q_max: u8) -> Option<(f32, f32
     }
     let det = n * sum_qq - sum_q * sum_q;
     if det <= 0.0 {
-        return None; // All on one level.
+        return None; // All values are on one level.
     }
     let scale = (n * sum_xq - sum_q * sum_x) / det;
     let min = (scale * sum_q - sum_x) / n;
@@ -245,19 +246,19 @@ fn affine_error(x: &[f32], scale: f32, min: f32, q_max: u8) -> f64 {
     x.iter().map(|&x| f64::from(x) - f64::from(decoded(x))).map(|e| e * e).sum()
 }
 
-/// `v` rounded to an integer in `0..=max`.
+/// Rounds `v` to an integer in `0..=max`.
 fn nearest_step(v: f32, max: u8) -> u8 {
-    // The cast cuts off towards zero, saturates, and takes NaN to 0.
+    // The cast truncates towards zero, saturates, and maps NaN to 0.
     ((v + 0.5) as u8).min(max)
 }
 
-/// `1 / scale`, or 0 where that is not finite: such a scale is 0 as an f16, whatever the levels.
+/// Returns `1 / scale`, or 0 if that is not finite: such a scale is 0 as an f16, whatever the levels.
 pub(super) fn inverse(scale: f32) -> f32 {
     let inv = 1.0 / scale;
     if inv.is_finite() { inv } else { 0.0 }
 }
 
-/// The place of the first value of largest magnitude.
+/// Index of the first value of largest magnitude.
 pub(super) fn peak_idx(x: &[f32]) -> usize {
     let mut peak = 0;
     for (i, v) in x.iter().enumerate() {
@@ -268,7 +269,7 @@ pub(super) fn peak_idx(x: &[f32]) -> usize {
     peak
 }
 
-/// The smallest and the largest value.
+/// Smallest and largest value.
 pub(super) fn range(x: &[f32]) -> (f32, f32) {
     x.iter().fold((f32::INFINITY, f32::NEG_INFINITY), |(min, max), &v| (min.min(v), max.max(v)))
 }
