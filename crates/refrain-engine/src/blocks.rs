@@ -1,27 +1,30 @@
-//! KV blocks: which sequence holds which part of the cache, and what an unheld part still holds.
+//! KV blocks: which sequence holds which part of the cache, and what unheld blocks still contain.
 //!
-//! A block is *used* while a table holds it, *cached* when no table does but its content is known, and *free* otherwise:
-//! `used + cached + free = total`. Several tables may hold one block; nobody writes to a block that another holds.
+//! A block is *used* while a table holds it, *cached* when no table holds it but its content is known, and
+//! *free* otherwise: `used + cached + free = total`. Several tables may hold the same block; a block that
+//! another table holds is never written.
 //!
-//! The content of a full block is its tokens and all tokens before them, since KV depends on both. [`Content`] is that,
-//! as a chain: the tokens of the block and the name of the content before it. Names are given once and never again, so
-//! two contents are the same exactly if their keys are: the hash of a key only says where to look. A block that is
-//! written loses its name first, and a content whose predecessor is gone cannot be found.
+//! The content of a full block is its tokens and all tokens before them, since KV depends on both.
+//! [`Content`] represents that as a chain: the block's tokens and the name of the preceding content. Names
+//! are never reused, so two contents are equal exactly if their keys are equal: the hash of a key only
+//! selects the bucket. A block loses its name before it is written, and content whose predecessor is gone
+//! cannot be found.
 
 use crate::slots::{N_PAIR, OutOfSlots, SlotCounts, SlotPool, Slots};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Names what a block and all blocks before it hold.
+/// Identifies the content of a block together with all blocks before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ContentName {
-    /// Nothing yet. Sequences that must not share, such as those of different adapters, begin at different roots.
+    /// No content yet. Sequences that must not share, such as those of different adapters, start from
+    /// different roots.
     Root(u64),
-    /// That of a block, given when it was published.
+    /// Content of a block, named when it was published.
     Block(u64),
 }
 
-/// What a full block holds.
+/// Content of a full block.
 #[derive(Debug, PartialEq, Eq, Hash)]
 struct Content {
     before: ContentName,
@@ -29,21 +32,21 @@ struct Content {
 }
 
 #[derive(Clone, Debug, Default)]
-struct Block {
-    /// Tables that hold it.
+struct PoolBlock {
+    /// Number of tables that hold it.
     n_holders: u32,
-    /// Its key in the index and its name, if it was published.
+    /// Its key in the index and its name, once published.
     content: Option<(Arc<Content>, u64)>,
-    /// Its key among the cached blocks, while it is one.
+    /// Its key in `cached`, while it is cached.
     released: u64,
 }
 
-/// A pool of KV blocks with reference counts, and an index of what they hold.
+/// A pool of reference-counted KV blocks, and an index of their contents.
 #[derive(Clone, Debug)]
 pub struct BlockPool {
-    blocks: Vec<Block>,
+    blocks: Vec<PoolBlock>,
     free: Vec<u32>,
-    /// Blocks that nobody holds and whose content is known, from the one that was released first.
+    /// Blocks that no table holds but whose content is known, least recently released first.
     cached: BTreeMap<u64, u32>,
     index: HashMap<Arc<Content>, u32>,
     n_named: u64,
@@ -51,13 +54,13 @@ pub struct BlockPool {
     kv_block: usize,
 }
 
-/// All blocks are taken, or all slots of recurrent states.
+/// No blocks are left, or no slots for recurrent states.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("{}", self.text())]
 pub struct OutOfBlocks {
-    /// Blocks asked for, or slots.
+    /// Blocks (or slots) requested.
     pub need: usize,
-    /// Blocks left.
+    /// Blocks available.
     pub free: usize,
     /// Blocks in the pool.
     pub total: usize,
@@ -89,8 +92,8 @@ impl BlockPool {
     /// A pool of `n_blocks` blocks of `kv_block` positions.
     pub fn new(n_blocks: usize, kv_block: usize) -> BlockPool {
         BlockPool {
-            blocks: vec![Block::default(); n_blocks],
-            // Handed out from the lowest on, so that a single sequence lies in order.
+            blocks: vec![PoolBlock::default(); n_blocks],
+            // Lowest index first, so that a single sequence is contiguous.
             free: (0..n_blocks as u32).rev().collect(),
             cached: BTreeMap::new(),
             index: HashMap::new(),
@@ -100,42 +103,42 @@ impl BlockPool {
         }
     }
 
-    /// Positions in a block.
+    /// Positions per block.
     pub fn kv_block(&self) -> usize {
         self.kv_block
     }
 
-    /// Blocks that nobody holds and that hold nothing.
+    /// Blocks that no table holds and that contain nothing.
     pub fn n_free(&self) -> usize {
         self.free.len()
     }
 
-    /// Blocks that nobody holds and whose content can be found again.
+    /// Blocks that no table holds but whose content can be found again.
     pub fn n_cached(&self) -> usize {
         self.cached.len()
     }
 
-    /// Blocks that can be had: free ones, then cached ones from the least recently used.
+    /// Blocks that can be allocated: free ones first, then cached ones, least recently used first.
     pub fn n_available(&self) -> usize {
         self.free.len() + self.cached.len()
     }
 
-    /// Blocks that tables hold; one that several hold counts once.
+    /// Blocks that tables hold; a shared block counts once.
     pub fn n_used(&self) -> usize {
         self.blocks.len() - self.n_available()
     }
 
-    /// Blocks in all.
+    /// Total number of blocks.
     pub fn n_blocks(&self) -> usize {
         self.blocks.len()
     }
 
-    /// Adds blocks until there are `n_blocks`. A pool never shrinks: any of its blocks may be in a table.
+    /// Grows the pool to `n_blocks`. A pool never shrinks: any of its blocks may be in a table.
     pub fn extend(&mut self, n_blocks: usize) {
         let added = self.blocks.len() as u32..(n_blocks.max(self.blocks.len()) as u32);
-        // In front of those that are free already, which are handed out first.
+        // Blocks are popped from the back, so blocks that were free before the growth are handed out first.
         self.free.splice(0..0, added.clone().rev());
-        self.blocks.resize(added.end as usize, Block::default());
+        self.blocks.resize(added.end as usize, PoolBlock::default());
     }
 
     /// Extends a sequence's table until it covers `n_positions`; all or nothing.
@@ -149,31 +152,30 @@ impl BlockPool {
         Ok(())
     }
 
-    /// Takes back the blocks of a sequence's table that lie behind `n_positions`. Those whose content is known stay
-    /// cached.
+    /// Releases the blocks of a sequence's table past `n_positions`. Blocks with known content stay cached.
     ///
     /// # Panics
-    /// When a block is not in use: two tables would end up sharing it.
+    /// Panics if a block is not in use: two tables would end up sharing it.
     pub fn shrink(&mut self, table: &mut Vec<u32>, n_positions: usize) {
         let keep = n_positions.div_ceil(self.kv_block).min(table.len());
-        // From the last, so that a block is cached longer than those whose content needs it.
+        // Last block first, so that a block stays cached longer than the blocks whose content depends on it.
         for block in table.drain(keep..).rev() {
             self.release(block);
         }
     }
 
-    /// Makes a table hold a block that others may hold too.
+    /// Adds a holder to a block that other tables may hold too.
     pub fn share(&mut self, block: u32) {
         let entry = &mut self.blocks[block as usize];
         if entry.n_holders == 0 {
             let was_cached = self.cached.remove(&entry.released);
-            assert_eq!(was_cached, Some(block), "KV block {block} is shared and nobody holds it");
+            assert_eq!(was_cached, Some(block), "KV block {block} is shared but neither held nor cached");
         }
         entry.n_holders += 1;
     }
 
-    /// Makes sure that nobody else sees what is written to a block, which then has no name any more. False when other
-    /// tables hold it: the writer needs a block of its own.
+    /// Makes a block safe to write: drops its name and returns true if the caller is the only holder. Returns
+    /// false if other tables hold it too; the writer then needs a block of its own.
     pub fn own(&mut self, block: u32) -> bool {
         let is_own = self.blocks[block as usize].n_holders == 1;
         if is_own {
@@ -182,8 +184,8 @@ impl BlockPool {
         is_own
     }
 
-    /// Says what a full block holds, so that others find it, and gives the name of that content. Where another block
-    /// holds the same already, that one stays the one to be found.
+    /// Publishes the content of a full block so that others can find it, and returns the name of that
+    /// content. If another block already holds the same content, that one stays in the index.
     pub fn publish(&mut self, block: u32, before: ContentName, tokens: &[u32]) -> ContentName {
         let content = Content { before, tokens: tokens.into() };
         let known = self.index.get(&content).and_then(|&known| self.blocks[known as usize].content.as_ref());
@@ -198,7 +200,7 @@ impl BlockPool {
         ContentName::Block(name)
     }
 
-    /// The block that holds these tokens behind that content, and the name of its own.
+    /// Returns the block that holds these tokens after the content `before`, and the name of its content.
     pub fn find(&self, before: ContentName, tokens: &[u32]) -> Option<(u32, ContentName)> {
         let block = *self.index.get(&Content { before, tokens: tokens.into() })?;
         let (_, name) = self.blocks[block as usize].content.as_ref()?;
@@ -240,102 +242,113 @@ impl BlockPool {
     }
 }
 
-/// The slots of a sequence that has none.
+/// Slots of a sequence that has none.
 pub(crate) const NO_SLOTS: [i32; 2] = [-1, -1];
 
-/// Figures of a pool at one moment. `free + cached + used = total`.
+/// Block counts of a pool at one moment. `free + cached + used = total`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockCounts {
-    /// Blocks that hold nothing.
+    /// Blocks that contain nothing.
     pub free: usize,
-    /// Blocks that nobody holds and whose content can be found again.
+    /// Blocks that no sequence holds but whose content can be found again.
     pub cached: usize,
     /// Blocks that sequences hold.
     pub used: usize,
-    /// Blocks in all.
+    /// Total number of blocks.
     pub total: usize,
 }
 
-/// A pool that the sequences of one engine share.
+/// A pool shared by the sequences of one engine.
 #[derive(Clone, Debug)]
-pub(crate) struct SharedPool(Arc<Mutex<Books>>);
+pub(crate) struct SharedPool(Arc<Mutex<PoolState>>);
 
 #[derive(Debug)]
-struct Books {
+struct PoolState {
     pool: BlockPool,
-    /// Blocks promised to tables, held or not.
-    n_promised: usize,
-    /// Blocks that such tables hold.
-    n_kept: usize,
-    /// Blocks that one table may have.
+    /// Blocks reserved for tables, held or not.
+    n_reserved: usize,
+    /// Reserved blocks that tables already hold.
+    n_reserved_held: usize,
+    /// Maximum number of blocks per table.
     max_blocks: usize,
-    /// Of recurrent layers, where the model has some.
+    /// Slots of recurrent layers, if the model has any.
     slots: SlotPool,
 }
 
-impl Books {
-    /// Blocks that a table without a promise can have.
-    fn n_unpromised(&self) -> usize {
-        self.pool.n_available().saturating_sub(self.n_promised - self.n_kept)
+impl PoolState {
+    /// Blocks available to a table without a reservation.
+    fn n_unreserved(&self) -> usize {
+        self.pool.n_available().saturating_sub(self.n_reserved - self.n_reserved_held)
     }
 }
 
 impl SharedPool {
-    /// A pool whose tables have at most `max_blocks` blocks.
+    /// A pool whose tables hold at most `max_blocks` blocks.
     #[cfg(test)]
     pub(crate) fn new(pool: BlockPool, max_blocks: usize) -> SharedPool {
         SharedPool::with_slots(pool, max_blocks, 0)
     }
 
-    /// A pool whose tables have slots as well, of which there are `n_slots`; 0 for a model that needs none.
+    /// A pool whose tables also own slots, `n_slots` in total; 0 for a model without recurrent layers.
     pub(crate) fn with_slots(pool: BlockPool, max_blocks: usize, n_slots: usize) -> SharedPool {
         let slots = SlotPool::new(n_slots);
-        SharedPool(Arc::new(Mutex::new(Books { pool, n_promised: 0, n_kept: 0, max_blocks, slots })))
+        SharedPool(Arc::new(Mutex::new(PoolState {
+            pool,
+            n_reserved: 0,
+            n_reserved_held: 0,
+            max_blocks,
+            slots,
+        })))
     }
 
-    /// A table without blocks, which takes what nobody was promised.
-    pub(crate) fn table(&self) -> Table {
-        Table {
+    /// An empty table without a reservation: it allocates from the unreserved blocks.
+    pub(crate) fn table(&self) -> BlockTable {
+        BlockTable {
             blocks: Vec::new(),
             names: Vec::new(),
             root: 0,
-            n_promised: None,
+            n_reserved: None,
             slots: None,
             pool: self.clone(),
         }
     }
 
-    /// A table that is promised blocks for `n_positions`, if so many are promised to nobody else. Blocks that others hold
-    /// for now count: they have to give them up.
-    pub(crate) fn reserve(&self, n_positions: usize) -> Option<Table> {
-        let mut books = self.lock();
-        let n_blocks = n_positions.div_ceil(books.pool.kv_block());
-        if n_blocks > books.max_blocks || n_blocks > books.pool.n_blocks() - books.n_promised {
+    /// Returns a table with blocks reserved for `n_positions`, or `None` if too many are already reserved.
+    /// Blocks held by tables without a reservation count as available: those tables must give them up.
+    pub(crate) fn reserve(&self, n_positions: usize) -> Option<BlockTable> {
+        let mut pool_state = self.lock();
+        let n_blocks = n_positions.div_ceil(pool_state.pool.kv_block());
+        if n_blocks > pool_state.max_blocks || n_blocks > pool_state.pool.n_blocks() - pool_state.n_reserved {
             return None;
         }
-        if !books.slots.promise() {
+        if !pool_state.slots.reserve() {
             return None;
         }
-        books.n_promised += n_blocks;
+        pool_state.n_reserved += n_blocks;
         let mut table = self.table();
-        table.n_promised = Some(n_blocks);
+        table.n_reserved = Some(n_blocks);
         Some(table)
     }
 
-    /// Blocks of the pool and of a table, and slots, that a further sequence of `n_positions` needs.
+    /// Returns the number of blocks in the pool, blocks per table and slots that one more sequence of
+    /// `n_positions` requires.
     pub(crate) fn size_for(&self, n_positions: usize) -> (usize, usize, usize) {
-        let books = self.lock();
-        let need = n_positions.div_ceil(books.pool.kv_block());
-        let n_slots = books.slots.size_for_promise();
-        (books.pool.n_blocks().max(books.n_promised + need), books.max_blocks.max(need), n_slots)
+        let pool_state = self.lock();
+        let need = n_positions.div_ceil(pool_state.pool.kv_block());
+        let n_slots = pool_state.slots.size_for_reservation();
+        (
+            pool_state.pool.n_blocks().max(pool_state.n_reserved + need),
+            pool_state.max_blocks.max(need),
+            n_slots,
+        )
     }
 
-    /// Makes the pool and its tables larger.
+    /// Grows the pool and the maximum table size.
     pub(crate) fn extend(&self, n_blocks: usize, max_blocks: usize, n_slots: usize) {
-        let mut books = self.lock();
-        books.slots.extend(n_slots);
-        books.pool.extend(n_blocks);
-        books.max_blocks = max_blocks;
+        let mut pool_state = self.lock();
+        pool_state.slots.extend(n_slots);
+        pool_state.pool.extend(n_blocks);
+        pool_state.max_blocks = max_blocks;
     }
 
     pub(crate) fn counts(&self) -> BlockCounts {
@@ -352,16 +365,17 @@ impl SharedPool {
         self.lock().pool.kv_block()
     }
 
-    /// The most positions that a table without a promise can ever have.
-    pub(crate) fn most_positions(&self) -> usize {
-        let books = self.lock();
-        if !books.slots.has_pair() {
+    /// Maximum number of positions that a table without a reservation can ever hold.
+    pub(crate) fn max_positions(&self) -> usize {
+        let pool_state = self.lock();
+        if !pool_state.slots.has_pair() {
             return 0;
         }
-        (books.pool.n_blocks() - books.n_promised).min(books.max_blocks) * books.pool.kv_block()
+        (pool_state.pool.n_blocks() - pool_state.n_reserved).min(pool_state.max_blocks)
+            * pool_state.pool.kv_block()
     }
 
-    /// Whether sequences have recurrent states, which hold exactly what was evaluated.
+    /// Whether sequences have recurrent states, which hold exactly the tokens evaluated so far.
     pub(crate) fn has_slots(&self) -> bool {
         self.lock().slots.is_used()
     }
@@ -374,46 +388,46 @@ impl SharedPool {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
-    fn lock(&self) -> MutexGuard<'_, Books> {
-        // A panic inside is the pool's own check: it may lose a block, never hand one out twice.
+    fn lock(&self) -> MutexGuard<'_, PoolState> {
+        // A panic inside is the pool's own assertion: it may lose a block, but never hands one out twice.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// The blocks of one sequence, in the order of its positions. They go back to their pool with it.
+/// The blocks of one sequence, in order of position. Dropping it releases them.
 #[derive(Debug)]
-pub(crate) struct Table {
+pub(crate) struct BlockTable {
     blocks: Vec<u32>,
-    /// What the first blocks hold, as far as it was published or found.
+    /// Names of the leading blocks' contents, as far as they were published or found.
     names: Vec<ContentName>,
     root: u64,
-    /// Blocks that it can count on; without a promise it takes what is left.
-    n_promised: Option<usize>,
-    /// Its slots, while it covers any position.
+    /// Number of reserved blocks; without a reservation it allocates what is left.
+    n_reserved: Option<usize>,
+    /// Its slots, while it covers at least one position.
     slots: Option<Slots>,
     pool: SharedPool,
 }
 
-impl Table {
+impl BlockTable {
     pub(crate) fn blocks(&self) -> &[u32] {
         &self.blocks
     }
 
-    /// The slots that a step reads and writes; negative ones where there are none.
+    /// The slots that a step reads and writes; negative if there are none.
     pub(crate) fn slot_row(&self) -> [i32; 2] {
         self.slots.as_ref().map_or(NO_SLOTS, Slots::row)
     }
 
-    /// How many of a sequence's `n_tokens` can stay, where `n_shared` are to.
-    pub(crate) fn most_kept(&self, n_shared: usize, n_tokens: usize) -> usize {
+    /// How many of a sequence's `n_tokens` can be kept if `n_shared` of them are to be reused.
+    pub(crate) fn max_kept(&self, n_shared: usize, n_tokens: usize) -> usize {
         match &self.slots {
-            Some(slots) => slots.most(n_shared, n_tokens),
+            Some(slots) => slots.max_kept(n_shared, n_tokens),
             None if self.has_slots() => 0,
             None => n_shared,
         }
     }
 
-    /// Whether its recurrent state, if it has one, is that behind `n_tokens`.
+    /// Whether its recurrent state, if any, is the state after `n_tokens`.
     pub(crate) fn holds_state(&self, n_tokens: usize) -> bool {
         match &self.slots {
             Some(slots) => slots.holds(n_tokens),
@@ -421,12 +435,12 @@ impl Table {
         }
     }
 
-    /// Whether it has a recurrent state, which cannot be cut shorter or shared.
+    /// Whether it has a recurrent state, which can be neither truncated nor shared.
     pub(crate) fn has_slots(&self) -> bool {
         self.pool.has_slots()
     }
 
-    /// Its slots, to note what steps do to them.
+    /// Its slots, to record what steps do to them.
     pub(crate) fn slots_mut(&mut self) -> Option<&mut Slots> {
         self.slots.as_mut()
     }
@@ -439,59 +453,61 @@ impl Table {
         self.pool.kv_block()
     }
 
-    pub(crate) fn is_promised(&self) -> bool {
-        self.n_promised.is_some()
+    pub(crate) fn is_reserved(&self) -> bool {
+        self.n_reserved.is_some()
     }
 
     pub(crate) fn root(&self) -> u64 {
         self.root
     }
 
-    /// What is shared is shared among tables of one root.
+    /// Sets the root: content is shared only among tables with the same root.
     pub(crate) fn set_root(&mut self, root: u64) {
-        debug_assert!(self.names.is_empty(), "its blocks have names of another root");
+        debug_assert!(self.names.is_empty(), "its blocks have names from another root");
         self.root = root;
     }
 
-    /// Makes the table cover `n_positions` and no block more. Not while steps are under way that write further on.
+    /// Makes the table cover exactly `n_positions`, with no extra block. Not allowed while in-flight steps
+    /// write past it.
     pub(crate) fn fit(&mut self, n_positions: usize) -> Result<(), OutOfBlocks> {
-        self.update(|table, books| {
-            books.pool.shrink(&mut table.blocks, n_positions);
+        self.update(|table, pool_state| {
+            pool_state.pool.shrink(&mut table.blocks, n_positions);
             table.names.truncate(table.blocks.len());
             if n_positions == 0 {
-                table.give_back_slots(books);
+                table.release_slots(pool_state);
             }
         });
         self.cover(n_positions)
     }
 
-    /// Makes the table cover `n_positions`; what it covers already stays where it is.
+    /// Makes the table cover `n_positions`; blocks it already holds stay in place.
     pub(crate) fn cover(&mut self, n_positions: usize) -> Result<(), OutOfBlocks> {
-        self.update(|table, books| {
-            let need = n_positions.div_ceil(books.pool.kv_block()).saturating_sub(table.blocks.len());
-            let free = books.n_unpromised();
-            if table.n_promised.is_none() && need > free {
-                let (total, kv_block) = (books.pool.n_blocks(), books.pool.kv_block());
+        self.update(|table, pool_state| {
+            let need = n_positions.div_ceil(pool_state.pool.kv_block()).saturating_sub(table.blocks.len());
+            let free = pool_state.n_unreserved();
+            if table.n_reserved.is_none() && need > free {
+                let (total, kv_block) = (pool_state.pool.n_blocks(), pool_state.pool.kv_block());
                 return Err(OutOfBlocks { need, free, total, kv_block });
             }
-            if n_positions > 0 && books.slots.is_used() && table.slots.is_none() {
-                table.slots = Some(books.slots.take(table.n_promised.is_some())?);
+            if n_positions > 0 && pool_state.slots.is_used() && table.slots.is_none() {
+                table.slots = Some(pool_state.slots.take(table.n_reserved.is_some())?);
             }
-            books.pool.grow(&mut table.blocks, n_positions)
+            pool_state.pool.grow(&mut table.blocks, n_positions)
         })
     }
 
-    /// Prepares for writing at `position`, behind which nothing is held any more. Gives the position from which KV must
-    /// be evaluated: an earlier one where other tables hold the block, whose beginning is then needed a second time.
+    /// Prepares for writing at `position`, releasing everything after it. Returns the position from which KV
+    /// must be evaluated. It is earlier than `position` if other tables hold the block, because the start of
+    /// that block then has to be evaluated again.
     pub(crate) fn write_from(&mut self, position: usize) -> usize {
-        self.update(|table, books| {
-            let kv_block = books.pool.kv_block();
-            books.pool.shrink(&mut table.blocks, position);
+        self.update(|table, pool_state| {
+            let kv_block = pool_state.pool.kv_block();
+            pool_state.pool.shrink(&mut table.blocks, position);
             table.names.truncate(position / kv_block);
             let start = position / kv_block * kv_block;
             match table.blocks.get(position / kv_block) {
-                Some(&block) if !books.pool.own(block) => {
-                    books.pool.shrink(&mut table.blocks, start);
+                Some(&block) if !pool_state.pool.own(block) => {
+                    pool_state.pool.shrink(&mut table.blocks, start);
                     start
                 }
                 _ => position,
@@ -505,22 +521,22 @@ impl Table {
         if tokens.len() / kv_block <= self.names.len() {
             return;
         }
-        self.update(|table, books| {
+        self.update(|table, pool_state| {
             let full = tokens.chunks_exact(kv_block).zip(&table.blocks).skip(table.names.len());
             for (tokens, &block) in full {
                 let before = table.names.last().copied().unwrap_or(ContentName::Root(table.root));
-                table.names.push(books.pool.publish(block, before, tokens));
+                table.names.push(pool_state.pool.publish(block, before, tokens));
             }
         });
     }
 
-    /// Continues a table that holds the first `n_held` of these tokens with blocks that hold the next ones already. Gives
-    /// how many are held then; never all.
+    /// Extends a table that holds the first `n_held` of these tokens with cached blocks that hold the next
+    /// ones. Returns how many tokens are held afterwards; never all of them.
     pub(crate) fn reuse(&mut self, tokens: &[u32], n_held: usize) -> usize {
-        self.update(|table, books| {
-            let kv_block = books.pool.kv_block();
+        self.update(|table, pool_state| {
+            let kv_block = pool_state.pool.kv_block();
             let n_full = n_held / kv_block;
-            // Without the names of its own blocks nothing can be found behind them.
+            // Without names for its own blocks, nothing can be found after them.
             if table.names.len() < n_full {
                 return n_held;
             }
@@ -528,11 +544,11 @@ impl Table {
             let usable = &tokens[..tokens.len().saturating_sub(1)];
             for tokens in usable.chunks_exact(kv_block).skip(n_full) {
                 let before = table.names.last().copied().unwrap_or(ContentName::Root(table.root));
-                let Some((block, name)) = books.pool.find(before, tokens) else { break };
-                // What it has beyond its full blocks is a beginning of what was found.
+                let Some((block, name)) = pool_state.pool.find(before, tokens) else { break };
+                // The part past its full blocks is a prefix of the block that was found.
                 let end = table.names.len() * kv_block;
-                books.pool.shrink(&mut table.blocks, end);
-                books.pool.share(block);
+                pool_state.pool.shrink(&mut table.blocks, end);
+                pool_state.pool.share(block);
                 table.blocks.push(block);
                 table.names.push(name);
             }
@@ -540,55 +556,55 @@ impl Table {
         })
     }
 
-    /// Makes another table hold the full blocks of this one up to `n_positions`, and nothing else. Gives the positions
-    /// that they cover.
-    pub(crate) fn fork(&self, n_positions: usize, into: &mut Table) -> usize {
-        let n_positions = into.update(|to, books| {
-            let n_full = (n_positions / books.pool.kv_block()).min(self.blocks.len());
-            books.pool.shrink(&mut to.blocks, 0);
-            self.blocks[..n_full].iter().for_each(|&block| books.pool.share(block));
+    /// Makes another table hold the full blocks of this one up to `n_positions`, and nothing else. Returns
+    /// the number of positions they cover.
+    pub(crate) fn fork(&self, n_positions: usize, into: &mut BlockTable) -> usize {
+        let n_positions = into.update(|to, pool_state| {
+            let n_full = (n_positions / pool_state.pool.kv_block()).min(self.blocks.len());
+            pool_state.pool.shrink(&mut to.blocks, 0);
+            self.blocks[..n_full].iter().for_each(|&block| pool_state.pool.share(block));
             to.blocks.extend_from_slice(&self.blocks[..n_full]);
             to.names = self.names[..n_full.min(self.names.len())].to_vec();
-            n_full * books.pool.kv_block()
+            n_full * pool_state.pool.kv_block()
         });
         into.root = self.root;
         n_positions
     }
 
-    fn give_back_slots(&mut self, books: &mut Books) {
+    fn release_slots(&mut self, pool_state: &mut PoolState) {
         if let Some(slots) = self.slots.take() {
-            books.slots.give_back(&slots);
+            pool_state.slots.release(&slots);
         }
     }
 
-    /// Changes what it holds, and keeps the books on promised blocks.
-    fn update<R>(&mut self, change: impl FnOnce(&mut Table, &mut Books) -> R) -> R {
+    /// Applies a change to the table and updates the count of reserved blocks held.
+    fn update<R>(&mut self, change: impl FnOnce(&mut BlockTable, &mut PoolState) -> R) -> R {
         let pool = self.pool.clone();
-        let mut books = pool.lock();
-        let before = self.n_kept();
-        let out = change(self, &mut books);
-        books.n_kept = books.n_kept + self.n_kept() - before;
+        let mut pool_state = pool.lock();
+        let before = self.n_reserved_held();
+        let out = change(self, &mut pool_state);
+        pool_state.n_reserved_held = pool_state.n_reserved_held + self.n_reserved_held() - before;
         out
     }
 
-    /// Blocks that it holds of those that it was promised.
-    fn n_kept(&self) -> usize {
-        self.n_promised.map_or(0, |promised| promised.min(self.blocks.len()))
+    /// Reserved blocks that it holds.
+    fn n_reserved_held(&self) -> usize {
+        self.n_reserved.map_or(0, |reserved| reserved.min(self.blocks.len()))
     }
 }
 
-impl Drop for Table {
+impl Drop for BlockTable {
     fn drop(&mut self) {
-        let promised = self.n_promised.unwrap_or(0);
-        self.update(|table, books| {
-            books.pool.shrink(&mut table.blocks, 0);
-            table.give_back_slots(books);
+        let reserved = self.n_reserved.unwrap_or(0);
+        self.update(|table, pool_state| {
+            pool_state.pool.shrink(&mut table.blocks, 0);
+            table.release_slots(pool_state);
         });
         let pool = self.pool.clone();
-        let mut books = pool.lock();
-        books.n_promised -= promised;
-        if self.n_promised.is_some() {
-            books.slots.forget_promise();
+        let mut pool_state = pool.lock();
+        pool_state.n_reserved -= reserved;
+        if self.n_reserved.is_some() {
+            pool_state.slots.cancel_reservation();
         }
     }
 }

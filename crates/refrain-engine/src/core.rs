@@ -1,11 +1,11 @@
-//! What an engine does, one step at a time: prompts, tokens and positions.
+//! The engine's work, one step at a time: prompts, tokens and positions.
 
-use crate::blocks::{BlockCounts, BlockPool, SharedPool, Table};
+use crate::blocks::{BlockCounts, BlockPool, BlockTable, SharedPool};
+use crate::decode::ActiveRun;
 use crate::error::EngineError;
-use crate::follow::Following;
 use crate::ledger::Ledger;
 use crate::request::lock;
-use crate::runner::{Choice, Runner, StepOut};
+use crate::runner::{Runner, StepOut, TokenChoice};
 use crate::sampling::SamplingRow;
 use crate::slots::SlotCounts;
 use crate::step::{StepRequest, Want};
@@ -16,32 +16,33 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// A token that was chosen.
+/// A chosen token.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Chosen {
     /// The token.
     pub token: u32,
-    /// The logarithm of its probability under the model.
+    /// Its log-probability under the model.
     pub logprob: f32,
 }
 
-/// One sequence of one [`Core`]: what has been evaluated, and where its KV lies. Dropping it gives its blocks back.
+/// State of one sequence of a [`Core`]: its evaluated tokens and its KV blocks. Dropping it releases the
+/// blocks.
 #[derive(Debug)]
 pub struct SequenceState {
-    /// Never used twice.
+    /// Unique in the process; never reused.
     pub(crate) id: u64,
     pub(crate) tokens: Vec<u32>,
-    pub(crate) table: Table,
-    /// Positions that it may have.
+    pub(crate) table: BlockTable,
+    /// Maximum number of positions.
     pub(crate) context: usize,
     /// How its steps ran.
     pub(crate) ledger: Arc<Mutex<Ledger>>,
-    /// The row of a run that it was in last.
+    /// The row of the last run it took part in.
     pub(crate) run_row: usize,
 }
 
 impl SequenceState {
-    pub(crate) fn new(table: Table, context: usize) -> SequenceState {
+    pub(crate) fn new(table: BlockTable, context: usize) -> SequenceState {
         static N_OPENED: AtomicU64 = AtomicU64::new(0);
         SequenceState {
             id: N_OPENED.fetch_add(1, Ordering::Relaxed),
@@ -58,14 +59,14 @@ impl SequenceState {
         &self.tokens
     }
 
-    /// Forgets all tokens and gives their blocks back.
+    /// Forgets all tokens and releases their blocks.
     pub fn clear(&mut self) {
         self.tokens.clear();
-        let Ok(()) = self.table.fit(0) else { unreachable!("no position needs no block") };
+        let Ok(()) = self.table.fit(0) else { unreachable!("zero positions need no blocks") };
     }
 
-    /// Makes another sequence hold the same tokens, as far as they fill blocks, in the same blocks.
-    /// A recurrent state is that behind all tokens, so nothing of such a sequence is shared.
+    /// Makes another sequence share this one's full blocks and their tokens. A recurrent state covers all
+    /// tokens, so a sequence with one shares nothing.
     pub(crate) fn share_with(&self, to: &mut SequenceState) {
         if self.table.has_slots() {
             return to.clear();
@@ -74,13 +75,13 @@ impl SequenceState {
         to.tokens = self.tokens[..n_tokens].to_vec();
     }
 
-    /// Tokens behind what it holds, for a step.
+    /// Step request for tokens that follow those it holds.
     pub(crate) fn request<'a>(&'a self, tokens: &'a [u32], want: Want<'a>) -> StepRequest<'a> {
         let (start, table, slots) = (self.tokens.len(), self.table.blocks(), self.table.slot_row());
         StepRequest { tokens, start, table, slots, want }
     }
 
-    /// Notes that a step has evaluated the next tokens. It holds them once they are added.
+    /// Records that a step has evaluated the next tokens. The caller appends them to `tokens`.
     pub(crate) fn evaluated(&mut self, n_tokens: usize) {
         let start = self.tokens.len();
         if let Some(slots) = self.table.slots_mut() {
@@ -88,7 +89,7 @@ impl SequenceState {
         }
     }
 
-    /// Keeps what it holds of a prompt's beginning, and prepares for writing behind it.
+    /// Keeps the cached prefix of a prompt and prepares for writing after it.
     pub(crate) fn begin(&mut self, prompt: &[u32]) {
         let n_held = self.table.write_from(self.n_cached(prompt));
         self.tokens.truncate(n_held);
@@ -97,42 +98,42 @@ impl SequenceState {
         }
     }
 
-    /// How many tokens of a prompt's beginning are in the cache and need not be evaluated again. Never all of them: the
-    /// token after the prompt is chosen from what comes out of its last one.
+    /// Number of leading prompt tokens that are cached and need not be evaluated again. Never all of them:
+    /// the token after the prompt is chosen from the output of its last one.
     pub fn n_cached(&self, prompt: &[u32]) -> usize {
         let shared = self.tokens.iter().zip(prompt).take_while(|(a, b)| a == b).count();
         let n_cached = shared.min(prompt.len().saturating_sub(1));
-        // A recurrent state goes on behind all of its tokens, behind its last prompt, or from the beginning.
-        self.table.most_kept(n_cached, self.tokens.len())
+        // A recurrent state can continue after all of its tokens, after its last prompt, or from the start.
+        self.table.max_kept(n_cached, self.tokens.len())
     }
 }
 
-/// What an engine does, one step at a time and on the caller's thread.
+/// The engine's work, one step at a time on the caller's thread.
 ///
-/// An [`Engine`](crate::Engine) drives one from a thread of its own. It is public for those who have such a thread
-/// already, and for tests that must see every step.
+/// An [`Engine`](crate::Engine) drives one from its own thread. It is public for callers that already have
+/// such a thread, and for tests that must observe every step.
 pub struct Core {
     pub(crate) runner: Box<dyn Runner>,
     blocks: SharedPool,
     pub(crate) ledger: Ledger,
     context: usize,
     out: StepOut,
-    /// The steps that feed themselves, if some are under way or could go on.
-    pub(crate) following: Option<Following>,
+    /// The current run of self-feeding steps, if steps are in flight or the run can continue.
+    pub(crate) active_run: Option<ActiveRun>,
 }
 
 impl Core {
-    /// A core whose sequences hold at most `context` positions.
+    /// A core whose sequences hold at most `context` positions by default.
     pub fn new(runner: Box<dyn Runner>, context: usize) -> Core {
         let kv = *runner.kv();
         let pool = BlockPool::new(kv.n_blocks, kv.kv_block);
         let blocks = SharedPool::with_slots(pool, kv.max_blocks, kv.n_slots);
         let context = context.min(kv.max_blocks * kv.kv_block);
         let out = StepOut::default();
-        Core { runner, blocks, ledger: Ledger::new(), context, out, following: None }
+        Core { runner, blocks, ledger: Ledger::new(), context, out, active_run: None }
     }
 
-    /// Positions that a sequence has unless it is given others.
+    /// Default number of positions per sequence.
     pub fn context(&self) -> usize {
         self.context
     }
@@ -147,59 +148,59 @@ impl Core {
         self.runner.backend()
     }
 
-    /// How every step ran.
+    /// Records of every step.
     pub fn ledger(&self) -> &Ledger {
         &self.ledger
     }
 
-    /// Forgets the steps so far.
+    /// Resets the ledger.
     pub fn reset_ledger(&mut self) {
         self.ledger = Ledger::new();
     }
 
-    /// The plan of a step over `n_tokens` tokens.
+    /// Plan of a step over `n_tokens` tokens.
     pub fn plan(&mut self, n_tokens: usize) -> Result<&Plan, EngineError> {
-        self.settle();
+        self.drain();
         self.runner.plan(n_tokens)
     }
 
-    /// The kernels of that plan, each with the (first) step it runs.
+    /// Kernels of that plan, each with the index of the (first) step it runs.
     pub fn kernels(&mut self, n_tokens: usize) -> Result<Vec<(usize, Cow<'static, str>)>, EngineError> {
-        self.settle();
+        self.drain();
         self.runner.kernels(n_tokens)
     }
 
-    /// How weights lie on the device, with the bytes of each layout.
+    /// Layouts of the weights on the device, with the bytes of each.
     pub fn layouts(&self) -> Vec<(String, usize)> {
         self.runner.layouts()
     }
 
-    /// A new sequence, which takes blocks as it grows: others may have taken the last one.
+    /// A new sequence that allocates blocks as it grows; it fails if others have taken them all.
     pub fn open(&self) -> SequenceState {
         SequenceState::new(self.blocks.table(), self.context)
     }
 
-    /// A new sequence whose blocks are reserved, after the cache has grown where it must.
+    /// A new sequence with reserved blocks; grows the cache if necessary.
     pub(crate) fn open_reserved(&mut self, context: usize) -> Result<SequenceState, EngineError> {
-        // Other threads reserve meanwhile: what was made for this sequence may be taken by then.
+        // Other threads reserve concurrently and may take the blocks that were just added.
         let table = loop {
             if let Some(table) = self.blocks.reserve(context) {
                 break table;
             }
             let (n_blocks, max_blocks, n_slots) = self.blocks.size_for(context);
-            self.settle();
+            self.drain();
             self.runner.resize(n_blocks, max_blocks, n_slots)?;
             self.blocks.extend(n_blocks, max_blocks, n_slots);
         };
         Ok(SequenceState::new(table, context))
     }
 
-    /// How many KV blocks are free, cached and used.
+    /// Counts of free, cached and used KV blocks.
     pub fn block_counts(&self) -> BlockCounts {
         self.blocks.counts()
     }
 
-    /// How many slots of recurrent states are free.
+    /// Number of free slots of recurrent states.
     pub fn slot_counts(&self) -> SlotCounts {
         self.blocks.slot_counts()
     }
@@ -208,16 +209,16 @@ impl Core {
         &self.blocks
     }
 
-    /// Ends a sequence, as dropping it does.
+    /// Ends a sequence; the same as dropping it.
     pub fn close(&mut self, sequence: SequenceState) {
         drop(sequence);
     }
 
-    /// Brings a sequence to hold exactly `prompt` and chooses the token after it.
+    /// Makes a sequence hold exactly `prompt` and chooses the token after it.
     ///
-    /// What the sequence already holds of the prompt's beginning is not evaluated again. `go_on` hears how many tokens
-    /// of the prompt are in the cache after each piece but the last; when it answers false the prompt is broken off
-    /// with [`EngineError::Cancelled`], and what was evaluated stays.
+    /// The prefix that the sequence already holds is not evaluated again. After each chunk except the last,
+    /// `go_on` receives the number of prompt tokens in the cache. If it returns false, the prompt is aborted
+    /// with [`EngineError::Cancelled`]; the chunks evaluated so far stay cached.
     pub fn prompt(
         &mut self,
         sequence: &mut SequenceState,
@@ -227,7 +228,7 @@ impl Core {
     ) -> Result<Chosen, EngineError> {
         self.begin_prompt(sequence, prompt)?;
         loop {
-            if let Some(chosen) = self.prompt_piece(sequence, prompt, row)? {
+            if let Some(chosen) = self.prompt_chunk(sequence, prompt, row)? {
                 return Ok(chosen);
             }
             if !go_on(sequence.tokens.len()) {
@@ -236,7 +237,7 @@ impl Core {
         }
     }
 
-    /// Keeps what a sequence holds of the prompt's beginning, and has blocks for all of it.
+    /// Keeps the cached prefix of the prompt and allocates blocks for all of it.
     pub(crate) fn begin_prompt(
         &mut self,
         sequence: &mut SequenceState,
@@ -244,20 +245,20 @@ impl Core {
     ) -> Result<(), EngineError> {
         self.check_sequence(sequence)?;
         check_prompt(self.model(), prompt, sequence.context)?;
-        self.settle();
+        self.drain();
         sequence.begin(prompt);
         sequence.table.fit(prompt.len())?;
         self.restore(sequence)
     }
 
-    /// Evaluates the next piece of a prompt that was begun, and chooses a token after the last one.
-    pub(crate) fn prompt_piece(
+    /// Evaluates the next chunk of a started prompt, and chooses a token after the last chunk.
+    pub(crate) fn prompt_chunk(
         &mut self,
         sequence: &mut SequenceState,
         prompt: &[u32],
         row: &mut SamplingRow,
     ) -> Result<Option<Chosen>, EngineError> {
-        self.settle();
+        self.drain();
         row.advance(prompt.len(), prompt);
         let start = sequence.tokens.len();
         let end = prompt.len().min(start + self.runner.max_tokens());
@@ -271,8 +272,8 @@ impl Core {
         Ok(choice.map(|choice| choice.chosen))
     }
 
-    /// Evaluates tokens behind what a sequence holds, at most [`Core::max_tokens`] of them, and gives the logits after
-    /// the last `n_rows`. With no rows it only fills the cache.
+    /// Evaluates tokens after those a sequence holds, at most [`Core::max_tokens`] of them, and returns the
+    /// logits of the last `n_rows`. With 0 rows it only fills the cache.
     pub fn logits(
         &mut self,
         sequence: &mut SequenceState,
@@ -281,7 +282,7 @@ impl Core {
     ) -> Result<&[f32], EngineError> {
         self.check_sequence(sequence)?;
         self.check_logits(sequence, tokens, n_rows)?;
-        self.settle();
+        self.drain();
         let start = sequence.tokens.len();
         sequence.table.fit(start + tokens.len())?;
         self.restore(sequence)?;
@@ -293,7 +294,7 @@ impl Core {
         Ok(if n_rows == 0 { &[] } else { &self.out.logits })
     }
 
-    /// As [`Core::logits`], into memory that the caller brings: it takes the place of the core's own.
+    /// Like [`Core::logits`], but writes into the caller's buffer instead of the core's own.
     pub(crate) fn logits_into(
         &mut self,
         sequence: &mut SequenceState,
@@ -310,8 +311,8 @@ impl Core {
         done
     }
 
-    /// Keeps the recurrent state behind a prompt, in a sequence that has room for that: a conversation whose answer is told
-    /// differently goes on from here.
+    /// Saves the recurrent state after a prompt, if the sequence has a slot for it: a conversation whose
+    /// answer is regenerated or edited continues from there.
     pub(crate) fn keep_state(&mut self, sequence: &mut SequenceState) -> Result<(), EngineError> {
         let n_tokens = sequence.tokens.len();
         match sequence.table.slots_mut().and_then(|slots| slots.keep(n_tokens)) {
@@ -320,8 +321,9 @@ impl Core {
         }
     }
 
-    /// Puts a kept recurrent state back, and evaluates what a sequence holds again where its recurrent state has gone further: steps were sent ahead that nobody
-    /// took. Nothing may be under way, and the sequence has its blocks.
+    /// Restores a saved recurrent state. If the recurrent state has advanced past the sequence, because
+    /// launched steps were discarded, evaluates the sequence's tokens again. No step may be in flight, and
+    /// the sequence must have its blocks.
     pub(crate) fn restore(&mut self, sequence: &mut SequenceState) -> Result<(), EngineError> {
         let n_tokens = sequence.tokens.len();
         if let Some(copy) = sequence.table.slots_mut().and_then(|slots| slots.resume(n_tokens)) {
@@ -331,25 +333,25 @@ impl Core {
             return Ok(());
         }
         let tokens = std::mem::take(&mut sequence.tokens);
-        for piece in tokens.chunks(self.max_tokens()) {
-            let request = sequence.request(piece, Want::Nothing);
+        for chunk in tokens.chunks(self.max_tokens()) {
+            let request = sequence.request(chunk, Want::Nothing);
             if let Err(error) = self.step(StepKind::Prompt, &[request], &[&sequence.ledger]) {
-                // It holds what it did, and still without its state.
+                // It keeps its tokens, but still lacks its state.
                 sequence.tokens = tokens;
                 return Err(error);
             }
-            sequence.evaluated(piece.len());
-            sequence.tokens.extend_from_slice(piece);
+            sequence.evaluated(chunk.len());
+            sequence.tokens.extend_from_slice(chunk);
         }
         Ok(())
     }
 
-    /// The most tokens that one step takes.
+    /// Maximum number of tokens per step.
     pub fn max_tokens(&self) -> usize {
         self.runner.max_tokens()
     }
 
-    /// The most sequences that one step takes.
+    /// Maximum number of sequences per step.
     pub fn max_seqs(&self) -> usize {
         self.runner.max_seqs()
     }
@@ -384,8 +386,8 @@ impl Core {
         check_tokens(self.model(), tokens)
     }
 
-    /// Runs one step of any number of sequences, enters it in the ledger of all steps and in theirs, and says how long it
-    /// took. Nothing may be under way that was sent ahead.
+    /// Runs one step over any number of sequences, records it in the core's ledger and in theirs, and returns
+    /// its duration. No step that was launched ahead may be in flight.
     pub(crate) fn step(
         &mut self,
         kind: StepKind,
@@ -407,7 +409,7 @@ impl Core {
             Err(error) => {
                 let reason = error.reason();
                 self.ledger.failed(kind, took, &reason);
-                // Whose fault a step of several is shows when they run one by one.
+                // Which request caused the failure of a shared step shows when they run one by one.
                 if let ([of], [_]) = (of, requests) {
                     lock(of).failed(kind, took, &reason);
                 }
@@ -416,10 +418,10 @@ impl Core {
         }
     }
 
-    /// The choices of the last step, one for each request.
+    /// The choices of the last step, one per request.
     pub(crate) fn take_choices(
         &mut self,
-    ) -> impl Iterator<Item = Option<Result<Choice, EngineError>>> + use<> {
+    ) -> impl Iterator<Item = Option<Result<TokenChoice, EngineError>>> + use<> {
         std::mem::take(&mut self.out.choices).into_iter()
     }
 }

@@ -1,10 +1,10 @@
-//! The handle to an engine: from any thread, to the one that owns the device.
+//! Handle to an engine, usable from any thread.
 
 use crate::blocks::{BlockCounts, SharedPool};
 use crate::core::{Core, SequenceState};
 use crate::error::EngineError;
 use crate::ledger::Ledger;
-use crate::mailbox::{Call, Mailbox};
+use crate::mailbox::{Mailbox, ServerCall};
 use crate::request::{Request, RequestId, Sequence};
 use crate::runner::Runner;
 use crate::serve::{Server, Submitted, serve};
@@ -17,10 +17,10 @@ use std::borrow::Cow;
 use std::sync::{Arc, Weak, mpsc};
 use std::thread::JoinHandle;
 
-/// How an engine serves.
+/// Options of an engine.
 #[derive(Clone, Copy, Debug)]
 pub struct EngineOptions {
-    /// Requests that may be running or waiting at once.
+    /// Maximum number of running and waiting requests.
     pub max_requests: usize,
 }
 
@@ -30,35 +30,35 @@ impl Default for EngineOptions {
     }
 }
 
-/// What an engine has to do at one moment.
+/// Load of an engine at one moment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EngineLoad {
     /// Requests that take part in steps.
     pub n_running: usize,
-    /// Requests that wait for room.
+    /// Requests waiting for capacity.
     pub n_waiting: usize,
-    /// How often a request had to give its blocks up so far.
+    /// Number of preemptions so far.
     pub n_preempted: u64,
     /// KV blocks.
     pub blocks: BlockCounts,
-    /// Recurrent states, where the model has such.
+    /// Slots of recurrent states; all 0 if the model has none.
     pub slots: SlotCounts,
 }
 
-/// A model on a device, served by a thread of its own. Cloning gives another handle to the same engine.
+/// A model on a device, served by its own thread. Clones are handles to the same engine.
 ///
-/// Requests come from any thread. All that run take part in every step, one token each or a piece of their prompts, as
-/// many as the device takes at once; the others wait. Decode steps are sent ahead where the device feeds itself. A request
-/// whose consumer has enough for now ([`Pace::Asked`](crate::Pace)) is left out until it asks. Everything else is a call:
-/// it is made between two steps and its caller waits for it.
+/// Requests may come from any thread. All running requests take part in every step, with one token or one
+/// prompt chunk each, up to the step's limits; the others wait. Decode steps are launched ahead where the
+/// device feeds itself. A request whose consumer is not asking for more ([`Pace::OnDemand`](crate::Pace)) is
+/// skipped until it asks. Every other method is a call that runs between two steps while its caller waits.
 ///
-/// The thread ends, and the device is free, when the last handle and the last stream are dropped.
+/// The thread ends and the device is released when the last handle and the last stream are dropped.
 #[derive(Clone)]
 pub struct Engine {
     inner: Arc<EngineInner>,
 }
 
-/// An [`Engine`] that this does not keep alive.
+/// A reference to an [`Engine`] that does not keep it alive.
 #[derive(Clone)]
 pub struct WeakEngine {
     inner: Weak<EngineInner>,
@@ -115,21 +115,21 @@ impl Engine {
         self.inner.kv_dtype
     }
 
-    /// The most tokens that one step takes.
+    /// Maximum number of tokens per step.
     pub fn max_tokens(&self) -> usize {
         self.inner.max_tokens
     }
 
-    /// A new sequence with room for `context` positions.
+    /// Opens a sequence with capacity for `context` positions.
     ///
-    /// Room is never shared: the cache has as many blocks as all open sequences may come to need. Where it is too small
-    /// it grows, between two steps, and block tables become as wide as the longest sequence needs; steps are then
-    /// compiled again. It does not shrink: a sequence that is dropped leaves its room to the next one. A backend that
-    /// cannot grow its cache answers with [`EngineError::CannotGrow`].
+    /// Capacity is never shared: the cache has enough blocks for the maximum size of every open sequence. If
+    /// it is too small, it grows between two steps, and block tables become as wide as the longest sequence
+    /// requires; steps are then recompiled. It never shrinks: the capacity of a dropped sequence is reused by
+    /// the next one. A backend that cannot grow its cache fails with [`EngineError::CannotGrow`].
     pub fn open(&self, context: usize) -> Result<Sequence, EngineError> {
-        let most = self.model().config().n_context;
-        if context == 0 || context > most {
-            return Err(EngineError::Context { got: context, most });
+        let max = self.model().config().n_context;
+        if context == 0 || context > max {
+            return Err(EngineError::Context { got: context, max });
         }
         self.inner.mailbox.check()?;
         if let Some(table) = self.inner.blocks.reserve(context) {
@@ -138,8 +138,8 @@ impl Engine {
         self.call(move |server| server.core.open_reserved(context))?.map(Sequence::new)
     }
 
-    /// A new sequence that holds what another one does, in the same blocks as far as those are full: what both go on with
-    /// is evaluated once. It has room for `context` positions of its own.
+    /// Opens a sequence that starts with the tokens of another one and shares its full blocks, so their
+    /// common prefix is evaluated once. The fork has capacity for `context` positions of its own.
     pub fn fork(&self, sequence: &Sequence, context: usize) -> Result<Sequence, EngineError> {
         let fork = self.open(context)?;
         sequence.with(|from| {
@@ -151,18 +151,28 @@ impl Engine {
         Ok(fork)
     }
 
-    /// Asks for tokens. What cannot be served is refused here, before anything is evaluated.
+    /// Checks everything about a request that does not depend on other requests: the prompt, its length, and every
+    /// parameter. [`Engine::submit`] does the same.
+    pub fn check(&self, request: &Request) -> Result<(), EngineError> {
+        request.check(self.model(), self.context_of(request))
+    }
+
+    fn context_of(&self, request: &Request) -> usize {
+        match &request.sequence {
+            Some(sequence) => sequence.context(),
+            None => self.model().config().n_context.min(self.inner.blocks.max_positions()),
+        }
+    }
+
+    /// Submits a request. Invalid requests are rejected here, before anything is evaluated.
     pub fn submit(&self, request: Request) -> Result<TokenStream, EngineError> {
         let blocks = &self.inner.blocks;
-        let context = match &request.sequence {
-            Some(sequence) => sequence.context(),
-            None => self.model().config().n_context.min(blocks.most_positions()),
-        };
+        let context = self.context_of(&request);
         request.check(self.model(), context)?;
         let row = request.row()?;
         let channel = Arc::new(Channel::new(request.pace));
-        let most = self.inner.options.max_requests;
-        let id = self.inner.mailbox.submit(most, |id| {
+        let max = self.inner.options.max_requests;
+        let id = self.inner.mailbox.submit(max, |id| {
             let mut held = request.sequence.as_ref().map(Sequence::hold).transpose()?;
             let state = match &mut held {
                 Some(held) => held.take().ok_or(EngineError::SequenceBusy)?,
@@ -179,14 +189,14 @@ impl Engine {
         Ok(TokenStream::new(channel, self.clone(), id))
     }
 
-    /// Ends a request before its next step; its stream ends with [`FinishReason::Cancelled`](crate::FinishReason). One
-    /// that has ended is not touched.
+    /// Ends a request before its next step; its stream ends with
+    /// [`FinishReason::Cancelled`](crate::FinishReason). Does nothing if the request has already ended.
     pub fn cancel(&self, id: RequestId) {
         self.inner.mailbox.cancel(id);
     }
 
-    /// Evaluates tokens behind what a sequence holds, at most [`Engine::max_tokens`] of them, and puts the logits after
-    /// the last `n_rows` in `into`. With no rows it only fills the cache.
+    /// Evaluates tokens after those a sequence holds, at most [`Engine::max_tokens`] of them, and writes the
+    /// logits of the last `n_rows` to `into`. With 0 rows it only fills the cache.
     pub fn logits(
         &self,
         sequence: &Sequence,
@@ -204,39 +214,39 @@ impl Engine {
         done
     }
 
-    /// The plan of a step over `n_tokens` tokens.
+    /// Plan of a step over `n_tokens` tokens.
     pub fn plan(&self, n_tokens: usize) -> Result<Plan, EngineError> {
         self.call(move |server| server.core.plan(n_tokens).cloned())?
     }
 
-    /// The kernels of that plan, each with the (first) step it runs.
+    /// Kernels of that plan, each with the index of the (first) step it runs.
     pub fn kernels(&self, n_tokens: usize) -> Result<Vec<(usize, Cow<'static, str>)>, EngineError> {
         self.call(move |server| server.core.kernels(n_tokens))?
     }
 
-    /// How weights lie on the device, with the bytes of each layout.
+    /// Layouts of the weights on the device, with the bytes of each.
     pub fn layouts(&self) -> Result<Vec<(String, usize)>, EngineError> {
         self.call(|server| server.core.layouts())
     }
 
-    /// How every step of every sequence ran.
+    /// Records of every step of every sequence.
     pub fn ledger(&self) -> Result<Ledger, EngineError> {
         self.call(|server| server.core.ledger().clone())
     }
 
-    /// How much it has to do at this moment.
+    /// Current load.
     pub fn load(&self) -> Result<EngineLoad, EngineError> {
         self.call(|server| server.load())
     }
 
-    /// Makes a call on the engine's thread, between two steps, and waits for its result.
+    /// Runs a closure on the engine's thread between two steps and waits for its result.
     fn call<R: Send + 'static>(
         &self,
         f: impl FnOnce(&mut Server) -> R + Send + 'static,
     ) -> Result<R, EngineError> {
         let (answer, answered) = mpsc::sync_channel(1);
-        // Whoever asked may be gone only if it panicked.
-        let call: Call = Box::new(move |server| drop(answer.send(f(server))));
+        // The receiver is gone only if its thread panicked.
+        let call: ServerCall = Box::new(move |server| drop(answer.send(f(server))));
         self.inner.mailbox.call(call)?;
         answered.recv().map_err(|_| self.inner.mailbox.why_stopped().into())
     }
@@ -247,7 +257,7 @@ impl Engine {
 }
 
 impl WeakEngine {
-    /// The engine, if somebody still holds it.
+    /// Returns the engine if a handle to it still exists.
     pub fn upgrade(&self) -> Option<Engine> {
         self.inner.upgrade().map(|inner| Engine { inner })
     }
@@ -256,10 +266,10 @@ impl WeakEngine {
 impl Drop for EngineInner {
     fn drop(&mut self) {
         self.mailbox.close();
-        // The last handle may go on the engine's own thread, with a waker that held it.
+        // The last handle may be dropped on the engine's own thread, by a waker that held it.
         let thread = self.thread.take().filter(|thread| thread.thread().id() != std::thread::current().id());
         if let Some(thread) = thread {
-            // It catches what it throws, so there is no panic to pass on.
+            // The thread catches its panics, so there is none to propagate.
             let _ = thread.join();
         }
     }

@@ -3,7 +3,7 @@ use crate::{OutOfBlocks, SamplingError};
 use refrain_graph::{CompileError, ControlError, GraphError, Reason, RunError};
 use refrain_tensor::DType;
 
-/// Why an engine could not do what it was asked.
+/// Errors of an engine.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum EngineError {
@@ -16,30 +16,30 @@ pub enum EngineError {
     /// A step failed.
     #[error("the step failed")]
     Run(#[from] RunError),
-    /// A step input does not fit its place.
+    /// A step input does not match its layout.
     #[error(transparent)]
     Control(#[from] ControlError),
-    /// The prompt does not fit.
+    /// The prompt exceeds the context.
     #[error("the prompt has {n_tokens} tokens, the context holds {context}")]
     PromptTooLong {
-        /// Tokens of the prompt.
+        /// Tokens in the prompt.
         n_tokens: usize,
-        /// Positions of the context.
+        /// Positions in the context.
         context: usize,
     },
-    /// No position is left.
+    /// No position of the context is left.
     #[error("the context of {context} tokens is full")]
     ContextFull {
-        /// Positions of the context.
+        /// Positions in the context.
         context: usize,
     },
-    /// It was broken off.
-    #[error("the prompt was broken off")]
+    /// The prompt was cancelled.
+    #[error("the prompt was cancelled")]
     Cancelled,
     /// There is nothing to evaluate.
     #[error("the prompt is empty")]
     EmptyPrompt,
-    /// A token the model does not know.
+    /// A token outside the vocabulary.
     #[error("token {token} is outside the vocabulary of {vocab}")]
     UnknownToken {
         /// The token.
@@ -47,96 +47,96 @@ pub enum EngineError {
         /// Size of the vocabulary.
         vocab: usize,
     },
-    /// More tokens than one step takes.
-    #[error("the step has {n_tokens} tokens, it may have {max_tokens}")]
+    /// A step with more tokens than the maximum.
+    #[error("the step has {n_tokens} tokens, the maximum is {max_tokens}")]
     StepTooLarge {
-        /// Tokens of the step.
+        /// Tokens in the step.
         n_tokens: usize,
-        /// The most tokens of a step.
+        /// Maximum number of tokens per step.
         max_tokens: usize,
     },
-    /// Logits of more tokens than are evaluated.
-    #[error("{n_rows} rows of logits were asked for, the step has {n_tokens} tokens")]
+    /// More rows of logits than evaluated tokens.
+    #[error("{n_rows} rows of logits were requested, the step has {n_tokens} tokens")]
     TooManyRows {
-        /// Rows asked for.
+        /// Rows requested.
         n_rows: usize,
-        /// Tokens of the step.
+        /// Tokens in the step.
         n_tokens: usize,
     },
-    /// The sequence's blocks are another engine's.
+    /// The sequence's blocks belong to another engine.
     #[error("the sequence belongs to another engine")]
     ForeignSequence,
-    /// A request of the sequence has not ended.
-    #[error("the sequence is busy: a request of it has not ended")]
+    /// The sequence has a request that has not ended.
+    #[error("the sequence is busy: its request has not ended")]
     SequenceBusy,
-    /// As many requests as may be open have not ended.
-    #[error("{n_requests} requests are running or waiting, {most} may")]
+    /// The maximum number of requests is open.
+    #[error("{n_requests} requests are running or waiting, the maximum is {max}")]
     QueueFull {
         /// Requests that have not ended.
         n_requests: usize,
-        /// How many there may be.
-        most: usize,
+        /// Maximum number of open requests.
+        max: usize,
     },
-    /// A sequence of a length that the model does not have.
-    #[error("a sequence of {got} tokens was asked for, the model takes 1 to {most}")]
+    /// A context longer than the model supports.
+    #[error("a context of {got} tokens was requested, the model supports 1 to {max}")]
     Context {
-        /// Tokens asked for.
+        /// Tokens requested.
         got: usize,
-        /// Tokens the model was trained for.
-        most: usize,
+        /// Maximum context of the model.
+        max: usize,
     },
-    /// The backend's cache has the size it was made with.
+    /// The backend cannot grow its cache.
     #[error("the KV cache of {backend} has {has} blocks and cannot grow to {need}")]
     CannotGrow {
         /// Name of the backend.
         backend: &'static str,
-        /// Blocks it has.
+        /// Blocks in the cache.
         has: usize,
-        /// Blocks it would need.
+        /// Blocks required.
         need: usize,
     },
-    /// More tokens at least than at most.
-    #[error("at least {min} tokens were asked for, and at most {max}")]
+    /// The minimum number of tokens is above the maximum.
+    #[error("at least {min} tokens were requested, and at most {max}")]
     TokenLimits {
-        /// The fewest tokens.
+        /// Minimum number of tokens.
         min: usize,
-        /// The most tokens.
+        /// Maximum number of tokens.
         max: usize,
     },
-    /// A request that could not end even if it were alone.
+    /// A request that could not finish even if it ran alone.
     #[error(
-        "the prompt has {n_prompt} tokens and {max_tokens} were asked for behind it, the KV cache holds {context} for \
+        "the prompt has {n_prompt} tokens and {max_tokens} more were requested, the KV cache holds {context} for \
          one request"
     )]
     NeverFits {
-        /// Tokens of the prompt.
+        /// Tokens in the prompt.
         n_prompt: usize,
-        /// Tokens asked for.
+        /// Tokens requested after it.
         max_tokens: usize,
-        /// Positions that one request can have.
+        /// Maximum positions per request.
         context: usize,
     },
-    /// More of the most probable tokens than a step lists.
-    #[error("the {got} most probable tokens were asked for, at most {most} are given")]
+    /// More top log-probabilities than the maximum.
+    #[error("{got} top log-probabilities were requested, the maximum is {max}")]
     TopLogprobs {
-        /// Tokens asked for.
+        /// Top log-probabilities requested.
         got: usize,
-        /// Tokens that can be given.
-        most: usize,
+        /// Maximum number of top log-probabilities.
+        max: usize,
     },
-    /// The engine has no adapters.
-    #[error("adapter {id} was asked for, the engine has none")]
+    /// The request names an adapter, and the engine has none.
+    #[error("adapter {id} was requested, the engine has none")]
     UnknownAdapter {
-        /// Its number.
+        /// The adapter's id.
         id: u32,
     },
-    /// The system refused the engine a thread.
+    /// The system could not start the engine's thread.
     #[error("the engine's thread could not be started")]
     Thread(#[source] std::io::Error),
-    /// The engine serves nobody any more.
+    /// The engine has stopped.
     #[error("the engine has stopped: {0}")]
     Stopped(#[from] Stopped),
-    /// The device chose a token that does not exist: its memory or its driver is broken.
+    /// The device chose a token that does not exist: its memory or its driver is faulty.
     #[error("the device chose token {token} after position {position}, the vocabulary has {vocab}")]
     BadChoice {
         /// The token.
@@ -154,44 +154,44 @@ pub enum EngineError {
         /// Element type of the KV cache.
         kv_dtype: DType,
     },
-    /// A step of a run was asked for, and none was begun.
+    /// No run of decode steps has begun.
     #[error("no run of decode steps has begun")]
     NoRun,
-    /// The graph does not say what its inputs mean, or a decode step's choice cannot become its next input.
-    #[error("the step's inputs are not declared as those of a decode step")]
+    /// The graph does not declare its step inputs, or a decode step's choice cannot become its next input.
+    #[error("the graph does not declare the inputs of a decode step")]
     NoFeedback,
-    /// All KV blocks are taken.
+    /// No KV blocks are left.
     #[error(transparent)]
     OutOfBlocks(#[from] OutOfBlocks),
-    /// A sampling parameter makes no sense.
+    /// A sampling parameter is out of range.
     #[error(transparent)]
     Sampling(#[from] SamplingError),
-    /// A window that cannot be scored.
-    #[error("a window of {window} tokens was asked for, it {}", limits(*context))]
+    /// A perplexity window that cannot be scored.
+    #[error("a window of {window} tokens was requested, it {}", limits(*context))]
     Window {
-        /// Tokens of a window.
+        /// Tokens per window.
         window: usize,
-        /// Positions of the context.
+        /// Positions in the context.
         context: usize,
     },
-    /// The text is too short to be scored.
+    /// The text is too short to score.
     #[error("the text has {n_tokens} tokens, one window needs {window}")]
     TextTooShort {
-        /// Tokens of the text.
+        /// Tokens in the text.
         n_tokens: usize,
-        /// Tokens of a window.
+        /// Tokens per window.
         window: usize,
     },
 }
 
-/// Why an engine serves nobody any more. All its streams and callers hear it.
+/// Why an engine stopped. All its streams and callers receive it.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Stopped {
     /// Its thread panicked.
     #[error("its thread panicked: {message}")]
     Panicked {
-        /// What the panic said.
+        /// The panic message.
         message: String,
     },
     /// The device's context is lost.
@@ -201,79 +201,79 @@ pub enum Stopped {
         backend: &'static str,
         /// Label of the step.
         label: String,
-        /// The driver's code.
+        /// The driver's error code.
         code: u32,
     },
-    /// Nobody holds it any more.
+    /// Its last handle was dropped.
     #[error("it was shut down")]
     Closed,
 }
 
-/// What a window may have. The context may have been made for a window that is too small.
+/// Limits of a window. A context below the minimum leaves no valid window.
 fn limits(context: usize) -> String {
     if context <= MIN_WINDOW {
-        return format!("needs at least {MIN_WINDOW}");
+        return format!("needs at least {MIN_WINDOW} tokens");
     }
-    format!("may have {MIN_WINDOW} to {context}")
+    format!("may have {MIN_WINDOW} to {context} tokens")
 }
 
 impl EngineError {
-    /// What to do about it.
+    /// An action that may resolve the error.
     pub fn hint(&self) -> Option<String> {
         match self {
             EngineError::PromptTooLong { n_tokens, .. } => {
                 let need = n_tokens + 1;
                 Some(format!(
-                    "shorten the prompt, or raise the context to {need} with -c where the model takes it"
+                    "shorten the prompt, or raise the context to {need} tokens if the model supports it"
                 ))
             }
-            EngineError::ContextFull { .. } => {
-                Some("raise the context with -c, or start a new session".into())
-            }
+            EngineError::ContextFull { .. } => Some("raise the context, or start a new session".into()),
             EngineError::EmptyPrompt => Some("give a prompt of at least one token".into()),
             EngineError::TextTooShort { n_tokens, window } if *n_tokens < MIN_WINDOW => Some(format!(
-                "give a text of at least {window} tokens, or of {MIN_WINDOW} with a window of {MIN_WINDOW} (-c)"
+                "give a text of at least {window} tokens, or of {MIN_WINDOW} tokens with a window of {MIN_WINDOW}"
             )),
             EngineError::TextTooShort { n_tokens, .. } => {
-                Some(format!("give a longer text, or a window of at most {n_tokens} tokens with -c"))
+                Some(format!("give a longer text, or a window of at most {n_tokens} tokens"))
             }
             EngineError::BadChoice { .. } => {
-                Some("the device computes nonsense: try again, or run on another device".into())
+                Some("the device returns invalid results: try again, or run on another device".into())
             }
             EngineError::NonFinite { kv_dtype: DType::F16, .. } => Some(
-                "a KV cache of F16 overflows above 65504: use one of BF16 or F32; if that does not help, \
+                "an F16 KV cache overflows above 65504: use BF16 or F32; if that does not help, \
                  the weights are damaged"
                     .into(),
             ),
-            EngineError::NonFinite { .. } => Some("the weights may be damaged: get the model again".into()),
-            EngineError::OutOfBlocks(_) => Some("end another session, or raise the context".into()),
+            EngineError::NonFinite { .. } => {
+                Some("the weights may be damaged: download the model again".into())
+            }
+            EngineError::OutOfBlocks(_) => Some("end another session, or make the KV cache larger".into()),
             EngineError::UnknownToken { .. } => Some("use the tokenizer that belongs to the model".into()),
             EngineError::StepTooLarge { max_tokens, .. } => {
-                Some(format!("evaluate the tokens in pieces of at most {max_tokens}"))
+                Some(format!("evaluate the tokens in chunks of at most {max_tokens}"))
             }
-            EngineError::TooManyRows { n_tokens, .. } => Some(format!("ask for at most {n_tokens} rows")),
+            EngineError::TooManyRows { n_tokens, .. } => Some(format!("request at most {n_tokens} rows")),
             EngineError::ForeignSequence => Some("use a sequence with the engine that opened it".into()),
-            EngineError::SequenceBusy => Some("wait for the end of its request, or cancel it".into()),
-            EngineError::QueueFull { .. } => Some("try again when a request has ended".into()),
-            EngineError::Context { most, .. } => Some(format!("ask for 1 to {most} tokens")),
+            EngineError::SequenceBusy => Some("wait until its request ends, or cancel it".into()),
+            EngineError::QueueFull { .. } => Some("try again after a request has ended".into()),
+            EngineError::Context { max, .. } => Some(format!("request 1 to {max} tokens")),
             EngineError::CannotGrow { .. } => {
                 Some("end another sequence, or make an engine with a larger cache".into())
             }
-            EngineError::TokenLimits { max, .. } => Some(format!("ask for at least 0 to {max} tokens")),
+            EngineError::TokenLimits { max, .. } => Some(format!("request a minimum of 0 to {max} tokens")),
             EngineError::NeverFits { .. } => {
-                Some("shorten the prompt, ask for fewer tokens, or make an engine with a larger cache".into())
+                Some("shorten the prompt, request fewer tokens, or make an engine with a larger cache".into())
             }
-            EngineError::TopLogprobs { most, .. } => Some(format!("ask for at most {most} of them")),
-            EngineError::UnknownAdapter { .. } => Some("ask for no adapter".into()),
+            EngineError::TopLogprobs { max, .. } => Some(format!("request at most {max}")),
+            EngineError::UnknownAdapter { .. } => Some("send the request without an adapter".into()),
             EngineError::Stopped(Stopped::DeviceLost { .. }) => {
-                Some("start the program again, or run on another device".into())
+                Some("restart the program, or run on another device".into())
             }
             EngineError::Stopped(_) => Some("open another session".into()),
             EngineError::Window { context, .. } if *context <= MIN_WINDOW => {
-                Some(format!("pass -c with at least {MIN_WINDOW} tokens"))
+                Some(format!("use a context of at least {MIN_WINDOW} tokens"))
             }
             EngineError::Window { context, .. } => {
-                Some(format!("pass -c with {MIN_WINDOW} to {context} tokens"))
+                Some(format!("use a window of {MIN_WINDOW} to {context} tokens"))
             }
             EngineError::Compile(error) => error.hint(),
             EngineError::Run(error) => error.hint(),
@@ -287,7 +287,7 @@ impl EngineError {
         }
     }
 
-    /// Why the engine cannot go on after this error, if it cannot.
+    /// Returns why this error stops the engine, if it does.
     pub(crate) fn stops(&self) -> Option<Stopped> {
         match self {
             EngineError::Run(RunError::ContextLost { backend, label, code, .. }) => {
@@ -300,7 +300,7 @@ impl EngineError {
         }
     }
 
-    /// What the ledger says about a step that ended in this error: all of it, down to the first cause.
+    /// The ledger's reason for a step that failed with this error, down to the root cause.
     pub fn reason(&self) -> Reason {
         match self {
             EngineError::Run(error) => error.reason(),

@@ -1,10 +1,11 @@
 //! Requests, KV blocks, sampling policy and the ledger.
 //!
-//! An [`Engine`] is a handle to a thread that owns one model on one device behind the [`Runner`] trait. Any thread
-//! submits a [`Request`] for tokens behind a prompt and reads them from a [`TokenStream`]; all requests that run share
-//! each step. A [`Sequence`] keeps its KV from one request to the next and has room of its own; requests without one
-//! ([`Request::once`]) share what is left, and the KV of common beginnings. Every step is entered in the [`Ledger`]. [`BackendRunner`] makes a runner of any
-//! [`refrain_graph::Backend`]. [`Core`] is the same without the thread: one step at a time.
+//! An [`Engine`] is a handle to a thread that owns one model on one device behind the [`Runner`] trait. Any
+//! thread submits a [`Request`] for tokens after a prompt and reads them from a [`TokenStream`]; all running
+//! requests share each step. A [`Sequence`] keeps its KV from one request to the next and has reserved
+//! capacity. Requests without one ([`Request::once`]) share the unreserved capacity, and the KV of common
+//! prefixes. Every step is recorded in the [`Ledger`]. [`BackendRunner`] turns any [`refrain_graph::Backend`]
+//! into a runner. [`Core`] is the same without the thread: one step at a time.
 //!
 //! ```
 //! use refrain_engine::{Engine, EngineError, EngineOptions, Request, Runner, TokenEvent};
@@ -23,40 +24,42 @@
 //! # }
 //! ```
 //!
-//! Invariant: this crate launches no kernel, speaks no HTTP and needs no asynchronous runtime.
+//! Invariant: this crate launches no kernels, speaks no HTTP and needs no async runtime.
 //! Invariant: the engine's thread never waits for a consumer.
 #![forbid(unsafe_code)]
 
-mod blocks; // who owns which part of the cache
-mod slots; // who has which recurrent state
+mod blocks; // which sequence owns which KV blocks
+mod slots; // which sequence owns which recurrent state
 mod sampling; // how a token is chosen
-mod step; // what a step is asked
+mod step; // shape and inputs of a step
 mod runner; // one step on one device
 mod core; // prompts, tokens, positions
-mod follow; // decode steps sent ahead
-mod request; // what is asked for, and what comes back
-mod schedule; // who takes part in the next step
-mod stream; // the way from the engine to a consumer
-mod mailbox; // what the engine's thread is sent
-mod serve; // the engine's thread: steps of all who run
-mod engine; // the handle to it
-mod stop; // where a text ends
+mod decode; // decode steps launched ahead
+mod request; // requests and their events
+mod schedule; // which requests take part in the next step
+mod stream; // events from the engine to a consumer
+mod mailbox; // messages to the engine's thread
+mod serve; // the engine's thread: steps of all running requests
+mod engine; // handle to that thread
+mod stop; // stop strings
 mod perplexity; // how well a model predicts a text
 mod ledger; // how each step ran
 mod error;
 
 pub use blocks::{BlockCounts, BlockPool, ContentName, OutOfBlocks};
 pub use core::{Chosen, Core, SequenceState};
+pub use decode::{DecodeRow, DecodedStep, LaunchPolicy, Lookahead};
 pub use engine::{Engine, EngineLoad, EngineOptions, WeakEngine};
 pub use error::{EngineError, Stopped};
-pub use follow::{Ahead, FollowRow, FollowedStep, Sends};
 pub use ledger::{Ledger, Tally};
-pub use perplexity::{Perplexity, PerplexityOptions, perplexity};
+pub use perplexity::{MIN_WINDOW, Perplexity, PerplexityOptions, perplexity};
 pub use refrain_graph::StepKind;
 pub use request::{AdapterId, FinishReason, Pace, Request, RequestId, Sequence, TokenEvent};
-pub use runner::{BackendRunner, Choice, RunProgress, RunRow, RunShape, Runner, RunnerOptions, StepOut};
+pub use runner::{
+    BackendRunner, DecodeProgress, RunMember, RunShape, Runner, RunnerOptions, StepOut, TokenChoice,
+};
 pub use sampling::{HISTORY, MAX_BIAS, MAX_TOP, SamplingError, SamplingParams, SamplingRow};
 pub use slots::{SlotCopy, SlotCounts};
 pub use step::{StepRequest, Want, step_kind};
-pub use stop::{StopFilter, Verdict};
+pub use stop::{StopFilter, StopOutcome};
 pub use stream::TokenStream;

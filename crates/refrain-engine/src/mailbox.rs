@@ -1,4 +1,4 @@
-//! What handles send to the engine's thread.
+//! Messages from handles to the engine's thread.
 
 use crate::error::{EngineError, Stopped};
 use crate::request::{RequestId, lock};
@@ -7,15 +7,15 @@ use crate::stream::Channel;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
-/// Something to do between two steps.
-pub(crate) type Call = Box<dyn FnOnce(&mut Server) + Send>;
+/// A closure to run between two steps.
+pub(crate) type ServerCall = Box<dyn FnOnce(&mut Server) + Send>;
 
-/// What handles and the engine's thread share.
+/// State shared by the handles and the engine's thread.
 pub(crate) struct Mailbox {
     mail: Mutex<Mail>,
-    came: Condvar,
+    arrived: Condvar,
     stopped: Condvar,
-    /// Whether there is anything new. Looked at after every step, so without the lock.
+    /// Whether there is new mail. Checked after every step, hence without the lock.
     is_new: AtomicBool,
 }
 
@@ -25,9 +25,9 @@ pub(crate) type OpenChannels = Vec<(RequestId, Arc<Channel>)>;
 #[derive(Default)]
 struct Mail {
     submitted: Vec<Submitted>,
-    calls: Vec<Call>,
+    calls: Vec<ServerCall>,
     n_submitted: u64,
-    /// Channels of the requests that have not ended, from the oldest.
+    /// Channels of requests that have not ended, oldest first.
     open: OpenChannels,
     is_closed: bool,
     stopped: Option<Stopped>,
@@ -43,22 +43,22 @@ impl Mailbox {
     pub(crate) fn new() -> Mailbox {
         Mailbox {
             mail: Mutex::new(Mail::default()),
-            came: Condvar::new(),
+            arrived: Condvar::new(),
             stopped: Condvar::new(),
             is_new: AtomicBool::new(false),
         }
     }
 
-    /// Adds a request if fewer than `most` are open. They are numbered in the order they come.
+    /// Adds a request if fewer than `max` are open. Requests are numbered in order of arrival.
     pub(crate) fn submit(
         &self,
-        most: usize,
+        max: usize,
         make: impl FnOnce(RequestId) -> Result<Submitted, EngineError>,
     ) -> Result<RequestId, EngineError> {
         self.send(|mail| {
             let n_requests = mail.open.len();
-            if n_requests >= most {
-                return Err(EngineError::QueueFull { n_requests, most });
+            if n_requests >= max {
+                return Err(EngineError::QueueFull { n_requests, max });
             }
             let id = RequestId(mail.n_submitted);
             let submitted = make(id)?;
@@ -69,7 +69,7 @@ impl Mailbox {
         })
     }
 
-    pub(crate) fn call(&self, call: Call) -> Result<(), EngineError> {
+    pub(crate) fn call(&self, call: ServerCall) -> Result<(), EngineError> {
         self.send(|mail| {
             mail.calls.push(call);
             Ok(())
@@ -84,7 +84,7 @@ impl Mailbox {
         Ok(added)
     }
 
-    /// Fails when the engine serves nobody any more.
+    /// Fails if the engine has stopped.
     pub(crate) fn check(&self) -> Result<(), EngineError> {
         lock(&self.mail).check()
     }
@@ -102,19 +102,19 @@ impl Mailbox {
         self.wake();
     }
 
-    /// Makes the thread look at what its requests want.
+    /// Makes the thread check the demand of its requests.
     pub(crate) fn wake(&self) {
         let _mail = lock(&self.mail);
         self.notify();
     }
 
-    /// Only with the lock held: between its last look and its sleep the thread holds it.
+    /// Call only with the lock held: the thread holds it from its last check until it sleeps.
     fn notify(&self) {
         self.is_new.store(true, Ordering::Release);
-        self.came.notify_one();
+        self.arrived.notify_one();
     }
 
-    /// Why the thread has ended; waits for the end if it is near.
+    /// Returns why the thread has ended, waiting for the end if necessary.
     pub(crate) fn why_stopped(&self) -> Stopped {
         let mut mail = lock(&self.mail);
         loop {
@@ -129,16 +129,16 @@ impl Mailbox {
         self.is_new.load(Ordering::Acquire)
     }
 
-    /// Waits until there is something new.
+    /// Waits for new mail.
     pub(crate) fn wait(&self) {
         let mut mail = lock(&self.mail);
         while !self.is_new() {
-            mail = self.came.wait(mail).unwrap_or_else(PoisonError::into_inner);
+            mail = self.arrived.wait(mail).unwrap_or_else(PoisonError::into_inner);
         }
     }
 
-    /// All that is new, if anything is, and whether the engine is to end.
-    pub(crate) fn take(&self) -> Option<(Vec<Submitted>, Vec<Call>, bool)> {
+    /// Takes all new mail, if any, and whether the engine is to shut down.
+    pub(crate) fn take(&self) -> Option<(Vec<Submitted>, Vec<ServerCall>, bool)> {
         if !self.is_new() {
             return None;
         }
@@ -151,8 +151,9 @@ impl Mailbox {
         lock(&self.mail).open.retain(|(open, _)| *open != id);
     }
 
-    /// From here on nothing is taken in; gives what nobody has looked at, and the channels of all that has not ended.
-    pub(crate) fn stop(&self, why: &Stopped) -> (Vec<Submitted>, Vec<Call>, OpenChannels) {
+    /// Rejects all mail from here on. Returns the unread requests and calls, and the channels of all open
+    /// requests.
+    pub(crate) fn stop(&self, why: &Stopped) -> (Vec<Submitted>, Vec<ServerCall>, OpenChannels) {
         let mut mail = lock(&self.mail);
         mail.stopped = Some(why.clone());
         self.stopped.notify_all();

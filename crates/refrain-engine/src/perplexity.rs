@@ -1,4 +1,4 @@
-//! How well a model predicts a text.
+//! Perplexity of a text under a model.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -7,21 +7,21 @@ use crate::engine::Engine;
 use crate::error::EngineError;
 use crate::request::Sequence;
 
-/// How a text is cut up.
+/// How a text is split into windows.
 #[derive(Clone, Copy, Debug)]
 pub struct PerplexityOptions {
-    /// Tokens in a window.
+    /// Tokens per window.
     pub window: usize,
-    /// The most windows to score; all when `None`.
+    /// Maximum number of windows to score; `None` scores all.
     pub max_windows: Option<usize>,
-    /// The token put in the place of each window's first, where the model begins texts with one.
+    /// Token that replaces the first one of each window, for models whose texts begin with a BOS token.
     pub bos: Option<u32>,
 }
 
-/// The result.
+/// Result of a perplexity run.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Perplexity {
-    /// `e` to the mean negative logarithm of the probabilities.
+    /// `e` to the power of the mean negative log-probability.
     pub perplexity: f64,
     /// Tokens that were scored.
     pub n_scored: usize,
@@ -29,13 +29,13 @@ pub struct Perplexity {
     pub n_windows: usize,
 }
 
-/// With fewer tokens nothing is left to score behind the first half of a window.
-pub(crate) const MIN_WINDOW: usize = 3;
+/// Tokens of the shortest window: a shorter one has no token to score after its first half.
+pub const MIN_WINDOW: usize = 3;
 
 /// Scores the second half of each window of a text.
 ///
-/// Each window is evaluated on its own, in `sequence`, which forgets what it holds; its first half gives the model
-/// something to go on. `progress` hears the result so far after each window.
+/// Each window is evaluated on its own in `sequence`, whose content is cleared first; the first half only
+/// provides context. `progress` receives the number of windows and the result so far after each window.
 pub fn perplexity(
     engine: &Engine,
     sequence: &Sequence,
@@ -52,7 +52,7 @@ pub fn perplexity(
         return Err(EngineError::TextTooShort { n_tokens: tokens.len(), window });
     }
     let n_windows = (tokens.len() / window).min(options.max_windows.unwrap_or(usize::MAX));
-    // Also the last token of a window, which is scored but not evaluated.
+    // Includes the last token of each window, which is scored but not evaluated.
     check_tokens(engine.model(), &tokens[..n_windows * window])?;
     check_tokens(engine.model(), options.bos.as_slice())?;
     let vocab = engine.model().config().n_vocab;
@@ -66,7 +66,7 @@ pub fn perplexity(
         }
         sequence.clear()?;
         let mut at = 0;
-        // The last token predicts nothing that is in the window.
+        // The last token predicts nothing inside the window.
         while at < window - 1 {
             let end = (at + engine.max_tokens()).min(window - 1);
             let n_rows = end.saturating_sub(first.max(at));
@@ -90,8 +90,8 @@ pub fn perplexity(
     Ok(so_far)
 }
 
-/// Of each row the logarithm of its token's probability. A row of a large vocabulary takes longer here than the model takes
-/// for it on a card, so many of them are shared among threads; what comes out does not depend on how many there are.
+/// Log-probability of each row's token. For a large vocabulary, one row takes longer here than on the GPU, so
+/// the rows are distributed over threads; the result does not depend on the number of threads.
 fn log_probabilities(rows: &[f32], vocab: usize, tokens: &[u32]) -> Vec<f64> {
     const WORTH_A_THREAD: usize = 1 << 20;
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
@@ -105,7 +105,7 @@ fn log_probabilities(rows: &[f32], vocab: usize, tokens: &[u32]) -> Vec<f64> {
         }
     };
     std::thread::scope(|scope| {
-        // A thread that cannot be had leaves its rows to the others, this one among them.
+        // If a thread cannot be started, the remaining threads, including this one, score its rows.
         for _ in 1..n_threads {
             if std::thread::Builder::new().spawn_scoped(scope, score).is_err() {
                 break;
@@ -127,7 +127,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn many_rows_are_scored_as_each_by_itself() {
+    fn rows_scored_in_parallel_match_rows_scored_alone() {
         for (n, vocab) in [(1, 5), (7, 5), (37, 100_003), (64, 40_000)] {
             let rows: Vec<f32> = (0..n * vocab).map(|i| ((i * 7919) % 1013) as f32 * 0.01).collect();
             let tokens: Vec<u32> = (0..n).map(|i| ((i * 31) % vocab) as u32).collect();

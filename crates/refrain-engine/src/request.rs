@@ -1,4 +1,4 @@
-//! What is asked of an engine, and what it answers.
+//! Requests to an engine, and their events.
 
 use crate::core::{SequenceState, check_prompt, check_tokens};
 use crate::error::EngineError;
@@ -9,10 +9,11 @@ use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// A sequence of an engine. Its KV stays between requests, so a conversation that goes on is not evaluated again.
+/// A sequence of an engine. It keeps its KV between requests, so a continued conversation is not evaluated
+/// again.
 ///
-/// Cloning gives another handle to the same sequence. Its blocks are free again when the last handle is dropped and the
-/// last request of it has ended.
+/// Clones are handles to the same sequence. Its blocks are released when the last handle is dropped and its
+/// last request has ended.
 #[derive(Clone, Debug)]
 pub struct Sequence {
     cell: Arc<SequenceCell>,
@@ -20,7 +21,7 @@ pub struct Sequence {
 
 #[derive(Debug)]
 struct SequenceCell {
-    /// Away while a request of it runs or waits.
+    /// `None` while one of its requests runs or waits.
     state: Mutex<Option<SequenceState>>,
     context: usize,
     ledger: Arc<Mutex<Ledger>>,
@@ -32,7 +33,7 @@ impl Sequence {
         Sequence { cell: Arc::new(SequenceCell { state: Mutex::new(Some(state)), context, ledger }) }
     }
 
-    /// Positions that it may have.
+    /// Maximum number of positions.
     pub fn context(&self) -> usize {
         self.cell.context
     }
@@ -42,7 +43,7 @@ impl Sequence {
         self.with(|state| state.tokens().to_vec())
     }
 
-    /// How many tokens of a prompt's beginning need not be evaluated again.
+    /// Number of leading prompt tokens that need not be evaluated again.
     pub fn n_cached(&self, prompt: &[u32]) -> Result<usize, EngineError> {
         self.with(|state| state.n_cached(prompt))
     }
@@ -52,12 +53,12 @@ impl Sequence {
         self.with(SequenceState::clear)
     }
 
-    /// How every step of this sequence ran; also while a request of it runs.
+    /// Records of every step of this sequence; also available while its request runs.
     pub fn ledger(&self) -> Ledger {
         lock(&self.cell.ledger).clone()
     }
 
-    /// Forgets how its steps ran so far.
+    /// Resets the ledger.
     pub fn reset_ledger(&self) {
         *lock(&self.cell.ledger) = Ledger::new();
     }
@@ -66,14 +67,14 @@ impl Sequence {
         lock(&self.cell.state).as_mut().map(f).ok_or(EngineError::SequenceBusy)
     }
 
-    /// Takes the state away; nobody else can have it until it is dropped.
+    /// Takes the state for exclusive use; dropping the result returns it.
     pub(crate) fn hold(&self) -> Result<HeldSequence, EngineError> {
         let state = lock(&self.cell.state).take().ok_or(EngineError::SequenceBusy)?;
         Ok(HeldSequence { cell: self.cell.clone(), state: Some(state) })
     }
 }
 
-/// The state of a sequence that is busy. Dropping it puts the state back.
+/// State of a busy sequence. Dropping it returns the state to the sequence.
 pub(crate) struct HeldSequence {
     cell: Arc<SequenceCell>,
     state: Option<SequenceState>,
@@ -84,7 +85,7 @@ impl HeldSequence {
         self.state.as_mut()
     }
 
-    /// The state, to be given back with [`HeldSequence::put`].
+    /// Takes the state, to be returned with [`HeldSequence::put`].
     pub(crate) fn take(&mut self) -> Option<SequenceState> {
         self.state.take()
     }
@@ -100,12 +101,12 @@ impl Drop for HeldSequence {
     }
 }
 
-/// A lock on what is valid at every point: a panic elsewhere does not take it away.
+/// Locks a mutex whose content is valid at every point, so poisoning can be ignored.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Names a request of an engine.
+/// Identifies a request of an engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RequestId(pub(crate) u64);
 
@@ -115,61 +116,63 @@ impl fmt::Display for RequestId {
     }
 }
 
-/// Names an adapter of an engine.
+/// Identifies an adapter of an engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct AdapterId(pub u32);
 
-/// How far an engine goes without being asked.
+/// How far an engine runs ahead of the consumer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pace {
-    /// To the end. The stream holds what was not taken: at most the request's tokens and pieces of its prompt.
+    /// Runs to the end. The stream buffers unread events: at most the request's tokens and prompt chunks.
     Free,
-    /// At most that many tokens further than the consumer has asked for, and one piece of the prompt at a time. The
-    /// engine serves other requests meanwhile.
-    Asked {
-        /// Tokens that are chosen before they are asked for.
+    /// Runs at most `lead` tokens ahead of the consumer, and evaluates one prompt chunk at a time. The engine
+    /// serves other requests meanwhile.
+    OnDemand {
+        /// Tokens chosen before the consumer asks for them.
         lead: usize,
     },
 }
 
-/// What is asked of an engine: tokens behind a prompt.
+/// A request to an engine for tokens after a prompt.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Request {
-    /// The sequence to continue, whose blocks are its own. What it holds of the prompt's beginning is not evaluated
-    /// again. Without one the request has a sequence for itself, in what is left of the cache: it may have to wait for
-    /// blocks, and shares those of beginnings that other such requests have in common with it.
+    /// The sequence to continue, with its own blocks. The prefix of the prompt that it holds is not evaluated
+    /// again. Without one, the request gets a temporary sequence in the unreserved part of the cache: it may
+    /// have to wait for blocks, and shares the blocks of prefixes that it has in common with other such
+    /// requests.
     pub sequence: Option<Sequence>,
-    /// All tokens that come before the first one chosen, those that the sequence holds included.
+    /// All tokens before the first chosen one, including those the sequence already holds.
     pub prompt: Vec<u32>,
-    /// How tokens are chosen.
+    /// Sampling parameters.
     pub sampling: SamplingParams,
-    /// Tokens that end the request; the one that does is still given.
+    /// Tokens that end the request; the one that does is still returned.
     pub end: Vec<u32>,
-    /// The fewest tokens: none of the first `min_tokens` is an end token.
+    /// Minimum number of tokens: none of the first `min_tokens` is an end token.
     pub min_tokens: usize,
-    /// The most tokens; with 0 the prompt is not evaluated either.
+    /// Maximum number of tokens; with 0 the prompt is not evaluated either.
     pub max_tokens: usize,
-    /// How many of the most probable tokens are given with each choice, at most [`MAX_TOP`].
+    /// Number of top log-probabilities returned with each token, at most [`MAX_TOP`].
     pub n_top_logprobs: usize,
-    /// The adapter to apply; only `None` is served.
+    /// The adapter to apply; only `None` is supported.
     pub adapter: Option<AdapterId>,
-    /// Higher is more urgent: served first, and room is taken from lower ones. Among equal ones users take turns.
+    /// Higher priorities are served first and preempt lower ones. Requests of equal priority take turns by
+    /// user.
     pub priority: i32,
-    /// Whose request it is.
+    /// The user, for fairness between users.
     pub user: u64,
-    /// How far the engine goes without being asked.
+    /// How far the engine runs ahead of the consumer.
     pub pace: Pace,
 }
 
 impl Request {
-    /// A request for tokens behind `prompt` in a sequence that goes on, until its context is full, by the usual sampling
-    /// parameters.
+    /// A request for tokens after `prompt` in an existing sequence, until its context is full, with the
+    /// default sampling parameters.
     pub fn new(sequence: &Sequence, prompt: Vec<u32>) -> Request {
         Request { sequence: Some(sequence.clone()), ..Request::once(prompt) }
     }
 
-    /// A request with a sequence that ends with it.
+    /// A request with a temporary sequence that ends with it.
     pub fn once(prompt: Vec<u32>) -> Request {
         Request {
             sequence: None,
@@ -186,12 +189,12 @@ impl Request {
         }
     }
 
-    /// Refuses what cannot be served, before anybody waits for it. A sequence has `context` positions; a request without
-    /// one must be able to end in them, or have no end of its own.
+    /// Rejects an invalid request before anybody waits for it. `context` is the sequence's context. A request
+    /// without a sequence must be able to finish within it, unless it has no token limit.
     pub(crate) fn check(&self, model: &Model, context: usize) -> Result<(), EngineError> {
-        // Without a limit of its own it ends where the context does, behind one token at least.
+        // A request without a token limit ends where the context does, after at least one token.
         let max_tokens = if self.max_tokens == usize::MAX { 1 } else { self.max_tokens };
-        // The last token is chosen and not evaluated.
+        // The last token is chosen but not evaluated.
         let n_positions = self.prompt.len().saturating_add(max_tokens.saturating_sub(1));
         if self.sequence.is_none() && n_positions > context {
             return Err(EngineError::NeverFits { n_prompt: self.prompt.len(), max_tokens, context });
@@ -203,7 +206,7 @@ impl Request {
             return Err(EngineError::TokenLimits { min: self.min_tokens, max: self.max_tokens });
         }
         if self.n_top_logprobs > MAX_TOP {
-            return Err(EngineError::TopLogprobs { got: self.n_top_logprobs, most: MAX_TOP });
+            return Err(EngineError::TopLogprobs { got: self.n_top_logprobs, max: MAX_TOP });
         }
         match self.adapter {
             Some(AdapterId(id)) => Err(EngineError::UnknownAdapter { id }),
@@ -211,7 +214,7 @@ impl Request {
         }
     }
 
-    /// How tokens are chosen: no end token among the first ones.
+    /// The sampling row of the request: forbids end tokens for the first `min_tokens` choices.
     pub(crate) fn row(&self) -> Result<SamplingRow, EngineError> {
         let mut row = SamplingRow::new(&self.sampling);
         row.n_top = self.n_top_logprobs;
@@ -222,12 +225,12 @@ impl Request {
     }
 }
 
-/// What a stream gives.
+/// An event of a token stream.
 #[derive(Clone, Debug, PartialEq)]
 pub enum TokenEvent {
-    /// A piece of the prompt that is not the last was evaluated.
+    /// A chunk of the prompt other than the last was evaluated.
     Prompt {
-        /// Tokens of the prompt that are in the cache.
+        /// Prompt tokens in the cache.
         n_done: usize,
         /// Tokens of the prompt.
         n_tokens: usize,
@@ -236,14 +239,14 @@ pub enum TokenEvent {
     Token {
         /// The token.
         token: u32,
-        /// The logarithm of its probability under the model.
+        /// Its log-probability under the model.
         logprob: f32,
-        /// The most probable tokens with the logarithms of their probabilities, as many as were asked for.
+        /// The most probable tokens with their log-probabilities, as many as requested.
         top: Vec<(u32, f32)>,
-        /// The time it took: of the first one that of the prompt's steps, of the others as the ledger has it.
+        /// Duration: for the first token that of the prompt's steps, for the others as in the ledger.
         took: Duration,
     },
-    /// The request has ended. Nothing comes after it.
+    /// The request has ended. No event follows.
     End(FinishReason),
 }
 
@@ -252,10 +255,10 @@ pub enum TokenEvent {
 pub enum FinishReason {
     /// An end token was chosen.
     EndToken,
-    /// As many tokens as were asked for.
+    /// The maximum number of tokens was reached.
     MaxTokens,
     /// No position of the context is left.
     ContextFull,
-    /// It was cancelled, or its stream dropped.
+    /// The request was cancelled, or its stream was dropped.
     Cancelled,
 }

@@ -1,11 +1,11 @@
-//! A model on a device: one step, or a run of them.
+//! A model on a device: single steps, and runs of decode steps.
 
 use crate::core::Chosen;
 use crate::error::EngineError;
 use crate::sampling::MAX_TOP;
 use crate::slots::{N_PAIR, SlotCopy};
 use crate::step::{
-    StepRequest, Want, bucket, choice_rows, decode_spec, fill, fill_row, history_places, sample_head, spec,
+    StepRequest, Want, bucket, choice_rows, decode_spec, fill, fill_row, history_capacity, sample_head, spec,
 };
 use refrain_graph::{Backend, CommittedStep, ControlBlock, Feedback, Io, Plan, Ran, RowLimits, Run};
 use refrain_graph::{RunError, StateEdit, StateId, StateKind, StepFlags, StepInputs, fuse};
@@ -14,47 +14,47 @@ use refrain_tensor::DType;
 use std::borrow::Cow;
 use std::sync::Arc;
 
-/// A choice with the most probable tokens beside it.
+/// A choice with the most probable tokens.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Choice {
-    /// What was chosen.
+pub struct TokenChoice {
+    /// The chosen token.
     pub chosen: Chosen,
-    /// The most probable tokens with the logarithms of their probabilities, as many as were asked for.
+    /// The most probable tokens with their log-probabilities, as many as requested.
     pub top: Vec<(u32, f32)>,
 }
 
-/// What came out of a step.
+/// Output of a step.
 #[derive(Debug, Default)]
 pub struct StepOut {
-    /// For each request its choice, where it asked for one. A row whose logits make no sense fails alone.
-    pub choices: Vec<Option<Result<Choice, EngineError>>>,
-    /// Logits, row by row, if they were asked for. Kept between steps so that its memory is used again.
+    /// The choice of each request that asked for one. A row with non-finite logits fails alone.
+    pub choices: Vec<Option<Result<TokenChoice, EngineError>>>,
+    /// Logits, row by row, if requested. Kept between steps to reuse the allocation.
     pub logits: Vec<f32>,
 }
 
-/// A sequence that takes part in a run of decode steps.
+/// A sequence in a run of decode steps.
 #[derive(Clone, Copy, Debug)]
-pub struct RunRow<'a> {
-    /// Its next token, and how the one behind it is chosen.
+pub struct RunMember<'a> {
+    /// Its next token, and how the following token is chosen.
     pub request: StepRequest<'a>,
-    /// Positions that it may have.
+    /// Maximum number of positions.
     pub n_positions: usize,
-    /// Choices that it may make.
+    /// Maximum number of choices.
     pub n_choices: usize,
-    /// Tokens that end it.
+    /// Tokens that end the row.
     pub end: &'a [u32],
 }
 
-/// The size of a run.
+/// Size of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RunShape {
-    /// Rows; those that nobody is in are padding.
+    /// Number of rows; rows without a sequence are padding.
     pub n_rows: usize,
-    /// Places for recent tokens of each.
+    /// Capacity of each row's history of recent tokens.
     pub n_history: usize,
 }
 
-impl RunRow<'_> {
+impl RunMember<'_> {
     fn limits(&self) -> Result<RowLimits, EngineError> {
         let (Want::Sample(row), [_]) = (self.request.want, self.request.tokens) else {
             return Err(EngineError::NoRun);
@@ -75,85 +75,89 @@ impl RunRow<'_> {
 pub trait Runner: Send {
     /// Name of the backend.
     fn backend(&self) -> &'static str;
-    /// Runs one step: tokens of different sequences, each followed by what it asks for.
+    /// Runs one step: tokens of several sequences, each followed by the requested output.
     fn step(&mut self, requests: &[StepRequest<'_>], out: &mut StepOut) -> Result<Ran, EngineError>;
-    /// The size that the next step of so many sequences should have, whose penalties look at so many tokens. Asked once a
-    /// step: a size that is not ready yet is made ready when it was wanted for a while, and until then a larger one that is
-    /// ready serves.
+    /// Returns the size that the next step should have for `n_seqs` sequences whose penalties look back
+    /// `n_history` tokens. Call it once per step: a size that is not compiled yet is compiled only after
+    /// several steps in a row have requested it; until then, a larger compiled size serves.
     fn run_shape(&mut self, n_seqs: usize, n_history: usize) -> RunShape;
-    /// Begins a run of decode steps of that size that feed themselves, with sequences in its first rows, and sends none of
-    /// them yet. Gives how many may be under way at once. A run before it must be finished.
-    fn begin(&mut self, rows: &[RunRow<'_>], shape: RunShape) -> Result<usize, EngineError>;
-    /// Puts a sequence into a row of the run that nobody is in, from the next step that is sent on.
-    fn set_row(&mut self, row: usize, with: &RunRow<'_>) -> Result<(), EngineError>;
-    /// Makes a row padding, from the next step that is sent on.
+    /// Begins a run of self-feeding decode steps of that size, with the sequences in its first rows, without
+    /// launching any. Returns how many steps may be in flight at once. A previous run must be finished first.
+    fn begin(&mut self, rows: &[RunMember<'_>], shape: RunShape) -> Result<usize, EngineError>;
+    /// Puts a sequence into a free row of the run, starting with the next launched step.
+    fn set_row(&mut self, row: usize, with: &RunMember<'_>) -> Result<(), EngineError>;
+    /// Makes a row padding, starting with the next launched step.
     fn clear_row(&mut self, row: usize) -> Result<(), EngineError>;
-    /// Gives a row the blocks of the steps that are sent from now on. What it had before must be the beginning of that.
+    /// Sets a row's block table for the steps launched from here on. Its previous table must be a prefix of
+    /// the new one.
     fn set_table(&mut self, row: usize, table: &[u32]) -> Result<(), EngineError>;
-    /// Sends `n` more steps of the run; the tables cover their positions as far as rows can go.
-    fn send(&mut self, n: usize) -> Result<(), EngineError>;
-    /// Waits for the oldest step of the run that was not taken yet. After an error the run must be finished.
-    fn take(&mut self) -> Result<CommittedStep, EngineError>;
-    /// How far the run is; nothing of it was sent or taken where there is none.
-    fn progress(&self) -> RunProgress;
-    /// Ends the run, if there is one: waits until no step of it is under way, and says how many nobody took.
+    /// Launches `n` more steps of the run; the tables must cover their positions as far as the rows can
+    /// advance.
+    fn launch(&mut self, n: usize) -> Result<(), EngineError>;
+    /// Waits for the oldest uncollected step of the run. After an error the run must be finished.
+    fn collect(&mut self) -> Result<CommittedStep, EngineError>;
+    /// Progress of the run; zero if there is none.
+    fn progress(&self) -> DecodeProgress;
+    /// Ends the run, if there is one: waits until no step is in flight, and returns how many steps were not
+    /// collected.
     fn finish(&mut self) -> Result<usize, EngineError>;
-    /// The plan of a step over `n_tokens` tokens that ends in sampling.
+    /// Plan of a step over `n_tokens` tokens that ends in sampling.
     fn plan(&mut self, n_tokens: usize) -> Result<&Plan, EngineError>;
-    /// The kernels of that plan, each with the (first) step it runs.
+    /// Kernels of that plan, each with the index of the (first) step it runs.
     fn kernels(&mut self, n_tokens: usize) -> Result<Vec<(usize, Cow<'static, str>)>, EngineError>;
-    /// How weights lie on the device, with the bytes of each layout.
+    /// Layouts of the weights on the device, with the bytes of each.
     fn layouts(&self) -> Vec<(String, usize)>;
-    /// The cache's measures.
+    /// Dimensions of the KV cache.
     fn kv(&self) -> &KvSpec;
-    /// Makes the cache `n_blocks` large, block tables `max_blocks` wide and recurrent states `n_slots` long, and keeps what they hold. No run may
-    /// be under way. Steps are compiled again when they are next needed.
+    /// Resizes the cache to `n_blocks` blocks, block tables to `max_blocks` and recurrent states to
+    /// `n_slots`, keeping their contents. No run may be active. Steps are recompiled when they are next
+    /// needed.
     ///
-    /// After [`EngineError::CannotGrow`] all is as it was.
+    /// After [`EngineError::CannotGrow`] nothing has changed.
     fn resize(&mut self, n_blocks: usize, max_blocks: usize, n_slots: usize) -> Result<(), EngineError>;
-    /// Copies one slot of every recurrent state onto another, behind the steps that were sent.
+    /// Copies one slot of every recurrent state onto another, ordered after the steps already launched.
     fn copy_slot(&mut self, copy: SlotCopy) -> Result<(), EngineError>;
     /// The model.
     fn model(&self) -> &Arc<Model>;
-    /// The most tokens a step may have.
+    /// Maximum number of tokens per step.
     fn max_tokens(&self) -> usize;
-    /// The most sequences a step may have.
+    /// Maximum number of sequences per step.
     fn max_seqs(&self) -> usize;
 }
 
-/// Steps of a run.
+/// Progress of a run, in steps.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct RunProgress {
-    /// Steps that were sent.
-    pub n_sent: u64,
-    /// Steps among them that were taken.
-    pub n_taken: u64,
+pub struct DecodeProgress {
+    /// Steps launched.
+    pub n_launched: u64,
+    /// Steps collected.
+    pub n_collected: u64,
 }
 
-impl RunProgress {
-    /// Steps that were sent and not taken.
-    pub fn n_under_way(self) -> usize {
-        self.n_sent.saturating_sub(self.n_taken) as usize
+impl DecodeProgress {
+    /// Steps launched and not yet collected.
+    pub fn n_in_flight(self) -> usize {
+        self.n_launched.saturating_sub(self.n_collected) as usize
     }
 }
 
-/// How a runner is laid out.
+/// Options of a runner.
 #[derive(Clone, Copy, Debug)]
 pub struct RunnerOptions {
-    /// Positions that one sequence may have.
+    /// Maximum positions per sequence.
     pub context: usize,
-    /// Positions of the cache, which sequences share; at least those of one sequence.
+    /// Positions in the cache, shared by all sequences; at least `context`.
     pub n_positions: usize,
     /// Positions in a KV block.
     pub kv_block: usize,
     /// Element type of the cache: F16, BF16 or F32.
     pub kv_dtype: DType,
-    /// The most tokens in a step.
+    /// Maximum number of tokens per step.
     pub max_tokens: usize,
-    /// The most sequences in a step.
+    /// Maximum number of sequences per step.
     pub max_seqs: usize,
-    /// Sequences that may have recurrent states at once, where the model has recurrent layers; each is many times as large
-    /// as a KV block. 0: as many as the cache makes likely.
+    /// Number of sequences that may have recurrent states at once, if the model has recurrent layers; a state
+    /// is many times as large as a KV block. 0 derives it from the size of the cache.
     pub n_recurrent: usize,
 }
 
@@ -171,7 +175,7 @@ impl Default for RunnerOptions {
     }
 }
 
-/// A runner over any backend: a compiled graph for each size of step, made when it is first needed.
+/// A runner over any backend. It compiles a graph for each size of step when it is first needed.
 pub struct BackendRunner<B: Backend> {
     backend: B,
     model: Arc<Model>,
@@ -180,34 +184,35 @@ pub struct BackendRunner<B: Backend> {
     kv: KvSpec,
     max_tokens: usize,
     max_seqs: usize,
-    // Most recently used last. Prompts end in pieces of any size, so old sizes are dropped.
-    compiled: Vec<Prepared<B>>,
+    // Most recently used last. The last chunk of a prompt may have any size, so old sizes are evicted.
+    compiled: Vec<PreparedStep<B>>,
     run: Option<(StepSpec, Run)>,
-    /// The size of run that is not ready, and how many steps in a row have wanted it.
+    /// The run size that is not compiled yet, and how many consecutive steps have requested it.
     missing: Option<(RunShape, usize)>,
 }
 
-struct Prepared<B: Backend> {
+struct PreparedStep<B: Backend> {
     spec: StepSpec,
     compiled: B::Compiled,
     control: ControlBlock,
     inputs: StepInputs,
 }
 
-/// KV blocks that a sequence is likely to hold: for each so many there is room for a recurrent state.
+/// KV blocks that a typical sequence holds: the cache has one recurrent state per so many blocks.
 const LIKELY_BLOCKS: usize = 8;
-/// Steps that are kept compiled where there are no buckets: decode, full prompt pieces, and some of the sizes that prompts
-/// ended in.
+/// Compiled steps kept for a backend without buckets: decode, full prompt chunks, and some sizes of last
+/// chunks.
 const MIN_COMPILED: usize = 8;
 /// The same for small steps, which decode any number of sequences.
 const MAX_COMPILED: usize = 96;
-/// Steps that want a size of run before it is made ready, where another one serves meanwhile: everybody waits for that.
+/// Consecutive steps that must request a run size before it is compiled while a larger one serves: compiling
+/// stalls every sequence.
 const PATIENCE: usize = 32;
-/// Bytes that more than [`MIN_COMPILED`] of them may take.
+/// Maximum arena bytes of all compiled steps beyond the first [`MIN_COMPILED`].
 const COMPILED_BYTES: usize = 128 << 20;
 
 impl<B: Backend> BackendRunner<B> {
-    /// Brings a model to a device. Its weights are used from where they were mapped, or uploaded, as the backend likes.
+    /// Loads a model onto a device. The backend uses the mapped weights in place or uploads them.
     pub fn new(
         backend: B,
         model: Arc<Model>,
@@ -217,7 +222,8 @@ impl<B: Backend> BackendRunner<B> {
         BackendRunner::with_weights(backend, model, weights, options)
     }
 
-    /// A runner over weights that another one of the same model has loaded, on a backend that can use them.
+    /// A runner over weights that another runner of the same model has loaded, on a backend that can share
+    /// them.
     pub fn with_weights(
         backend: B,
         model: Arc<Model>,
@@ -234,7 +240,7 @@ impl<B: Backend> BackendRunner<B> {
             (true, 0) => max_seqs.min((n_blocks / LIKELY_BLOCKS).max(1)),
             (true, n) => n,
         };
-        // One of them may be opened, which takes one more.
+        // One of them may be an opened sequence, which needs one more slot.
         let n_slots = if n_recurrent == 0 { 0 } else { N_PAIR * n_recurrent + 1 };
         let kv =
             KvSpec { n_blocks, kv_block: options.kv_block, max_blocks, n_slots, dtype: options.kv_dtype };
@@ -258,17 +264,17 @@ impl<B: Backend> BackendRunner<B> {
         &self.weights
     }
 
-    /// The backend.
+    /// The wrapped backend.
     pub fn inner(&self) -> &B {
         &self.backend
     }
 
-    /// The step of that many tokens that ends in a choice.
+    /// Prepares the step for `n_tokens` tokens that ends in a choice.
     fn prepare_choice(&mut self, n_tokens: usize) -> Result<usize, EngineError> {
         self.prepare(StepSpec::of_one(bucket(self.backend.buckets(), n_tokens), 1, sample_head(0, 0)))
     }
 
-    /// Index into `compiled`, which is always the last.
+    /// Returns an index into `compiled`, which is always the last.
     fn prepare(&mut self, spec: StepSpec) -> Result<usize, EngineError> {
         if let Some(i) = self.compiled.iter().position(|c| c.spec == spec) {
             let last = self.compiled.len() - 1;
@@ -280,21 +286,21 @@ impl<B: Backend> BackendRunner<B> {
         let plan = self.backend.plan(&compiled);
         let inputs = plan.step_inputs().cloned().ok_or(EngineError::NoFeedback)?;
         let control = ControlBlock::new(plan.control());
-        self.compiled.push(Prepared { spec, compiled, control, inputs });
+        self.compiled.push(PreparedStep { spec, compiled, control, inputs });
         while self.compiled.len() > MIN_COMPILED && !self.may_keep_all() {
             self.compiled.remove(0);
         }
         Ok(self.compiled.len() - 1)
     }
 
-    /// Where there are buckets, all of them: of one sequence with and without a choice, of decoded rows, and of mixed
+    /// With buckets, all steps are kept: one sequence with and without a choice, decode rows, and mixed
     /// steps.
     fn may_keep_all(&self) -> bool {
         let (n_sizes, n_rows) = (self.backend.buckets().len(), self.backend.row_buckets().len());
         if n_sizes > 0 {
             return self.compiled.len() <= 2 * n_sizes + 1 + n_rows + n_sizes * n_sizes;
         }
-        let arena = |p: &Prepared<B>| self.backend.plan(&p.compiled).arena_bytes();
+        let arena = |p: &PreparedStep<B>| self.backend.plan(&p.compiled).arena_bytes();
         self.compiled.len() <= MAX_COMPILED
             && self.compiled.iter().map(arena).sum::<usize>() <= COMPILED_BYTES
     }
@@ -305,7 +311,7 @@ impl<B: Backend> BackendRunner<B> {
         requests: &[StepRequest<'_>],
         out: &mut StepOut,
     ) -> Result<(), EngineError> {
-        let Prepared { compiled, inputs, spec, .. } = &self.compiled[idx];
+        let PreparedStep { compiled, inputs, spec, .. } = &self.compiled[idx];
         let Some(sampling) = &inputs.sampling else {
             out.choices.extend(requests.iter().map(|_| None));
             return Ok(());
@@ -327,13 +333,13 @@ impl<B: Backend> BackendRunner<B> {
                 out.choices.push(None);
                 continue;
             };
-            let Some(at) = rows.next() else { unreachable!("there is one for each choice") };
+            let Some(at) = rows.next() else { unreachable!("every choice has a row") };
             let (token, logprob, position) = (tokens[at], logprobs[at], request.last_position());
             let top = ids.iter().copied().zip(probs.iter().copied()).skip(at * MAX_TOP).take(sampling.n_top);
             out.choices.push(Some(match () {
                 () if !logprob.is_finite() => Err(self.non_finite(position)),
                 () if token as usize >= vocab => Err(EngineError::BadChoice { token, vocab, position }),
-                () => Ok(Choice { chosen: Chosen { token, logprob }, top: top.collect() }),
+                () => Ok(TokenChoice { chosen: Chosen { token, logprob }, top: top.collect() }),
             }));
         }
         Ok(())
@@ -343,7 +349,7 @@ impl<B: Backend> BackendRunner<B> {
         EngineError::NonFinite { position, kv_dtype: self.kv.dtype }
     }
 
-    /// The run, with the compiled step that it is of.
+    /// The run, and the compiled step it repeats.
     #[expect(clippy::type_complexity, reason = "the parts of one struct, borrowed apart")]
     fn running(
         &mut self,
@@ -369,7 +375,7 @@ where
     fn step(&mut self, requests: &[StepRequest<'_>], out: &mut StepOut) -> Result<Ran, EngineError> {
         let spec = spec(requests, self.backend.buckets(), self.backend.row_buckets());
         let idx = self.prepare(spec)?;
-        let Prepared { compiled, control, inputs, .. } = &mut self.compiled[idx];
+        let PreparedStep { compiled, control, inputs, .. } = &mut self.compiled[idx];
         fill(inputs, control, requests)?;
         let io = Io { weights: &*self.weights, states: &mut self.states, control: control.bytes() };
         let ran = self.backend.run(compiled, io)?;
@@ -384,7 +390,7 @@ where
     }
 
     fn run_shape(&mut self, n_seqs: usize, n_history: usize) -> RunShape {
-        let n_history = history_places(n_history);
+        let n_history = history_capacity(n_history);
         let shape = |n_rows: usize| RunShape { n_rows, n_history };
         if n_seqs <= 1 {
             return shape(1);
@@ -405,7 +411,7 @@ where
         shape(if n_before < PATIENCE { serving } else { wanted })
     }
 
-    fn begin(&mut self, rows: &[RunRow<'_>], shape: RunShape) -> Result<usize, EngineError> {
+    fn begin(&mut self, rows: &[RunMember<'_>], shape: RunShape) -> Result<usize, EngineError> {
         let requests: Vec<StepRequest<'_>> = rows.iter().map(|row| row.request).collect();
         let limits = rows.iter().map(|row| row.limits().map(Some)).collect::<Result<Vec<_>, _>>()?;
         let spec = match shape.n_rows.max(rows.len()) {
@@ -413,14 +419,14 @@ where
             n_rows => decode_spec(n_rows, shape.n_history),
         };
         let idx = self.prepare(spec)?;
-        let Prepared { compiled, control, inputs, .. } = &mut self.compiled[idx];
+        let PreparedStep { compiled, control, inputs, .. } = &mut self.compiled[idx];
         fill(inputs, control, &requests)?;
         let feedback = Feedback::of(self.backend.plan(compiled)).ok_or(EngineError::NoFeedback)?;
         self.run = Some((spec, Run::new(feedback, control.clone(), limits)));
         Ok(self.backend.ahead(compiled).max(1))
     }
 
-    fn set_row(&mut self, row: usize, with: &RunRow<'_>) -> Result<(), EngineError> {
+    fn set_row(&mut self, row: usize, with: &RunMember<'_>) -> Result<(), EngineError> {
         let limits = with.limits()?;
         let (Some((spec, run)), compiled) = (&mut self.run, &self.compiled) else {
             return Err(EngineError::NoRun);
@@ -441,12 +447,12 @@ where
         Ok(())
     }
 
-    fn send(&mut self, n: usize) -> Result<(), EngineError> {
+    fn launch(&mut self, n: usize) -> Result<(), EngineError> {
         let (backend, weights, states, compiled, run) = self.running()?;
         Ok(backend.send(compiled, weights, states, run, n)?)
     }
 
-    fn take(&mut self) -> Result<CommittedStep, EngineError> {
+    fn collect(&mut self) -> Result<CommittedStep, EngineError> {
         let (backend, _, _, compiled, run) = self.running()?;
         let step = backend.take(compiled, run)?;
         let vocab = self.model.config().n_vocab;
@@ -454,18 +460,19 @@ where
             |c: &&refrain_graph::Committed| c.token as usize >= vocab && !c.flags.has(StepFlags::NON_FINITE);
         if let Some(bad) = step.rows.iter().flatten().find(is_bad) {
             let (token, position) = (bad.token, bad.position);
-            // A device that makes up tokens may be lost without having said so yet: that is what to report then.
+            // A device that returns invalid tokens may be lost without having reported it; then report that
+            // instead.
             self.finish()?;
             return Err(EngineError::BadChoice { token, vocab, position });
         }
         Ok(step)
     }
 
-    fn progress(&self) -> RunProgress {
+    fn progress(&self) -> DecodeProgress {
         let run = self.run.as_ref().map(|(_, run)| run);
-        run.map_or_else(RunProgress::default, |run| RunProgress {
-            n_sent: run.n_sent(),
-            n_taken: run.n_taken(),
+        run.map_or_else(DecodeProgress::default, |run| DecodeProgress {
+            n_launched: run.n_sent(),
+            n_collected: run.n_taken(),
         })
     }
 

@@ -1,37 +1,38 @@
-//! How tokens are chosen, as a user states it, and as a row of the control block.
+//! Sampling parameters, and their row in the control block.
 
 use refrain_graph::{LapsingBias, SAMPLE_PARAMS, SampleParam};
 
-/// How many tokens penalties can look back on in the usual steps. Where they must look further, steps have four times as
-/// many places, or sixteen times, and so on.
+/// Default capacity of the token history that penalties look at. Longer windows use four times as much,
+/// sixteen times, and so on.
 pub const HISTORY: usize = 256;
-/// How many tokens can have a bias.
+/// Maximum number of tokens with a bias.
 pub const MAX_BIAS: usize = 256;
-/// How many of the most probable tokens can be given with a choice.
+/// Maximum number of top log-probabilities per choice.
 pub const MAX_TOP: usize = 20;
 
 /// How the next token is chosen. The filters apply in the order top-k, top-p, min-p; then the temperature.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SamplingParams {
-    /// 0 is greedy.
+    /// Temperature; 0 is greedy.
     pub temperature: f32,
     /// Keep the `top_k` most probable tokens; 0 keeps all.
     pub top_k: usize,
-    /// Keep the shortest run of most probable tokens that reaches this probability; 1 keeps all.
+    /// Keep the smallest set of most probable tokens that reaches this probability; 1 keeps all.
     pub top_p: f32,
-    /// Keep tokens at least this probable relative to the most probable one; 0 keeps all.
+    /// Keep tokens with at least this probability relative to the most probable one; 0 keeps all.
     pub min_p: f32,
-    /// Divides the logits of recent tokens; 1 changes nothing.
+    /// Divides the logits of recent tokens; 1 has no effect.
     pub repeat_penalty: f32,
-    /// Subtracted for each recent appearance of a token.
+    /// Subtracted for each recent occurrence of a token.
     pub frequency_penalty: f32,
-    /// Subtracted if a token appeared recently.
+    /// Subtracted if a token occurred recently.
     pub presence_penalty: f32,
-    /// How many recent tokens the penalties look at, those of the prompt included; `usize::MAX` is the whole text.
+    /// Number of recent tokens that penalties look at, including the prompt; `usize::MAX` for the whole
+    /// sequence.
     pub penalty_window: usize,
-    /// Added to logits of single tokens.
+    /// Added to the logits of individual tokens.
     pub logit_bias: Vec<(u32, f32)>,
-    /// Same seed, same text.
+    /// The same seed gives the same output.
     pub seed: u64,
 }
 
@@ -52,7 +53,7 @@ impl Default for SamplingParams {
     }
 }
 
-/// A sampling parameter that makes no sense.
+/// A sampling parameter that is out of range.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[error("{name} is {got}, must be {want}")]
 pub struct SamplingError {
@@ -60,19 +61,19 @@ pub struct SamplingError {
     pub name: &'static str,
     /// Its value.
     pub got: String,
-    /// What it may be.
+    /// Its valid values.
     pub want: String,
 }
 
 impl SamplingError {
-    /// What to do about it.
+    /// An action that resolves the error.
     pub fn hint(&self) -> String {
         let usual = match self.name {
-            "temperature" => "0 always takes the likeliest token, 0.6 to 1 is usual",
+            "temperature" => "0 always takes the most probable token, 0.6 to 1 is usual",
             "top-p" => "1 keeps all tokens, 0.9 to 0.95 is usual",
             "min-p" => "0 keeps all tokens, 0.05 is usual",
-            "repeat penalty" => "1 changes nothing, 1.05 to 1.2 is usual",
-            _ => return format!("give a {} that is {}", self.name, self.want),
+            "repeat penalty" => "1 has no effect, 1.05 to 1.2 is usual",
+            _ => return format!("use a {} that is {}", self.name, self.want),
         };
         format!("for the {}, {usual}", self.name)
     }
@@ -88,7 +89,7 @@ impl SamplingParams {
         self.repeat_penalty != 1.0 || self.frequency_penalty != 0.0 || self.presence_penalty != 0.0
     }
 
-    /// Refuses values that make no sense, for a vocabulary of `vocab` tokens.
+    /// Rejects values that are out of range for a vocabulary of `vocab` tokens.
     pub fn check(&self, vocab: usize) -> Result<(), SamplingError> {
         let refuse = |name, got: String, want: &str| Err(SamplingError { name, got, want: want.into() });
         let finite = |v: f32| v.is_finite();
@@ -115,7 +116,7 @@ impl SamplingParams {
         if let Some((id, _)) = self.logit_bias.iter().find(|(id, _)| *id as usize >= vocab) {
             return refuse("logit bias", format!("for token {id}"), &format!("for tokens below {vocab}"));
         }
-        // -inf forbids a token; +inf would leave the others no probability.
+        // -inf forbids a token; +inf would leave no probability for the others.
         if let Some((_, bias)) = self.logit_bias.iter().find(|(_, b)| b.is_nan() || *b == f32::INFINITY) {
             return refuse("logit bias", bias.to_string(), "a number or -inf");
         }
@@ -123,31 +124,32 @@ impl SamplingParams {
     }
 }
 
-/// One row of the control block's sampling inputs. Made once, rewritten for every token that is chosen by itself.
+/// One row of the control block's sampling inputs. Built once, updated for every token that is chosen
+/// individually.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SamplingRow {
-    /// As [`SampleParam`] lays them out.
+    /// Laid out by [`SampleParam`].
     pub params: [f32; SAMPLE_PARAMS],
     /// Seed low, seed high, position, unused.
     pub rng: [u32; 4],
-    /// The tokens that penalties look at, from the oldest; none where there are no penalties.
+    /// Tokens that penalties look at, oldest first; empty without penalties.
     pub history: Vec<i32>,
-    /// Tokens with a bias; -1 where there is none.
+    /// Tokens with a bias; -1 for unused entries.
     pub bias_ids: [i32; MAX_BIAS],
     /// Their biases.
     pub bias: [f32; MAX_BIAS],
-    /// How many of the most probable tokens are given with the choice, at most [`MAX_TOP`].
+    /// Number of top log-probabilities returned with the choice, at most [`MAX_TOP`].
     pub n_top: usize,
-    /// Tokens that penalties look at, at most.
+    /// Maximum number of tokens that penalties look at.
     window: usize,
-    /// Places of the bias in use.
+    /// Bias entries in use.
     n_bias: usize,
-    /// Tokens that may not be chosen at first have the last of those.
+    /// The last of those entries forbid tokens only for the first choices.
     lapsing: Option<LapsingBias>,
 }
 
 impl SamplingRow {
-    /// The row for parameters that passed [`SamplingParams::check`].
+    /// Builds the row from parameters that passed [`SamplingParams::check`].
     pub fn new(params: &SamplingParams) -> SamplingRow {
         let mut row = SamplingRow {
             params: [0.0; SAMPLE_PARAMS],
@@ -161,7 +163,7 @@ impl SamplingRow {
             lapsing: None,
         };
         row.params[SampleParam::Temperature as usize] = params.temperature;
-        // Beyond 2^24 an f32 skips whole numbers; no vocabulary is that large.
+        // Above 2^24, f32 cannot represent every integer; no vocabulary is that large.
         row.params[SampleParam::TopK as usize] = params.top_k.min(1 << 24) as f32;
         row.params[SampleParam::TopP as usize] = params.top_p;
         row.params[SampleParam::MinP as usize] = params.min_p;
@@ -175,8 +177,8 @@ impl SamplingRow {
         row
     }
 
-    /// Forbids tokens for all choices before a position. Positions only grow from here on. There may be more of them than
-    /// places.
+    /// Forbids tokens for all choices before the position `until`. Positions only increase from here on.
+    /// Fails if the tokens exceed the bias entries.
     pub fn forbid(&mut self, tokens: &[u32], until: usize) -> Result<(), SamplingError> {
         let (n_kept, n_bias) = (self.n_bias, self.n_bias + tokens.len());
         if n_bias > MAX_BIAS {
@@ -191,23 +193,23 @@ impl SamplingRow {
         Ok(())
     }
 
-    /// How many tokens penalties come to look at in a text of so many positions.
+    /// History length that penalties need in a sequence of `n_positions`.
     pub(crate) fn n_history(&self, n_positions: usize) -> usize {
         self.window.min(n_positions)
     }
 
-    /// How many places of the history are in use in such a text, and which of them is written next.
+    /// Number of history entries in use at `n_positions`, and the entry that is written next.
     pub(crate) fn window(&self, n_positions: usize) -> (usize, usize) {
         let (window, n) = (self.n_history(n_positions), self.history.len());
         (window, if n >= window { 0 } else { n })
     }
 
-    /// Biases that do not hold for all choices to come.
+    /// Biases that expire.
     pub(crate) fn lapsing(&self) -> Option<LapsingBias> {
         self.lapsing.filter(|lapsing| self.rng[2] < lapsing.until)
     }
 
-    /// Whether another row chooses by the same rules, whatever its position and its recent tokens.
+    /// Whether another row samples by the same rules, regardless of position and recent tokens.
     pub(crate) fn has_rules_of(&self, other: &SamplingRow) -> bool {
         let rules = |row: &SamplingRow| {
             let seed = [row.rng[0], row.rng[1]];
@@ -219,7 +221,7 @@ impl SamplingRow {
             && self.bias[..self.n_bias] == other.bias[..self.n_bias]
     }
 
-    /// Sets what changes from token to token: the position that is chosen and the tokens before it.
+    /// Sets the per-token inputs: the position that is chosen, and the tokens before it.
     pub fn advance(&mut self, position: usize, tokens: &[u32]) {
         self.rng[2] = position as u32;
         if let Some(LapsingBias { n_kept, until }) = self.lapsing

@@ -1,21 +1,22 @@
-//! Which sequences take part in the next step, and with how many of their tokens.
+//! Decides which sequences take part in the next step, and with how many tokens.
 //!
-//! A step has a budget of tokens. Sequences that decode come first, one token each; prompts fill the rest, in pieces.
-//! A waiting request is admitted when its prompt and one more block fit. When a running one needs a block and there is
-//! none, the newest of the lowest priority is preempted: it gives its blocks up and evaluates its tokens again later,
-//! with what the prefix cache still holds of them. A waiting request takes room only from lower priorities, and from
-//! requests whose consumers have enough for now. One whose beginning another request is evaluating waits for it: requests
-//! for several answers to one prompt evaluate it once.
+//! A step has a token budget. Decoding sequences come first, with one token each; prompts fill the remaining
+//! budget in chunks. A waiting request is admitted when its prompt and one more block fit. When a running
+//! request needs a block and none is left, the newest request of the lowest priority is preempted: it
+//! releases its blocks and later evaluates its tokens again, except for those the prefix cache still holds. A
+//! waiting request preempts only lower priorities, and requests whose consumers are not asking for more. A
+//! request whose prefix another request is evaluating waits for it, so several completions of one prompt
+//! evaluate the prompt once.
 //!
-//! Why it always goes on: the oldest request of the highest priority is never preempted for another one, and a request
-//! that could not finish alone is refused, so that one ends. A preempted request comes back only when another one has
-//! left, so it is preempted at most once for each that does. Among those that wait, users take turns by what they were
-//! served, and nobody overtakes the one whose turn it is.
+//! Why there is always progress: the oldest request of the highest priority is never preempted by another
+//! one, and a request that could not finish alone is refused, so that request ends. A preempted request is
+//! readmitted only after another one has left, so it is preempted at most once per departure. Waiting users
+//! take turns by the number of tokens served, and nobody overtakes the next in turn.
 //!
-//! Sequences that were promised their blocks, as those of sessions are, are never preempted: it would free nothing that
-//! others may have.
+//! Sequences with reserved blocks, such as those of sessions, are never preempted: that would free no block
+//! that others could use.
 //!
-//! Invariant: no clock, no randomness, no device. What is decided follows from the calls made.
+//! Invariant: no clock, no randomness, no device. Decisions depend only on the calls made.
 
 use crate::blocks::OutOfBlocks;
 use crate::core::SequenceState;
@@ -23,34 +24,35 @@ use crate::request::RequestId;
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
-/// What bounds a step.
+/// Limits of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ScheduleLimits {
     /// Tokens of a step.
     pub(crate) n_tokens: usize,
-    /// Sequences that run at once.
+    /// Maximum number of running sequences.
     pub(crate) n_rows: usize,
 }
 
-/// A request that runs or waits, as the scheduler sees it.
+/// A running or waiting request, as the scheduler sees it.
 #[derive(Debug)]
 pub(crate) struct ActiveRequest {
     pub(crate) id: RequestId,
-    /// Higher is served and admitted earlier.
+    /// Higher priorities are admitted and served first.
     pub(crate) priority: i32,
-    /// Whose it is.
+    /// The user it belongs to.
     pub(crate) user: u64,
-    /// All tokens that are known: the prompt and what was chosen behind it. At least one of them is not evaluated.
+    /// All known tokens: the prompt and the tokens chosen after it. At least one of them is not evaluated
+    /// yet.
     pub(crate) tokens: Vec<u32>,
-    /// Positions that it can come to need.
+    /// Positions that it may need at most.
     pub(crate) n_positions: usize,
-    /// What is evaluated, and the blocks.
+    /// Evaluated tokens and blocks.
     pub(crate) state: SequenceState,
-    /// Whether what it evaluates can be found by others, and the other way round.
+    /// Whether it may share cached prefixes with other requests.
     pub(crate) shares: bool,
-    /// Whether its consumer has enough for now.
+    /// Whether its consumer is not asking for more.
     pub(crate) is_paused: bool,
-    /// How many had left when it was preempted.
+    /// The number of departed requests when it was preempted.
     preempted_at: Option<u64>,
 }
 
@@ -74,20 +76,20 @@ impl ActiveRequest {
         }
     }
 
-    /// Tokens that are known and not evaluated.
+    /// Known tokens that are not evaluated yet.
     pub(crate) fn n_left(&self) -> usize {
         self.tokens.len() - self.state.tokens.len()
     }
 
-    /// Who goes first among those that run. Requests are numbered in the order they come.
+    /// Order among running requests. Request ids increase in order of arrival.
     fn rank(&self) -> (Reverse<i32>, RequestId) {
         (Reverse(self.priority), self.id)
     }
 
-    /// Whether it evaluates, in steps to come, whole blocks that another request begins with and does not hold.
+    /// Whether it will evaluate whole blocks of another request's prefix that the other does not hold yet.
     fn is_about_to_hold_more_of(&self, other: &ActiveRequest) -> bool {
         let may_share = self.shares && other.shares && self.state.table.root() == other.state.table.root();
-        // The last token of the other one is evaluated in any case.
+        // The other request always evaluates its last token itself.
         let usable = &other.tokens[..other.tokens.len() - 1];
         let n_common = self.tokens.iter().zip(usable).take_while(|(a, b)| a == b).count();
         let kv_block = self.state.table.kv_block();
@@ -97,9 +99,9 @@ impl ActiveRequest {
             && n_shared > other.state.tokens.len().max(self.state.tokens.len() / kv_block * kv_block)
     }
 
-    /// Gives up its blocks.
+    /// Releases its blocks, unless they are reserved.
     fn clear(&mut self) {
-        if !self.state.table.is_promised() {
+        if !self.state.table.is_reserved() {
             self.state.clear();
         }
     }
@@ -109,31 +111,31 @@ impl ActiveRequest {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct StepRow {
     pub(crate) id: RequestId,
-    /// The next so many of its tokens are evaluated.
+    /// Number of its tokens to evaluate.
     pub(crate) n_tokens: usize,
-    /// Whether they are the last known ones, so that the next one is chosen.
+    /// Whether these are its last known tokens, so that the next one is chosen.
     pub(crate) chooses: bool,
 }
 
-/// What the next step is.
+/// The next step.
 #[derive(Debug, Default)]
-pub(crate) struct Schedule {
-    /// From the most important.
+pub(crate) struct StepSchedule {
+    /// Highest rank first.
     pub(crate) rows: Vec<StepRow>,
-    /// Requests that nothing can make room for any more, with what they lack.
+    /// Requests for which no blocks can be freed any more, with the shortage.
     pub(crate) refused: Vec<(ActiveRequest, OutOfBlocks)>,
 }
 
-/// See the module's documentation.
+/// The scheduler; see the module documentation.
 #[derive(Debug)]
 pub(crate) struct Scheduler {
     limits: ScheduleLimits,
-    /// From the highest rank.
+    /// Highest rank first.
     running: Vec<ActiveRequest>,
     waiting: Vec<ActiveRequest>,
-    /// Tokens that each user with a request was served, all beginning with the least of the others.
+    /// Tokens served to each user with a request. A new user starts at the minimum of the others.
     served: BTreeMap<u64, u64>,
-    /// Requests that have run and left.
+    /// Number of requests that have run and left.
     n_departed: u64,
     n_preempted: u64,
 }
@@ -146,7 +148,7 @@ impl Scheduler {
         Scheduler { limits, running, waiting, served, n_departed: 0, n_preempted: 0 }
     }
 
-    /// Adds a request; it waits.
+    /// Adds a waiting request.
     pub(crate) fn submit(&mut self, active: ActiveRequest) {
         let least = self.served.values().min().copied().unwrap_or(0);
         self.served.entry(active.user).or_insert(least);
@@ -161,7 +163,7 @@ impl Scheduler {
         self.running.iter().chain(&self.waiting).find(|active| active.id == id)
     }
 
-    /// Takes a request out that has ended, was cancelled or failed.
+    /// Removes a request that has ended, was cancelled or failed.
     pub(crate) fn remove(&mut self, id: RequestId) -> Option<ActiveRequest> {
         let active = match self.running.iter().position(|active| active.id == id) {
             Some(at) => {
@@ -176,17 +178,17 @@ impl Scheduler {
         Some(active)
     }
 
-    /// Requests that run and that wait.
+    /// Numbers of running and waiting requests.
     pub(crate) fn n_running_and_waiting(&self) -> (usize, usize) {
         (self.running.len(), self.waiting.len())
     }
 
-    /// How often a request had to give its blocks up.
+    /// Number of preemptions.
     pub(crate) fn n_preempted(&self) -> u64 {
         self.n_preempted
     }
 
-    /// Running requests, given by their sorted numbers, in that order.
+    /// Running requests for the given sorted ids, in that order.
     pub(crate) fn running_mut(&mut self, ids: &[RequestId]) -> Vec<&mut ActiveRequest> {
         let is_one = |active: &&mut ActiveRequest| ids.binary_search(&active.id).is_ok();
         let mut found: Vec<&mut ActiveRequest> = self.running.iter_mut().filter(is_one).collect();
@@ -194,8 +196,8 @@ impl Scheduler {
         found
     }
 
-    /// Notes that rows of a plan are not evaluated after all.
-    pub(crate) fn take_back(&mut self, rows: &[StepRow]) {
+    /// Reverts the accounting for rows of a plan that are not evaluated after all.
+    pub(crate) fn undo(&mut self, rows: &[StepRow]) {
         for row in rows {
             let user = self.find(row.id).map(|active| active.user);
             if let Some(served) = user.and_then(|user| self.served.get_mut(&user)) {
@@ -204,7 +206,7 @@ impl Scheduler {
         }
     }
 
-    /// Notes that the next tokens of a request were evaluated, and what was chosen behind them.
+    /// Records that the next tokens of a request were evaluated, and the token chosen after them.
     pub(crate) fn advance(&mut self, id: RequestId, n_tokens: usize, chosen: Option<u32>) {
         let Some(active) = self.get(id) else { return };
         let start = active.state.tokens.len();
@@ -216,15 +218,15 @@ impl Scheduler {
         active.tokens.extend(chosen);
     }
 
-    /// Decides on the next step. Every row of it has its blocks.
-    pub(crate) fn plan(&mut self) -> Schedule {
-        let mut plan = Schedule::default();
+    /// Plans the next step. All of its rows have their blocks.
+    pub(crate) fn plan(&mut self) -> StepSchedule {
+        let mut plan = StepSchedule::default();
         let mut budget = self.limits.n_tokens;
         let before = self.n_preempted;
         let ranked: Vec<RequestId> = self.running.iter().map(|active| active.id).collect();
         for is_prompt in [false, true] {
             for &id in &ranked {
-                // Preempted meanwhile, or not of this turn.
+                // Preempted by an earlier row, or not part of this pass.
                 let Some(active) = self.running.iter().find(|active| active.id == id) else { continue };
                 let n_left = active.n_left();
                 let is_full = budget == 0 || plan.rows.len() == self.limits.n_rows;
@@ -238,19 +240,19 @@ impl Scheduler {
                 }
             }
         }
-        // Who had to make room would only have to do so again.
+        // After a preemption nothing is admitted: it would only be preempted again.
         if self.n_preempted == before || plan.rows.is_empty() {
             while budget > 0 && self.has_row() && self.admit(&mut plan, &mut budget) {}
         }
         plan
     }
 
-    /// Whether one more may run. Those that are paused take no part in a step.
+    /// Whether one more request may run. Paused requests take no part in steps.
     fn has_row(&self) -> bool {
         self.running.iter().filter(|active| !active.is_paused).count() < self.limits.n_rows
     }
 
-    fn add_row(&mut self, id: RequestId, plan: &mut Schedule, budget: &mut usize) {
+    fn add_row(&mut self, id: RequestId, plan: &mut StepSchedule, budget: &mut usize) {
         let Some(active) = self.running.iter().find(|active| active.id == id) else { return };
         let (n_left, user) = (active.n_left(), active.user);
         let n_tokens = n_left.min(*budget);
@@ -259,33 +261,33 @@ impl Scheduler {
         plan.rows.push(StepRow { id, n_tokens, chooses: n_tokens == n_left });
     }
 
-    /// Has blocks for all known tokens of a running request, if need be by preempting others.
-    fn make_room(&mut self, id: RequestId, plan: &mut Schedule, budget: &mut usize) -> bool {
+    /// Allocates blocks for all known tokens of a running request, preempting others if necessary.
+    fn make_room(&mut self, id: RequestId, plan: &mut StepSchedule, budget: &mut usize) -> bool {
         loop {
             let Some(active) = self.running.iter_mut().find(|active| active.id == id) else { return false };
-            // Steps of it that were sent ahead may be writing further on.
+            // Steps launched ahead may be writing past its tokens.
             if active.state.table.cover(active.tokens.len()).is_ok() {
                 return true;
             }
-            let (is_promised, rank) = (active.state.table.is_promised(), active.rank());
-            match self.victim(|other| other.is_paused || is_promised || other.rank() > rank) {
+            let (is_reserved, rank) = (active.state.table.is_reserved(), active.rank());
+            match self.victim(|other| other.is_paused || is_reserved || other.rank() > rank) {
                 Some(victim) => self.preempt(victim, plan, budget),
                 None => return false,
             }
         }
     }
 
-    /// Whose blocks can be had: of those that may be asked, the paused first, then the lowest rank.
+    /// The running request to preempt among the eligible ones: paused first, then lowest rank.
     fn victim(&self, may_ask: impl Fn(&ActiveRequest) -> bool) -> Option<RequestId> {
-        let holders = self.running.iter().filter(|active| !active.state.table.is_promised());
+        let holders = self.running.iter().filter(|active| !active.state.table.is_reserved());
         holders
             .filter(|active| may_ask(active))
             .max_by_key(|active| (active.is_paused, active.rank()))
             .map(|active| active.id)
     }
 
-    /// Makes a running request wait again, without its blocks and without the row it may have.
-    fn preempt(&mut self, id: RequestId, plan: &mut Schedule, budget: &mut usize) {
+    /// Moves a running request back to waiting, without its blocks and without its row in the plan.
+    fn preempt(&mut self, id: RequestId, plan: &mut StepSchedule, budget: &mut usize) {
         let Some(at) = self.running.iter().position(|active| active.id == id) else { return };
         let mut active = self.running.remove(at);
         if let Some(row) = plan.rows.iter().position(|row| row.id == id) {
@@ -297,8 +299,8 @@ impl Scheduler {
         self.waiting.push(active);
     }
 
-    /// Lets the next waiting request run; false when there is none or it does not fit.
-    fn admit(&mut self, plan: &mut Schedule, budget: &mut usize) -> bool {
+    /// Admits the next waiting request. Returns false if there is none or it does not fit.
+    fn admit(&mut self, plan: &mut StepSchedule, budget: &mut usize) -> bool {
         let Some(at) = self.next_waiting() else { return false };
         let active = &mut self.waiting[at];
         active.state.begin(&active.tokens);
@@ -309,7 +311,7 @@ impl Scheduler {
         }
         let active = &self.waiting[at];
         if self.running.iter().any(|other| other.is_about_to_hold_more_of(active)) {
-            // What it would evaluate is being evaluated.
+            // Another request is already evaluating its prefix.
             self.waiting[at].clear();
             return false;
         }
@@ -325,10 +327,10 @@ impl Scheduler {
             self.add_row(id, plan, budget);
             return true;
         };
-        // What it found is free for others while it waits.
+        // Cached blocks it found are available to others while it waits.
         active.clear();
-        let (is_promised, priority) = (active.state.table.is_promised(), active.priority);
-        let may_ask = |other: &ActiveRequest| other.is_paused || is_promised || other.priority < priority;
+        let (is_reserved, priority) = (active.state.table.is_reserved(), active.priority);
+        let may_ask = |other: &ActiveRequest| other.is_paused || is_reserved || other.priority < priority;
         if let Some(victim) = self.victim(may_ask) {
             self.preempt(victim, plan, budget);
             return true;
@@ -336,13 +338,13 @@ impl Scheduler {
         if self.running.iter().any(|active| !active.is_paused) {
             return false;
         }
-        // Nobody is left who could make room.
+        // No other request could free blocks.
         let id = self.waiting[at].id;
         plan.refused.extend(self.remove(id).map(|active| (active, error)));
         true
     }
 
-    /// Whose turn it is, unless that one was preempted and nobody has left since.
+    /// Index of the next waiting request in turn, unless it was preempted and no request has left since.
     fn next_waiting(&self) -> Option<usize> {
         let key = |active: &ActiveRequest| {
             let served = self.served.get(&active.user).copied().unwrap_or(0);

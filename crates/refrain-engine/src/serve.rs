@@ -1,12 +1,12 @@
-//! The engine's thread: the steps in which it serves what it is sent.
+//! The engine's thread: runs the steps that serve its requests.
 
 use crate::core::{Core, SequenceState};
+use crate::decode::{DecodeRow, DecodedStep, LaunchPolicy, Lookahead};
 use crate::engine::EngineLoad;
 use crate::error::{EngineError, Stopped};
-use crate::follow::{Ahead, FollowRow, FollowedStep, Sends};
 use crate::mailbox::Mailbox;
 use crate::request::{FinishReason, HeldSequence, Request, RequestId, TokenEvent};
-use crate::runner::Choice;
+use crate::runner::TokenChoice;
 use crate::sampling::SamplingRow;
 use crate::schedule::{ActiveRequest, ScheduleLimits, Scheduler, StepRow};
 use crate::step::{Want, step_kind};
@@ -18,24 +18,24 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// The life of the engine's thread.
+/// Main function of the engine's thread.
 pub(crate) fn serve(core: Core, mailbox: &Mailbox) {
     let mut server = Server::new(core);
     let served = catch_unwind(AssertUnwindSafe(|| server.serve_all(mailbox)));
     let why = served.unwrap_or_else(|panic| Stopped::Panicked { message: message_of(&*panic) });
     let (unseen, calls, mut open) = mailbox.stop(&why);
-    unseen.into_iter().for_each(|submitted| server.take_in(submitted));
+    unseen.into_iter().for_each(|submitted| server.accept(submitted));
     for id in server.jobs.keys().copied().collect::<Vec<_>>() {
         open.retain(|(other, _)| *other != id);
         server.fail(id, why.clone().into());
     }
-    // A panic in the middle of a job's end leaves a channel whose job is gone: its consumer must hear of it too.
+    // A panic while a job ends can leave a channel without a job: its consumer must be notified too.
     for (_, channel) in open {
         channel.push(Err(why.clone().into()));
     }
-    // Callers hear of it when what would have answered them is dropped.
+    // Callers are notified when the senders of their results are dropped.
     drop(calls);
-    // What is left of a device after a panic may throw once more, and nobody is left to hear it.
+    // Dropping the remains of a device after a panic may panic again, with nobody left to report it to.
     let _ = catch_unwind(AssertUnwindSafe(|| drop(server)));
 }
 
@@ -47,7 +47,7 @@ fn message_of(panic: &(dyn Any + Send)) -> String {
 /// A request on its way to the engine's thread.
 pub(crate) struct Submitted {
     active: ActiveRequest,
-    job: Job,
+    job: RequestJob,
 }
 
 impl Submitted {
@@ -63,28 +63,28 @@ impl Submitted {
         row: SamplingRow,
         channel: Arc<Channel>,
     ) -> Submitted {
-        // The last token is chosen and not evaluated.
+        // The last token is chosen but not evaluated.
         let n_positions = request.prompt.len().saturating_add(request.max_tokens.saturating_sub(1));
         let mut active =
             ActiveRequest::new(id, request.prompt.clone(), n_positions.min(state.context), state);
         (active.priority, active.user) = (request.priority, request.user);
-        // A recurrent state cannot be shared: it is that behind all tokens.
+        // A recurrent state covers all tokens, so it cannot be shared.
         active.shares = held.is_none() && !active.state.table.has_slots();
         if active.shares {
-            // KV depends on the adapter too.
+            // KV depends on the adapter as well.
             active.state.table.set_root(request.adapter.map_or(0, |adapter| 1 + u64::from(adapter.0)));
         }
         let (prefill, n_chosen) = (Duration::ZERO, 0);
-        Submitted { active, job: Job { held, request, row, channel, prefill, n_chosen } }
+        Submitted { active, job: RequestJob { held, request, row, channel, prefill, n_chosen } }
     }
 }
 
-/// What the engine's thread works with.
+/// State of the engine's thread.
 pub(crate) struct Server {
     pub(crate) core: Core,
     scheduler: Scheduler,
-    /// What is known of each request besides its tokens and blocks, which the scheduler has.
-    jobs: BTreeMap<RequestId, Job>,
+    /// Each request's state other than its tokens and blocks, which the scheduler owns.
+    jobs: BTreeMap<RequestId, RequestJob>,
 }
 
 impl Server {
@@ -99,16 +99,16 @@ impl Server {
         EngineLoad { n_running, n_waiting, n_preempted, blocks, slots: self.core.slot_counts() }
     }
 
-    /// Serves until nobody is left, or until the device is lost.
+    /// Serves requests until the engine is closed or the device is lost.
     fn serve_all(&mut self, mailbox: &Mailbox) -> Stopped {
         loop {
             if let Some((submitted, calls, is_closed)) = mailbox.take() {
-                submitted.into_iter().for_each(|submitted| self.take_in(submitted));
+                submitted.into_iter().for_each(|submitted| self.accept(submitted));
                 if is_closed {
                     return Stopped::Closed;
                 }
                 calls.into_iter().for_each(|call| call(self));
-                self.look_at_demand(mailbox);
+                self.apply_demand(mailbox);
             }
             let plan = self.scheduler.plan();
             for (active, error) in plan.refused {
@@ -123,13 +123,13 @@ impl Server {
                     mailbox.wait();
                     continue;
                 }
-                _ if self.may_follow(rows) => self.follow(mailbox, rows, Sends::Ahead),
-                _ => match self.ahead_of(rows) {
-                    under_way if under_way.is_empty() => self.step(mailbox, rows),
-                    // Steps that were sent are taken first: they are what the others would do now.
-                    under_way => {
-                        self.scheduler.take_back(rows);
-                        self.follow(mailbox, &under_way, Sends::Nothing)
+                _ if self.can_decode_ahead(rows) => self.decode(mailbox, rows, LaunchPolicy::LaunchAhead),
+                _ => match self.rows_in_flight(rows) {
+                    in_flight if in_flight.is_empty() => self.step(mailbox, rows),
+                    // Collect the steps in flight first: they are what those rows would run next.
+                    in_flight => {
+                        self.scheduler.undo(rows);
+                        self.decode(mailbox, &in_flight, LaunchPolicy::CollectOnly)
                     }
                 },
             };
@@ -139,14 +139,14 @@ impl Server {
         }
     }
 
-    fn take_in(&mut self, Submitted { active, job }: Submitted) {
+    fn accept(&mut self, Submitted { active, job }: Submitted) {
         self.jobs.insert(active.id, job);
         self.scheduler.submit(active);
     }
 
-    /// Ends what nobody wants any more, and leaves out for now who has enough. Consumers that change their mind are news;
-    /// what they want after an event is known when it is passed on.
-    fn look_at_demand(&mut self, mailbox: &Mailbox) {
+    /// Ends cancelled requests, and pauses those whose consumers are not asking for more. This handles
+    /// consumers that change their demand; the demand after an event is handled when the event is delivered.
+    fn apply_demand(&mut self, mailbox: &Mailbox) {
         let ids: Vec<RequestId> = self.jobs.keys().copied().collect();
         for id in ids {
             let Some(job) = self.jobs.get(&id) else { continue };
@@ -161,12 +161,12 @@ impl Server {
         }
     }
 
-    /// Whether a step is one that feeds itself, so that the next ones can be sent before their tokens are asked for.
-    fn may_follow(&self, rows: &[StepRow]) -> bool {
+    /// Whether a step feeds itself, so that later steps can be launched ahead.
+    fn can_decode_ahead(&self, rows: &[StepRow]) -> bool {
         let is_fed = |row: &StepRow| {
             row.n_tokens == 1 && row.chooses && self.jobs.get(&row.id).is_some_and(|job| job.row.n_top == 0)
         };
-        // The last token of a prompt looks like a decoded one; alone, it is entered as what it is.
+        // The last token of a prompt looks like a decode step; alone, it is recorded as a prompt step.
         let is_prompt = match rows {
             [row] => self.jobs.get(&row.id).is_some_and(|job| job.n_chosen == 0),
             _ => false,
@@ -174,55 +174,55 @@ impl Server {
         !is_prompt && rows.iter().all(is_fed)
     }
 
-    /// The rows that have steps under way.
-    fn ahead_of(&self, rows: &[StepRow]) -> Vec<StepRow> {
+    /// The rows that have steps in flight.
+    fn rows_in_flight(&self, rows: &[StepRow]) -> Vec<StepRow> {
         let is_ahead = |row: &&StepRow| {
             let active = self.scheduler.find(row.id).filter(|_| row.n_tokens == 1 && row.chooses);
             let last = active.and_then(|active| Some((active, *active.tokens.last()?)));
-            last.is_some_and(|(active, token)| self.core.is_ahead_of(&active.state, token))
+            last.is_some_and(|(active, token)| self.core.has_in_flight(&active.state, token))
         };
         rows.iter().filter(is_ahead).copied().collect()
     }
 
-    /// One decode step of some requests, with more of them sent behind it.
-    fn follow(&mut self, mailbox: &Mailbox, rows: &[StepRow], sends: Sends) -> Result<(), Stopped> {
+    /// Runs one decode step of some requests and launches more of them ahead.
+    fn decode(&mut self, mailbox: &Mailbox, rows: &[StepRow], policy: LaunchPolicy) -> Result<(), Stopped> {
         let mut ids: Vec<RequestId> = rows.iter().map(|row| row.id).collect();
         ids.sort_unstable();
         let jobs = self.jobs.iter_mut().filter(|(id, _)| ids.binary_search(id).is_ok());
         let actives = self.scheduler.running_mut(&ids);
-        let mut follow: Vec<FollowRow<'_>> = actives
+        let mut decode_rows: Vec<DecodeRow<'_>> = actives
             .into_iter()
             .zip(jobs)
             .filter_map(|(active, (id, job))| {
                 debug_assert_eq!(active.id, *id);
                 let n_tokens = job.request.max_tokens - job.n_chosen;
-                let ahead = Ahead { n_tokens, end: &job.request.end };
+                let ahead = Lookahead { n_tokens, end: &job.request.end };
                 let token = *active.tokens.last()?;
-                Some(FollowRow { sequence: &mut active.state, token, row: &mut job.row, ahead })
+                Some(DecodeRow { sequence: &mut active.state, token, row: &mut job.row, ahead })
             })
             .collect();
-        let step = self.core.follow_rows(&mut follow, sends);
-        drop(follow);
+        let step = self.core.decode_rows(&mut decode_rows, policy);
+        drop(decode_rows);
         match step {
-            Ok(FollowedStep { choices, took }) => {
+            Ok(DecodedStep { choices, took }) => {
                 for (id, choice) in ids.into_iter().zip(choices) {
                     let Some(choice) = choice else { continue };
-                    let choice = choice.map(|chosen| Choice { chosen, top: Vec::new() });
-                    // The sequence holds its token already.
+                    let choice = choice.map(|chosen| TokenChoice { chosen, top: Vec::new() });
+                    // The sequence already holds its token.
                     let row = StepRow { id, n_tokens: 0, chooses: true };
                     self.deliver(mailbox, row, Some(choice), took)?;
                 }
                 Ok(())
             }
-            // The scheduler makes room or says why not.
+            // The scheduler frees blocks or refuses the request.
             Err(EngineError::OutOfBlocks(_)) => Ok(()),
             Err(error) => self.step_failed(mailbox, rows, error),
         }
     }
 
-    /// One step of several requests.
+    /// Runs one step of several requests.
     fn step(&mut self, mailbox: &Mailbox, rows: &[StepRow]) -> Result<(), Stopped> {
-        self.core.settle();
+        self.core.drain();
         match self.try_step(rows) {
             Ok(took) => {
                 let choices = self.core.take_choices().collect::<Vec<_>>();
@@ -242,9 +242,9 @@ impl Server {
         error: EngineError,
     ) -> Result<(), Stopped> {
         match rows {
-            [row] => self.failed(mailbox, row.id, error),
-            [row, ..] if error.stops().is_some() => self.failed(mailbox, row.id, error),
-            // A step can run twice: one by one, only those fail that cannot be run.
+            [row] => self.request_failed(mailbox, row.id, error),
+            [row, ..] if error.stops().is_some() => self.request_failed(mailbox, row.id, error),
+            // A step can be repeated: run one by one, only the requests at fault fail.
             _ => rows.iter().try_for_each(|row| self.step(mailbox, &[*row])),
         }
     }
@@ -271,7 +271,7 @@ impl Server {
             ledgers.push(&active.state.ledger);
             is_prompt = job.n_chosen == 0;
         }
-        // The last token of a prompt looks like a decoded one.
+        // The last token of a prompt looks like a decode step.
         let kind = if rows.len() == 1 && is_prompt { StepKind::Prompt } else { step_kind(&requests) };
         let took = self.core.step(kind, &requests, &ledgers)?;
         for row in rows {
@@ -282,17 +282,17 @@ impl Server {
         Ok(took)
     }
 
-    /// Passes on what a step came to for one request.
+    /// Delivers the result of a step to one request.
     fn deliver(
         &mut self,
         mailbox: &Mailbox,
         row: StepRow,
-        choice: Option<Result<Choice, EngineError>>,
+        choice: Option<Result<TokenChoice, EngineError>>,
         took: Duration,
     ) -> Result<(), Stopped> {
         let choice = match choice.transpose() {
             Ok(choice) => choice,
-            Err(error) => return self.failed(mailbox, row.id, error),
+            Err(error) => return self.request_failed(mailbox, row.id, error),
         };
         self.scheduler.advance(row.id, row.n_tokens, choice.as_ref().map(|choice| choice.chosen.token));
         let (Some(active), Some(job)) = (self.scheduler.get(row.id), self.jobs.get_mut(&row.id)) else {
@@ -302,7 +302,7 @@ impl Server {
             && job.n_chosen == 0
             && let Err(error) = self.core.keep_state(&mut active.state)
         {
-            return self.failed(mailbox, row.id, error);
+            return self.request_failed(mailbox, row.id, error);
         }
         let (demand, finish) = match choice {
             Some(choice) => job.chosen(choice, took, &active.state),
@@ -315,8 +315,8 @@ impl Server {
         Ok(())
     }
 
-    /// Ends a request. Whoever hears of it finds a complete ledger, and the sequence free. What is under way of it runs
-    /// before anything that could be sent for the sequence or its blocks from here on.
+    /// Ends a request. Its consumer then finds a complete ledger and a free sequence. Its in-flight steps run
+    /// before anything launched later for the sequence or its blocks.
     fn end(&mut self, mailbox: &Mailbox, id: RequestId, finish: FinishReason) {
         let (Some(active), Some(job)) = (self.scheduler.remove(id), self.jobs.remove(&id)) else { return };
         self.core.leave(&active.state);
@@ -325,8 +325,13 @@ impl Server {
         channel.push(Ok(TokenEvent::End(finish)));
     }
 
-    /// Ends a request with an error, and the engine where it cannot go on.
-    fn failed(&mut self, mailbox: &Mailbox, id: RequestId, error: EngineError) -> Result<(), Stopped> {
+    /// Fails a request, and stops the engine if the error is fatal.
+    fn request_failed(
+        &mut self,
+        mailbox: &Mailbox,
+        id: RequestId,
+        error: EngineError,
+    ) -> Result<(), Stopped> {
         let stops = error.stops();
         if let Some(active) = self.scheduler.find(id) {
             self.core.leave(&active.state);
@@ -344,33 +349,33 @@ impl Server {
     }
 }
 
-/// What is known of a request besides its tokens and blocks.
-struct Job {
+/// State of a request other than its tokens and blocks.
+struct RequestJob {
     held: Option<HeldSequence>,
     request: Request,
     row: SamplingRow,
     channel: Arc<Channel>,
-    /// Time that the prompt's steps took.
+    /// Duration of the prompt's steps.
     prefill: Duration,
     n_chosen: usize,
 }
 
-impl Job {
-    /// Passes a piece of a prompt on; what the consumer wants next.
+impl RequestJob {
+    /// Delivers the progress of a prompt and returns the consumer's demand.
     fn evaluated(&mut self, n_done: usize, took: Duration) -> Demand {
         self.prefill += took;
         let n_tokens = self.request.prompt.len();
         match self.n_chosen {
             0 => self.channel.push(Ok(TokenEvent::Prompt { n_done, n_tokens })),
-            // Behind the prompt, tokens are evaluated a second time after a preemption.
+            // After the prompt, tokens are evaluated again following a preemption.
             _ => self.channel.demand(),
         }
     }
 
-    /// Passes a choice on; what the consumer wants next, and whether the request has ended.
+    /// Delivers a choice. Returns the consumer's demand, and the reason if the request has ended.
     fn chosen(
         &mut self,
-        Choice { chosen, top }: Choice,
+        TokenChoice { chosen, top }: TokenChoice,
         took: Duration,
         state: &SequenceState,
     ) -> (Demand, Option<FinishReason>) {
@@ -381,7 +386,7 @@ impl Job {
         } else if self.n_chosen >= self.request.max_tokens {
             Some(FinishReason::MaxTokens)
         } else if state.tokens.len() >= state.context {
-            // The token in hand needs a position before the next can be chosen.
+            // The chosen token needs a position before the next can be chosen.
             Some(FinishReason::ContextFull)
         } else {
             None
@@ -390,9 +395,9 @@ impl Job {
         (self.channel.push(Ok(event)), finish)
     }
 
-    /// Gives the sequence back, and the channel for the last event.
+    /// Returns the sequence to its owner, and the channel for the last event.
     fn close(self, state: Option<SequenceState>) -> Arc<Channel> {
-        let Job { held, request, channel, .. } = self;
+        let RequestJob { held, request, channel, .. } = self;
         if let (Some(mut held), Some(state)) = (held, state) {
             held.put(state);
         }

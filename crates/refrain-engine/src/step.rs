@@ -1,4 +1,4 @@
-//! What a step is asked: its shape, and its control block.
+//! Shape and control block of a step.
 
 use crate::error::EngineError;
 use crate::sampling::{HISTORY, MAX_BIAS, MAX_TOP, SamplingRow};
@@ -6,32 +6,32 @@ use refrain_graph::{ControlBlock, Filler, SamplingInputs, StepInputs, StepKind, 
 use refrain_models::{Head, SampleHead, StepSpec};
 use refrain_tensor::DType;
 
-/// What to compute from a sequence's tokens besides filling the cache.
+/// Output to compute from a sequence's tokens, besides filling the cache.
 #[derive(Clone, Copy, Debug)]
 pub enum Want<'a> {
-    /// Nothing: a piece of a prompt that goes on.
+    /// Nothing: a prompt chunk that is not the last.
     Nothing,
-    /// The logits after the last `n_rows` tokens. A step that gives logits is of one sequence.
+    /// The logits of the last `n_rows` tokens. Such a step has a single sequence.
     Logits {
-        /// How many rows, from the end.
+        /// Number of rows, counted from the end.
         n_rows: usize,
     },
-    /// The token after the last one.
+    /// A choice of the next token.
     Sample(&'a SamplingRow),
 }
 
-/// Tokens of one sequence that go through the model in a step.
+/// Tokens of one sequence in a step.
 #[derive(Clone, Copy, Debug)]
 pub struct StepRequest<'a> {
     /// The tokens, in order.
     pub tokens: &'a [u32],
-    /// The position of the first.
+    /// Position of the first token.
     pub start: usize,
     /// The sequence's KV blocks.
     pub table: &'a [u32],
-    /// Its slots in the states of recurrent layers, as [`refrain_graph::Recurrent`] reads them; negative where it has none.
+    /// Its slots in recurrent states, in the format of [`refrain_graph::Recurrent`]; negative if it has none.
     pub slots: [i32; 2],
-    /// What to compute.
+    /// Requested output.
     pub want: Want<'a>,
 }
 
@@ -46,7 +46,7 @@ impl StepRequest<'_> {
     }
 }
 
-/// What a step over these requests is.
+/// Kind of a step over these requests.
 pub fn step_kind(requests: &[StepRequest<'_>]) -> StepKind {
     match requests {
         _ if requests.iter().all(|r| r.tokens.len() == 1 && r.chooses()) => StepKind::Decode,
@@ -55,20 +55,20 @@ pub fn step_kind(requests: &[StepRequest<'_>]) -> StepKind {
     }
 }
 
-/// The smallest bucket that holds `n_tokens`; a step larger than all of them keeps its size.
+/// Returns the smallest bucket that holds `n_tokens`, or `n_tokens` itself if it exceeds all buckets.
 pub(crate) fn bucket(buckets: &[usize], n_tokens: usize) -> usize {
     buckets.iter().copied().find(|&b| b >= n_tokens).unwrap_or(n_tokens)
 }
 
 pub(crate) fn sample_head(n_history: usize, n_top: usize) -> Head {
-    // One list of the most probable tokens serves all who want some.
+    // One list of top tokens serves all rows that need one.
     let n_top = if n_top > 0 { MAX_TOP } else { 0 };
-    let n_history = history_places(n_history);
+    let n_history = history_capacity(n_history);
     Head::Sample(SampleHead { n_history, n_bias: MAX_BIAS, masked: false, n_top })
 }
 
-/// Places of a history that holds so many tokens: of few sizes, so that few plans serve all.
-pub(crate) fn history_places(n_tokens: usize) -> usize {
+/// Capacity of a history of `n_tokens` tokens, rounded up to a few sizes so that few plans are needed.
+pub(crate) fn history_capacity(n_tokens: usize) -> usize {
     let mut places = HISTORY;
     while places < n_tokens {
         places = places.saturating_mul(4);
@@ -76,13 +76,13 @@ pub(crate) fn history_places(n_tokens: usize) -> usize {
     places
 }
 
-/// Sizes of mixed steps are multiples of this where the backend takes any: few sizes, little padding.
+/// Mixed steps are padded to multiples of this if the backend has no buckets: few sizes, little padding.
 const MIXED_GRAIN: usize = 16;
 
-/// The step that these requests take part in, of a size that the backend likes.
+/// Specification of the step for these requests, padded to the backend's buckets.
 ///
-/// Decoded rows have buckets of their own. Mixed steps of a backend with buckets take those for their tokens and for
-/// their sequences, so that there are no more than their square.
+/// Decode steps have buckets of their own. Mixed steps of a backend with buckets use those for both tokens
+/// and sequences, which bounds their number by the square of the number of buckets.
 pub(crate) fn spec(requests: &[StepRequest<'_>], buckets: &[usize], row_buckets: &[usize]) -> StepSpec {
     let n_tokens = requests.iter().map(|r| r.tokens.len()).sum();
     let choosing = |of: fn(&SamplingRow) -> usize| {
@@ -120,13 +120,13 @@ pub(crate) fn spec(requests: &[StepRequest<'_>], buckets: &[usize], row_buckets:
     StepSpec { shape, head, act: DType::F32 }
 }
 
-/// A decode step of so many sequences, with so many places for recent tokens.
+/// Specification of a decode step with `n_rows` sequences and a history of `n_history` tokens each.
 pub(crate) fn decode_spec(n_rows: usize, n_history: usize) -> StepSpec {
     let shape = StepShape { kind: StepKind::Decode, n_tokens: n_rows, n_seqs: n_rows, n_choices: n_rows };
     StepSpec { shape, head: sample_head(n_history, 0), act: DType::F32 }
 }
 
-/// Which row of the step's choices belongs to each request that chooses, in order. Where every row of the step has one,
+/// Row of the step's choices for each request that chooses, in order. If every row of the step has a choice,
 /// it is the row of the request's last token.
 pub(crate) fn choice_rows<'a>(
     inputs: &'a StepInputs,
@@ -140,7 +140,7 @@ pub(crate) fn choice_rows<'a>(
     choosing.map(|(idx, (_, end))| if inputs.rows.is_some() { idx } else { end - 1 })
 }
 
-/// Puts requests in place, one sequence each.
+/// Fills the control block with the requests, one per sequence.
 pub(crate) fn fill(
     inputs: &StepInputs,
     control: &mut ControlBlock,
@@ -152,7 +152,7 @@ pub(crate) fn fill(
     let positions = requests.iter().flat_map(|r| (r.start..r.start + r.tokens.len()).map(|p| p as i32));
     filler.padded(inputs.positions, positions)?;
     let seqs = requests.iter().enumerate().flat_map(|(seq, r)| r.tokens.iter().map(move |_| seq as i32));
-    // Padding belongs to a sequence that exists; it has no position there.
+    // Padding rows name an existing sequence, but have no position in it.
     filler.padded(inputs.seqs, seqs.chain(std::iter::repeat_n(0, inputs.shape.n_tokens)))?;
     if let Some(tables) = inputs.tables {
         filler.padded_rows(tables, requests.iter().map(|r| r.table))?;
@@ -185,7 +185,7 @@ pub(crate) fn fill(
     Ok(())
 }
 
-/// Puts a request for one token and a choice into a row of a decode step; the other rows stay as they are.
+/// Fills one row of a decode step with a single-token request; the other rows stay unchanged.
 pub(crate) fn fill_row(
     inputs: &StepInputs,
     control: &mut ControlBlock,
@@ -232,7 +232,7 @@ mod tests {
     use refrain_graph::{GraphBuilder, Plan, PlanOptions, TensorType};
 
     #[test]
-    fn a_step_takes_the_smallest_bucket_that_holds_it_or_its_own_size() {
+    fn a_step_uses_the_smallest_bucket_that_holds_it_or_its_own_size() {
         let buckets = [1, 8, 32];
         let sizes = [1, 2, 8, 9, 32, 33].map(|n| bucket(&buckets, n));
         assert_eq!(sizes, [1, 8, 8, 32, 32, 33]);
@@ -240,13 +240,13 @@ mod tests {
     }
 
     #[test]
-    fn padding_has_neither_token_nor_position_and_the_wanted_rows_are_those_of_the_request() {
+    fn padding_has_no_token_and_no_position_and_the_rows_are_those_of_the_request() {
         let mut b = GraphBuilder::new(vec![], vec![]);
         let mut input = |name: &str, n: usize| {
             let value = b.input(name, TensorType::new(DType::I32, [n])).unwrap();
             b.input_id(value)
         };
-        // Names mean nothing: what an input is for is declared.
+        // Names have no meaning: the purpose of an input is declared.
         let (tokens, positions, seqs) = (input("a", 4), input("b", 4), input("c", 4));
         let rows = Some(input("d", 2));
         let shape = StepShape { kind: StepKind::Prompt, n_tokens: 4, n_seqs: 1, n_choices: 2 };
@@ -263,29 +263,29 @@ mod tests {
         assert_eq!(words[..4], [7, 8, 9, -1]);
         assert_eq!(words[4..8], [20, 21, 22, -1]);
         assert_eq!(words[12..14], [1, 2]);
-        // A piece of a prompt that goes on, and a decoded token behind it.
+        // A prompt chunk that is not the last, followed by a decoded token.
         let row = SamplingRow::new(&crate::SamplingParams::greedy());
-        let piece =
+        let chunk =
             StepRequest { tokens: &[5, 6], start: 3, table: &[1], slots: NO_SLOTS, want: Want::Nothing };
         let last =
             StepRequest { tokens: &[4], start: 9, table: &[2], slots: NO_SLOTS, want: Want::Sample(&row) };
-        fill(&inputs, &mut control, &[piece, last]).unwrap();
+        fill(&inputs, &mut control, &[chunk, last]).unwrap();
         let words: &[i32] = bytemuck::cast_slice(control.bytes());
         assert_eq!(words[..4], [5, 6, 4, -1]);
         assert_eq!(words[4..8], [3, 4, 9, -1]);
         assert_eq!(words[8..12], [0, 0, 1, 0]);
         assert_eq!(words[12..14], [2, -1]);
-        assert_eq!(choice_rows(&inputs, &[piece, last]).collect::<Vec<_>>(), [0]);
+        assert_eq!(choice_rows(&inputs, &[chunk, last]).collect::<Vec<_>>(), [0]);
         let every = StepInputs { rows: None, ..inputs };
-        assert_eq!(choice_rows(&every, &[piece, last]).collect::<Vec<_>>(), [2]);
+        assert_eq!(choice_rows(&every, &[chunk, last]).collect::<Vec<_>>(), [2]);
     }
 
     #[test]
-    fn decoded_rows_have_their_buckets_and_mixed_steps_no_more_than_the_square_of_theirs() {
+    fn decode_steps_use_row_buckets_and_mixed_steps_pairs_of_buckets() {
         let row = SamplingRow::new(&crate::SamplingParams::greedy());
         let decode =
             StepRequest { tokens: &[4], start: 9, table: &[2], slots: NO_SLOTS, want: Want::Sample(&row) };
-        let piece =
+        let chunk =
             StepRequest { tokens: &[5; 20], start: 0, table: &[1], slots: NO_SLOTS, want: Want::Nothing };
         let shape = |requests: &[StepRequest<'_>], buckets: &[usize], rows: &[usize]| {
             let StepShape { kind, n_tokens, n_seqs, n_choices } = spec(requests, buckets, rows).shape;
@@ -295,9 +295,9 @@ mod tests {
         assert_eq!(shape(&[decode; 5], &buckets, &rows), (StepKind::Decode, [6, 6, 6]));
         assert_eq!(shape(&[decode; 5], &[], &[]), (StepKind::Decode, [5, 5, 5]));
         assert_eq!(shape(&[decode], &buckets, &rows), (StepKind::Decode, [1, 1, 1]));
-        assert_eq!(shape(&[decode, piece, decode], &buckets, &rows), (StepKind::Mixed, [32, 8, 8]));
-        assert_eq!(shape(&[decode, piece, decode], &[], &[]), (StepKind::Mixed, [32, 3, 2]));
-        assert_eq!(shape(&[piece, piece], &[], &[]), (StepKind::Mixed, [48, 2, 0]));
-        assert_eq!(spec(&[piece, piece], &[], &[]).head, Head::None);
+        assert_eq!(shape(&[decode, chunk, decode], &buckets, &rows), (StepKind::Mixed, [32, 8, 8]));
+        assert_eq!(shape(&[decode, chunk, decode], &[], &[]), (StepKind::Mixed, [32, 3, 2]));
+        assert_eq!(shape(&[chunk, chunk], &[], &[]), (StepKind::Mixed, [48, 2, 0]));
+        assert_eq!(spec(&[chunk, chunk], &[], &[]).head, Head::None);
     }
 }

@@ -1,7 +1,7 @@
-//! The way from the engine's thread to whoever waits for tokens.
+//! Channel from the engine's thread to the consumer of a request.
 //!
-//! The engine never waits for a consumer: it puts an event into a queue and goes on. The queue cannot grow without
-//! bound, because a request has no more events than tokens and pieces of its prompt, and a context bounds both.
+//! The engine never waits for a consumer: it pushes an event into a queue and continues. The queue is bounded
+//! because a request has at most one event per token and per prompt chunk, and the context bounds both.
 
 use crate::engine::Engine;
 use crate::error::EngineError;
@@ -11,12 +11,12 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
-type Item = Result<TokenEvent, EngineError>;
+type StreamItem = Result<TokenEvent, EngineError>;
 
-/// What comes of a request: events in order, then an end or an error, then nothing.
+/// The events of a request in order, then an end or an error, then nothing.
 ///
-/// As an iterator it waits. [`TokenStream::try_next`], [`TokenStream::next_timeout`] and [`TokenStream::poll_next`] are
-/// for those who cannot. Dropping it cancels the request.
+/// The iterator blocks. [`TokenStream::try_next`], [`TokenStream::next_timeout`] and
+/// [`TokenStream::poll_next`] are for consumers that must not. Dropping the stream cancels the request.
 pub struct TokenStream {
     channel: Arc<Channel>,
     engine: Engine,
@@ -29,31 +29,32 @@ impl TokenStream {
         TokenStream { channel, engine, id, is_over: false }
     }
 
-    /// Names the request, for [`Engine::cancel`].
+    /// Identifies the request, for [`Engine::cancel`].
     pub fn id(&self) -> RequestId {
         self.id
     }
 
-    /// Whether the end or an error was given.
+    /// Whether the end or an error was returned.
     pub fn is_over(&self) -> bool {
         self.is_over
     }
 
-    /// The next event, if it is there.
-    pub fn try_next(&mut self) -> Option<Item> {
+    /// Returns the next event if it is available.
+    pub fn try_next(&mut self) -> Option<StreamItem> {
         self.ask();
         let item = lock(&self.channel.state).pop();
         self.note(item)
     }
 
-    /// The next event, if it comes in time. `None` also when nothing will come any more: see [`TokenStream::is_over`].
-    pub fn next_timeout(&mut self, timeout: Duration) -> Option<Item> {
+    /// Returns the next event if it arrives in time. Also `None` after the last event: see
+    /// [`TokenStream::is_over`].
+    pub fn next_timeout(&mut self, timeout: Duration) -> Option<StreamItem> {
         self.wait(Some(timeout))
     }
 
-    /// The next event for asynchronous code, as `Stream::poll_next` of the usual crates. The engine's thread calls the
-    /// waker, which must not block.
-    pub fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Item>> {
+    /// The next event for async code, like `Stream::poll_next`. The engine's thread calls the waker, which
+    /// must not block.
+    pub fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<StreamItem>> {
         if self.is_over {
             return Poll::Ready(None);
         }
@@ -71,7 +72,7 @@ impl TokenStream {
         }
     }
 
-    /// Cancels the request, and waits until it has ended and its sequence is free. Events that were not taken are lost.
+    /// Cancels the request, and waits until it has ended and its sequence is free. Unread events are lost.
     pub fn stop(&mut self) {
         if !self.is_over {
             self.engine.cancel(self.id);
@@ -79,7 +80,7 @@ impl TokenStream {
         }
     }
 
-    fn wait(&mut self, timeout: Option<Duration>) -> Option<Item> {
+    fn wait(&mut self, timeout: Option<Duration>) -> Option<StreamItem> {
         if self.is_over {
             return None;
         }
@@ -89,23 +90,23 @@ impl TokenStream {
         self.note(item)
     }
 
-    /// Tells the engine that one more event is wanted, if it waits for that.
+    /// Requests one more event, and wakes the engine if it waits for that.
     fn ask(&self) {
         if !self.is_over && lock(&self.channel.state).ask() {
             self.engine.wake();
         }
     }
 
-    fn note(&mut self, item: Option<Item>) -> Option<Item> {
+    fn note(&mut self, item: Option<StreamItem>) -> Option<StreamItem> {
         self.is_over |= matches!(&item, Some(Ok(TokenEvent::End(_)) | Err(_)));
         item
     }
 }
 
 impl Iterator for TokenStream {
-    type Item = Item;
+    type Item = StreamItem;
 
-    fn next(&mut self) -> Option<Item> {
+    fn next(&mut self) -> Option<StreamItem> {
         self.wait(None)
     }
 }
@@ -118,30 +119,31 @@ impl Drop for TokenStream {
     }
 }
 
-/// Events of one request on their way.
+/// Queue of one request's events.
 pub(crate) struct Channel {
     state: Mutex<ChannelState>,
-    came: Condvar,
+    arrived: Condvar,
 }
 
 struct ChannelState {
-    events: VecDeque<Item>,
+    events: VecDeque<StreamItem>,
     pace: Pace,
     n_pushed: usize,
-    n_taken: usize,
-    /// Events that the consumer has asked for, those it took included.
-    n_asked: usize,
-    /// How many events may be there that were not asked for; tokens have a lead, pieces of a prompt have none.
+    n_collected: usize,
+    /// Events that the consumer has requested, including those it received.
+    n_requested: usize,
+    /// Number of events that may be buffered without being requested; tokens have a lead, prompt chunks have
+    /// none.
     lead: usize,
-    /// The engine stopped here until more is asked for.
+    /// The engine is paused until the consumer requests more.
     is_paused: bool,
     is_cancelled: bool,
-    /// Somebody sleeps until an event comes.
+    /// A consumer sleeps until an event arrives.
     is_awaited: bool,
     waker: Option<Waker>,
 }
 
-/// What the consumer of a request wants of the engine.
+/// What the consumer of a request wants the engine to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Demand {
     GoOn,
@@ -151,7 +153,8 @@ pub(crate) enum Demand {
 
 impl ChannelState {
     fn demand(&mut self) -> Demand {
-        let has_enough = matches!(self.pace, Pace::Asked { .. }) && self.n_pushed >= self.n_asked + self.lead;
+        let has_enough =
+            matches!(self.pace, Pace::OnDemand { .. }) && self.n_pushed >= self.n_requested + self.lead;
         self.is_paused = has_enough && !self.is_cancelled;
         match (self.is_cancelled, has_enough) {
             (true, _) => Demand::Cancel,
@@ -160,15 +163,15 @@ impl ChannelState {
         }
     }
 
-    /// Asks for one more event; true if the engine must hear of it.
+    /// Requests one more event; true if the engine must be woken.
     fn ask(&mut self) -> bool {
-        self.n_asked = self.n_taken + 1;
+        self.n_requested = self.n_collected + 1;
         self.is_paused && self.demand() == Demand::GoOn
     }
 
-    fn pop(&mut self) -> Option<Item> {
+    fn pop(&mut self) -> Option<StreamItem> {
         let item = self.events.pop_front();
-        self.n_taken += usize::from(item.is_some());
+        self.n_collected += usize::from(item.is_some());
         item
     }
 }
@@ -179,21 +182,21 @@ impl Channel {
             events: VecDeque::new(),
             pace,
             n_pushed: 0,
-            n_taken: 0,
-            n_asked: 0,
+            n_collected: 0,
+            n_requested: 0,
             lead: 0,
             is_paused: false,
             is_cancelled: false,
             is_awaited: false,
             waker: None,
         };
-        Channel { state: Mutex::new(state), came: Condvar::new() }
+        Channel { state: Mutex::new(state), arrived: Condvar::new() }
     }
 
-    /// Puts an event in and says what the consumer wants next.
-    pub(crate) fn push(&self, item: Item) -> Demand {
+    /// Pushes an event and returns the consumer's demand.
+    pub(crate) fn push(&self, item: StreamItem) -> Demand {
         let mut state = lock(&self.state);
-        if let (Ok(TokenEvent::Token { .. }), Pace::Asked { lead }) = (&item, state.pace) {
+        if let (Ok(TokenEvent::Token { .. }), Pace::OnDemand { lead }) = (&item, state.pace) {
             state.lead = lead;
         }
         state.events.push_back(item);
@@ -201,9 +204,9 @@ impl Channel {
         let (demand, waker) = (state.demand(), state.waker.take());
         let is_awaited = std::mem::take(&mut state.is_awaited);
         drop(state);
-        // Nobody is woken who does not sleep: a wake-up is a system call.
+        // Notify only a sleeping consumer: a wake-up is a system call.
         if is_awaited {
-            self.came.notify_one();
+            self.arrived.notify_one();
         }
         if let Some(waker) = waker {
             waker.wake();
@@ -211,7 +214,7 @@ impl Channel {
         demand
     }
 
-    /// What the consumer wants; after [`Demand::Pause`] the engine is woken when that changes.
+    /// The consumer's demand; after [`Demand::Pause`] the engine is woken when it changes.
     pub(crate) fn demand(&self) -> Demand {
         lock(&self.state).demand()
     }
@@ -220,7 +223,7 @@ impl Channel {
         lock(&self.state).is_cancelled = true;
     }
 
-    fn wait(&self, until: Option<Instant>) -> Option<Item> {
+    fn wait(&self, until: Option<Instant>) -> Option<StreamItem> {
         let mut state = lock(&self.state);
         loop {
             if let Some(item) = state.pop() {
@@ -228,14 +231,14 @@ impl Channel {
             }
             state.is_awaited = true;
             state = match until {
-                None => self.came.wait(state).unwrap_or_else(PoisonError::into_inner),
+                None => self.arrived.wait(state).unwrap_or_else(PoisonError::into_inner),
                 Some(until) => {
                     let left = until.saturating_duration_since(Instant::now());
                     if left.is_zero() {
                         state.is_awaited = false;
                         return None;
                     }
-                    self.came.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0
+                    self.arrived.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0
                 }
             };
         }

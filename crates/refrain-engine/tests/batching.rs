@@ -15,7 +15,7 @@ fn once(prompt: Vec<u32>, max_tokens: usize) -> Request {
     request
 }
 
-/// The tokens of a stream and how it ended.
+/// The tokens of a stream, and how it ended.
 fn collect(stream: TokenStream) -> (Vec<u32>, Result<FinishReason, EngineError>) {
     let mut tokens = Vec::new();
     for event in stream {
@@ -34,7 +34,7 @@ fn counts(engine: &Engine) -> BlockCounts {
 }
 
 #[test]
-fn requests_without_a_sequence_share_their_beginnings_and_leave_no_block_used() {
+fn requests_without_a_sequence_share_prefixes_and_leave_no_block_in_use() {
     let (engine, script) = shared_engine(64, 16, 8);
     let prompt: Vec<u32> = (0..11).collect();
     assert_eq!(collect(engine.submit(once(prompt.clone(), 3)).unwrap()).0, [11, 12, 13]);
@@ -49,21 +49,20 @@ fn requests_without_a_sequence_share_their_beginnings_and_leave_no_block_used() 
 }
 
 #[test]
-fn a_request_that_could_never_end_alone_is_refused_with_the_numbers() {
+fn a_request_that_could_not_finish_alone_is_refused_with_the_numbers() {
     let (engine, script) = shared_engine(64, 16, 8);
     let error = engine.submit(once(vec![1; 60], 6)).err().unwrap();
-    let text =
-        "the prompt has 60 tokens and 6 were asked for behind it, the KV cache holds 64 for one request";
+    let text = "the prompt has 60 tokens and 6 more were requested, the KV cache holds 64 for one request";
     assert_eq!(error.to_string(), text);
     assert!(error.hint().is_some());
     assert!(engine.submit(once(vec![1; 65], usize::MAX)).is_err());
     assert!(script.seen().is_empty());
-    // Just so: the last token needs no position.
+    // This one just fits: the last token needs no position.
     assert_eq!(collect(engine.submit(once((0..60).collect(), 5)).unwrap()).0.len(), 5);
-    // Without a limit of its own it ends where the cache does.
+    // Without a token limit it ends where the cache does.
     let (tokens, end) = collect(engine.submit(once((0..60).collect(), usize::MAX)).unwrap());
     assert_eq!((tokens.len(), end.unwrap()), (5, FinishReason::ContextFull));
-    // What a session was promised is not there for others.
+    // Positions reserved for a session are not available to others.
     let _session = engine.open(32).unwrap();
     assert!(matches!(
         engine.submit(once(vec![1; 30], 4)),
@@ -72,7 +71,7 @@ fn a_request_that_could_never_end_alone_is_refused_with_the_numbers() {
 }
 
 #[test]
-fn logits_that_are_not_finite_fail_one_request_and_no_other() {
+fn non_finite_logits_fail_one_request_and_no_other() {
     let (engine, script) = shared_engine(128, 16, 8);
     script.poison(43);
     let gate = script.block();
@@ -88,7 +87,7 @@ fn logits_that_are_not_finite_fail_one_request_and_no_other() {
 }
 
 #[test]
-fn a_pool_that_is_too_small_for_all_gives_everybody_an_answer() {
+fn a_pool_that_is_too_small_for_all_still_serves_every_request() {
     let (engine, script) = shared_engine(48, 16, 100);
     script.allow(4);
     let streams: Vec<_> = (0..40u32)
@@ -108,7 +107,7 @@ fn a_pool_that_is_too_small_for_all_gives_everybody_an_answer() {
 }
 
 #[test]
-fn a_storm_of_cancels_loses_no_block_and_no_answer() {
+fn many_cancellations_lose_no_block_and_no_event() {
     let (engine, script) = shared_engine(64, 8, 64);
     script.allow(4);
     std::thread::scope(|scope| {
@@ -119,7 +118,7 @@ fn a_storm_of_cancels_loses_no_block_and_no_answer() {
                 for i in 0..300u32 {
                     let mut request = once(vec![thread, i % 7, 5 + i % 20], 1 + i as usize % 12);
                     if i % 5 == 0 {
-                        request.pace = Pace::Asked { lead: i as usize % 3 };
+                        request.pace = Pace::OnDemand { lead: i as usize % 3 };
                     }
                     open.push_back((i, engine.submit(request).unwrap()));
                     if open.len() < 8 {
@@ -144,7 +143,7 @@ fn a_storm_of_cancels_loses_no_block_and_no_answer() {
             });
         }
     });
-    // Streams that were dropped are cancelled before the next step.
+    // Requests of dropped streams are cancelled before the next step.
     let deadline = std::time::Instant::now() + std::time::Duration::from_secs(10);
     while engine.load().unwrap().n_running + engine.load().unwrap().n_waiting > 0 {
         assert!(std::time::Instant::now() < deadline, "{:?}", engine.load());
@@ -154,7 +153,7 @@ fn a_storm_of_cancels_loses_no_block_and_no_answer() {
 }
 
 #[test]
-fn ten_thousand_requests_at_once_are_refused_beyond_the_limit_and_the_others_are_served() {
+fn of_ten_thousand_requests_those_over_the_limit_are_refused_and_the_others_served() {
     let (engine, script) = shared_engine(256, 32, 100);
     let gate = script.block();
     let mut streams = Vec::new();
@@ -162,7 +161,7 @@ fn ten_thousand_requests_at_once_are_refused_beyond_the_limit_and_the_others_are
     for i in 0..10_000u32 {
         match engine.submit(once(vec![i % 100], 2)) {
             Ok(stream) => streams.push((i % 100, stream)),
-            Err(EngineError::QueueFull { most: 100, .. }) => n_refused += 1,
+            Err(EngineError::QueueFull { max: 100, .. }) => n_refused += 1,
             Err(error) => panic!("{error}"),
         }
     }
@@ -174,7 +173,7 @@ fn ten_thousand_requests_at_once_are_refused_beyond_the_limit_and_the_others_are
 }
 
 #[test]
-fn each_request_has_its_own_rules() {
+fn each_request_has_its_own_sampling_rules() {
     let (engine, script) = shared_engine(128, 16, 8);
     let gate = script.block();
     let mut forbids = once(vec![10], 3);
@@ -198,7 +197,7 @@ fn each_request_has_its_own_rules() {
 }
 
 #[test]
-fn prompts_go_in_pieces_beside_those_that_decode() {
+fn prompts_are_evaluated_in_chunks_next_to_decoding_requests() {
     let (engine, script) = shared_engine(256, 8, 8);
     let gate = script.block();
     let first = engine.submit(once(vec![1], 100)).unwrap();
@@ -206,15 +205,15 @@ fn prompts_go_in_pieces_beside_those_that_decode() {
     drop(gate);
     assert_eq!(collect(long).0, [30, 31]);
     assert_eq!(collect(first).0.len(), 100);
-    let pieces: Vec<usize> = script.seen().iter().map(|s| s.tokens.len()).filter(|n| *n > 1).collect();
-    assert_eq!(pieces, [7, 7, 7, 7, 2], "the budget less one decoded token");
+    let chunks: Vec<usize> = script.seen().iter().map(|s| s.tokens.len()).filter(|n| *n > 1).collect();
+    assert_eq!(chunks, [7, 7, 7, 7, 2], "the budget minus one decoded token");
     let ledger = engine.ledger().unwrap();
     assert_eq!(ledger.tally(StepKind::Mixed).steps(), 5);
     assert_eq!(ledger.tally(StepKind::Mixed).tokens, 35);
 }
 
 #[test]
-fn a_fork_goes_on_from_the_same_blocks() {
+fn a_fork_continues_from_the_same_blocks() {
     let (engine, script) = engine(32, 16);
     let one = engine.open(32).unwrap();
     let mut request = Request::new(&one, (0..10).collect());
@@ -230,7 +229,7 @@ fn a_fork_goes_on_from_the_same_blocks() {
     assert_eq!((forked.start, &forked.tokens[..]), (8, &[8, 90][..]));
     assert_eq!(held.table[..2], forked.table[..2]);
     assert_ne!(held.table[2], forked.table[2]);
-    // The first goes away, and what both held stays with the second.
+    // The first is dropped; the second keeps what both held.
     drop(one);
     assert_eq!(two.tokens().unwrap().len(), 11);
     let (other, _) = common::engine(32, 16);
@@ -238,7 +237,7 @@ fn a_fork_goes_on_from_the_same_blocks() {
 }
 
 #[test]
-fn steps_that_were_sent_ahead_keep_their_blocks_whatever_happens_meanwhile() {
+fn steps_launched_ahead_keep_their_blocks_whatever_happens_meanwhile() {
     for round in 0..20u32 {
         let (engine, script) = engine(96, 16);
         script.allow(8);
@@ -246,10 +245,10 @@ fn steps_that_were_sent_ahead_keep_their_blocks_whatever_happens_meanwhile() {
         let ask = |sequence: &refrain_engine::Sequence, first: u32, n: usize, lead: usize| {
             let mut request = Request::new(sequence, vec![first]);
             (request.sampling, request.max_tokens) = (SamplingParams::greedy(), n);
-            request.pace = Pace::Asked { lead };
+            request.pace = Pace::OnDemand { lead };
             engine.submit(request).unwrap()
         };
-        // Blocks that come back in another order while the first goes on.
+        // Blocks are released in another order while the first continues.
         for sequence in [&two, &three] {
             assert_eq!(collect(ask(sequence, 1, 40, 9)).0.len(), 40);
         }
@@ -274,7 +273,7 @@ fn steps_that_were_sent_ahead_keep_their_blocks_whatever_happens_meanwhile() {
         let tables: Vec<_> = seen.iter().map(|seen| (seen.start, seen.table.clone())).collect();
         for pair in tables.windows(2) {
             let n_written = pair[0].0 / KV_BLOCK + 1;
-            assert_eq!(pair[0].1[..n_written], pair[1].1[..n_written], "behind position {}", pair[0].0);
+            assert_eq!(pair[0].1[..n_written], pair[1].1[..n_written], "after position {}", pair[0].0);
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The books of the block pool.
+//! Accounting of the block pool.
 
 use proptest::prelude::*;
 use refrain_engine::BlockPool;
@@ -32,12 +32,12 @@ proptest! {
                 pool.shrink(&mut tables[which], n_positions);
                 prop_assert_eq!(tables[which].len(), need.min(before.len()));
             }
-            // What a sequence keeps stays where it is: its KV lies there.
+            // Kept blocks stay in place, because the sequence's KV is in them.
             let kept = before.len().min(tables[which].len());
             prop_assert_eq!(&tables[which][..kept], &before[..kept]);
             let used: Vec<u32> = tables.concat();
             let different: BTreeSet<u32> = used.iter().copied().collect();
-            prop_assert_eq!(different.len(), used.len(), "a block is in two places");
+            prop_assert_eq!(different.len(), used.len(), "a block is in two tables");
             prop_assert!(different.iter().all(|&b| (b as usize) < n_blocks));
             prop_assert_eq!(pool.n_free() + used.len(), pool.n_blocks());
         }
@@ -45,7 +45,7 @@ proptest! {
 }
 
 #[test]
-fn a_single_sequence_lies_in_order() {
+fn a_single_sequence_is_contiguous() {
     let mut pool = BlockPool::new(4, 8);
     let mut table = Vec::new();
     pool.grow(&mut table, 32).unwrap();
@@ -57,7 +57,7 @@ fn a_single_sequence_lies_in_order() {
 
 #[test]
 #[should_panic(expected = "KV block 0 is released twice")]
-fn a_block_that_nobody_owns_is_not_taken_back() {
+fn a_block_that_nobody_holds_cannot_be_released() {
     BlockPool::new(2, 8).shrink(&mut vec![0], 0);
 }
 

@@ -1,4 +1,4 @@
-//! What an entry in the ledger costs.
+//! Cost of an entry in the ledger.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
@@ -8,10 +8,10 @@ use refrain_graph::{Ran, Reason};
 
 const PER_BATCH: u32 = 1_000;
 const BATCHES: usize = 60;
-/// What is asked of a quiet machine is 200 ns; a shared one gets ten times that.
+/// The target on an idle machine is 200 ns; a shared machine gets ten times that.
 const LIMIT: Duration = Duration::from_micros(2);
 
-/// The cheapest of many batches: what an entry costs when nothing disturbs it. Steps run as `ran` says, in turn.
+/// The cheapest of many batches: the cost of an entry without disturbances. Steps cycle through `ran`.
 fn cheapest_entry(ran: &[Ran]) -> Duration {
     let mut ledger = Ledger::new();
     let batch = |_| {
@@ -48,7 +48,7 @@ fn an_entry_with_a_reason_that_repeats_costs_next_to_nothing() {
 }
 
 #[test]
-fn an_entry_with_a_reason_that_counts_down_stays_cheap_though_it_is_kept_anew_each_time() {
+fn an_entry_with_a_changing_reason_stays_cheap_although_it_is_cloned_each_time() {
     let after = Reason::CaptureFailed { code: 901, last_launch: "layer 7 attention".to_owned() };
     let waits = |steps_left| Ran::Eager(Reason::BackingOff { steps_left, after: Box::new(after.clone()) });
     let cost = cheapest_entry(&(1..=8).rev().map(waits).collect::<Vec<_>>());

@@ -1,4 +1,4 @@
-//! Perplexity, with a runner that finds every token equally probable.
+//! Perplexity, with a runner that gives every token the same probability.
 
 mod common;
 
@@ -11,7 +11,7 @@ fn options(window: usize) -> PerplexityOptions {
 }
 
 #[test]
-fn equal_probabilities_have_the_perplexity_of_the_vocabulary_whatever_the_pieces() {
+fn equal_probabilities_have_the_perplexity_of_the_vocabulary_for_any_chunking() {
     let text: Vec<u32> = (0..50).collect();
     for (window, max_tokens) in [(3, 1), (16, 16), (16, 5), (15, 7), (16, 100)] {
         let (engine, script) = engine(16, max_tokens);
@@ -23,7 +23,7 @@ fn equal_probabilities_have_the_perplexity_of_the_vocabulary_whatever_the_pieces
         let result = result.unwrap();
         let n_windows = 50 / window;
         assert!((result.perplexity - VOCAB as f64).abs() < 1e-6, "{result:?}");
-        // The second half of a window but its first token has something in front of it that is scored.
+        // All tokens of the second half except its first one are scored from a token before them.
         let scored = window - 1 - window / 2;
         assert_eq!((result.n_windows, result.n_scored), (n_windows, n_windows * scored));
         assert_eq!(heard, (1..=n_windows).map(|i| (n_windows, i)).collect::<Vec<_>>());
@@ -33,7 +33,7 @@ fn equal_probabilities_have_the_perplexity_of_the_vocabulary_whatever_the_pieces
 }
 
 #[test]
-fn the_first_token_of_each_window_is_the_models_own() {
+fn the_first_token_of_each_window_is_the_bos_token() {
     let (engine, script) = engine(8, 8);
     let sequence = engine.open(8).unwrap();
     let text: Vec<u32> = (10..42).collect();
@@ -56,7 +56,7 @@ fn a_step_that_fails_keeps_no_blocks() {
 }
 
 #[test]
-fn windows_that_score_nothing_or_do_not_fit_are_refused_as_such() {
+fn windows_that_score_nothing_or_do_not_fit_are_refused() {
     let (engine, script) = engine(16, 16);
     let sequence = engine.open(16).unwrap();
     let text: Vec<u32> = (0..64).collect();
@@ -64,7 +64,7 @@ fn windows_that_score_nothing_or_do_not_fit_are_refused_as_such() {
         let error = perplexity(&engine, &sequence, &text, options(window), |_, _| {}).unwrap_err();
         assert_eq!(
             error.to_string(),
-            format!("a window of {window} tokens was asked for, it may have 3 to 16")
+            format!("a window of {window} tokens was requested, it may have 3 to 16 tokens")
         );
     }
     let error = perplexity(&engine, &sequence, &text[..15], options(16), |_, _| {}).unwrap_err();
@@ -73,7 +73,7 @@ fn windows_that_score_nothing_or_do_not_fit_are_refused_as_such() {
 }
 
 #[test]
-fn a_token_outside_the_vocabulary_is_refused_wherever_it_stands() {
+fn a_token_outside_the_vocabulary_is_refused_at_any_position() {
     let (engine, script) = engine(16, 16);
     let sequence = engine.open(16).unwrap();
     for place in [0, 7, 15] {

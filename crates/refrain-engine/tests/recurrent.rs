@@ -1,12 +1,12 @@
-//! Sequences of a model with recurrent layers. The runner checks at every step that the slot it reads holds exactly the
-//! tokens before.
+//! Sequences of a model with recurrent layers. At every step the runner checks that the slot it reads covers
+//! exactly the preceding tokens.
 
 mod common;
 
 use common::{recurrent_core, recurrent_engine};
 use refrain_engine::{
-    Ahead, Engine, EngineError, FinishReason, FollowRow, Pace, Request, SamplingParams, SamplingRow, Sends,
-    SequenceState, TokenEvent, TokenStream,
+    DecodeRow, Engine, EngineError, FinishReason, LaunchPolicy, Lookahead, Pace, Request, SamplingParams,
+    SamplingRow, SequenceState, TokenEvent, TokenStream,
 };
 use std::collections::VecDeque;
 
@@ -40,8 +40,8 @@ fn wait_until_idle(engine: &Engine) {
 }
 
 #[test]
-fn any_load_finds_its_states_and_loses_no_slot() {
-    // Fewer states than sequences that would run, and blocks for some of those only.
+fn any_load_has_correct_states_and_loses_no_slot() {
+    // Fewer states than sequences that could run, and blocks for only some of those.
     for (n_positions, n_slots) in [(64, 7), (256, 4), (40, 16)] {
         let (engine, script) = recurrent_engine(n_positions, 8, n_slots);
         script.allow(4);
@@ -57,7 +57,7 @@ fn any_load_finds_its_states_and_loses_no_slot() {
                         let mut request = greedy(Request::once(prompt), n as usize);
                         request.priority = (i % 2) as i32;
                         if i % 5 == 0 {
-                            request.pace = Pace::Asked { lead: i as usize % 3 };
+                            request.pace = Pace::OnDemand { lead: i as usize % 3 };
                         }
                         open.push_back((i, from(next, n), engine.submit(request).unwrap()));
                         if open.len() < 6 {
@@ -77,12 +77,12 @@ fn any_load_finds_its_states_and_loses_no_slot() {
         wait_until_idle(&engine);
         let load = engine.load().unwrap();
         assert_eq!((load.blocks.used, load.slots.free), (0, n_slots), "{load:?}");
-        assert_eq!(load.blocks.cached, 0, "a beginning was kept without the state behind it");
+        assert_eq!(load.blocks.cached, 0, "a prefix was cached without its state");
     }
 }
 
 #[test]
-fn a_conversation_goes_on_from_its_state_and_starts_over_where_it_changes() {
+fn a_conversation_continues_from_its_state_and_starts_over_if_it_changes() {
     let (engine, script) = recurrent_engine(64, 16, 3);
     script.allow(4);
     let sequence = engine.open(64).unwrap();
@@ -92,59 +92,59 @@ fn a_conversation_goes_on_from_its_state_and_starts_over_where_it_changes() {
         (said, script.seen()[n_before].start)
     };
     assert_eq!(ask(from(1, 5), 4), (from(6, 4), 0));
-    // The last token that was said has not been evaluated.
+    // The last chosen token has not been evaluated.
     assert_eq!(ask(from(1, 12), 3), (from(13, 3), 8));
-    // A shorter prompt: the state cannot be cut.
+    // A shorter prompt: the state cannot be truncated.
     assert_eq!(ask(from(1, 9), 2), (from(10, 2), 0));
-    // Its answer told differently: the state behind the last prompt was kept.
+    // An edited answer: the state after the last prompt was saved.
     assert_eq!(ask([from(1, 9), from(20, 4)].concat(), 3), (from(24, 3), 9));
     assert_eq!(ask([from(1, 9), from(20, 4), from(40, 2)].concat(), 3), (from(42, 3), 13));
-    // What was kept before that is gone.
+    // The state saved before that is gone.
     assert_eq!(ask(from(1, 9), 2), (from(10, 2), 0));
-    // The same one again: its last token is evaluated in any case.
+    // The same prompt again: its last token is always evaluated.
     assert_eq!(ask(from(1, 9), 2), (from(10, 2), 0));
     assert_eq!(ask(from(30, 3), 2), (from(33, 2), 0));
 }
 
 #[test]
-fn a_state_that_went_too_far_is_evaluated_again() {
+fn a_state_that_advanced_too_far_is_evaluated_again() {
     let (mut core, script) = recurrent_core(64, 8, 2);
     script.allow(6);
     let mut sequence = core.open();
     let mut row = SamplingRow::new(&SamplingParams::greedy());
     let mut next = core.prompt(&mut sequence, &from(1, 11), &mut row, |_| true).unwrap().token;
-    let ahead = Ahead { n_tokens: 20, end: &[] };
+    let ahead = Lookahead { n_tokens: 20, end: &[] };
     for want in 13..16 {
-        next = core.follow(&mut sequence, next, &mut row, &ahead).unwrap().token;
+        next = core.decode_ahead(&mut sequence, next, &mut row, &ahead).unwrap().token;
         assert_eq!(next, want);
     }
-    // Steps are under way that nobody takes.
-    core.settle();
+    // Steps are in flight that nobody collects.
+    core.drain();
     let n_before = script.seen().len();
     assert_eq!(core.decode(&mut sequence, next, &mut row).unwrap().token, 16);
     let again: Vec<(usize, usize)> =
         script.seen()[n_before..].iter().map(|s| (s.start, s.tokens.len())).collect();
     assert_eq!(again, [(0, 8), (8, 6), (14, 1)]);
-    // Logits go on behind it as well.
+    // Logits continue after it as well.
     core.logits(&mut sequence, &[16, 17], 1).unwrap();
     assert_eq!(sequence.tokens(), from(1, 17));
 }
 
 #[test]
-fn sequences_that_are_opened_have_states_of_their_own_and_forks_begin_anew() {
+fn opened_sequences_have_states_of_their_own_and_forks_start_over() {
     let (engine, script) = recurrent_engine(32, 16, 3);
     let one = engine.open(32).unwrap();
     let said =
         |sequence, prompt, n| collect(engine.submit(greedy(Request::new(sequence, prompt), n)).unwrap()).0;
     assert_eq!(said(&one, from(1, 8), 2), from(9, 2));
-    // There is a state for one: those behind it make the pool grow.
+    // There is a state for one sequence: further ones make the pool grow.
     let fork = engine.fork(&one, 32).unwrap();
     let n_before = script.seen().len();
     assert_eq!(said(&fork, from(1, 10), 2), from(11, 2));
     assert_eq!(script.seen()[n_before].start, 0);
     assert_eq!(said(&one, from(1, 10), 2), from(11, 2));
     assert_eq!(engine.load().unwrap().slots.total, 6);
-    // All states are promised: nothing is left for a request without a sequence.
+    // All states are reserved: none is left for a request without a sequence.
     let refused = engine.submit(greedy(Request::once(from(1, 2)), 1));
     assert!(refused.is_err());
     drop(fork);
@@ -152,10 +152,10 @@ fn sequences_that_are_opened_have_states_of_their_own_and_forks_begin_anew() {
 }
 
 #[test]
-fn a_sequence_that_was_left_out_joins_again_only_with_its_state() {
+fn a_sequence_that_left_rejoins_only_with_its_state() {
     let (mut core, script) = recurrent_core(128, 8, 4);
     script.allow(4);
-    let many = Ahead { n_tokens: 30, end: &[] };
+    let many = Lookahead { n_tokens: 30, end: &[] };
     let mut texts: Vec<(SequenceState, SamplingRow, u32)> = [1, 40]
         .map(|first| {
             let (mut sequence, mut row) = (core.open(), SamplingRow::new(&SamplingParams::greedy()));
@@ -166,9 +166,9 @@ fn a_sequence_that_was_left_out_joins_again_only_with_its_state() {
     let mut step = |texts: &mut [(SequenceState, SamplingRow, u32)]| {
         let mut rows = Vec::new();
         for (sequence, row, next) in texts.iter_mut() {
-            rows.push(FollowRow { sequence, token: *next, row, ahead: many });
+            rows.push(DecodeRow { sequence, token: *next, row, ahead: many });
         }
-        let choices = core.follow_rows(&mut rows, Sends::Ahead).unwrap().choices;
+        let choices = core.decode_rows(&mut rows, LaunchPolicy::LaunchAhead).unwrap().choices;
         drop(rows);
         for ((_, _, next), choice) in texts.iter_mut().zip(choices) {
             if let Some(chosen) = choice {
@@ -181,7 +181,7 @@ fn a_sequence_that_was_left_out_joins_again_only_with_its_state() {
     for n_others in [1, 2, 3] {
         step(&mut texts);
         step(&mut texts);
-        // Steps under way evaluate tokens of the first that nobody takes.
+        // In-flight steps evaluate tokens of the first sequence that nobody collects.
         for _ in 0..n_others {
             step(&mut texts[1..]);
         }
@@ -189,6 +189,6 @@ fn a_sequence_that_was_left_out_joins_again_only_with_its_state() {
         for _ in 0..12 {
             step(&mut texts);
         }
-        assert!(texts[0].2 > before, "the first one goes on");
+        assert!(texts[0].2 > before, "the first one continues");
     }
 }

@@ -1,10 +1,10 @@
-//! How a runner keeps compiled steps, with a backend that counts.
+//! Caching of compiled steps, with a backend that counts.
 
 mod common;
 
 use common::tiny_model;
 use refrain_engine::{
-    BackendRunner, Chosen, EngineError, RunRow, Runner, RunnerOptions, SamplingParams, SamplingRow,
+    BackendRunner, Chosen, EngineError, RunMember, Runner, RunnerOptions, SamplingParams, SamplingRow,
 };
 use refrain_engine::{StepOut, StepRequest, Want};
 use refrain_graph::{
@@ -60,7 +60,7 @@ impl Backend for Counting {
         Ok(Ran::Eager(Reason::NoGraphsHere { backend: "counting" }))
     }
 
-    /// The number of the output, in every place.
+    /// Fills every element with the index of the output.
     fn read(&mut self, compiled: &Plan, output: usize, into: &mut [u8]) -> Result<(), RunError> {
         let is_float = compiled.outputs()[output].dtype == DType::F32;
         let word = if is_float { (output as f32).to_le_bytes() } else { (output as i32).to_le_bytes() };
@@ -77,7 +77,7 @@ fn runner(supports: bool) -> (BackendRunner<Counting>, Arc<AtomicUsize>) {
 }
 
 #[test]
-fn the_size_that_was_not_used_for_longest_is_compiled_again() {
+fn the_least_recently_used_size_is_compiled_again() {
     let (mut runner, n_compiled) = runner(true);
     let mut compiled_after = |sizes: &[usize]| {
         sizes.iter().for_each(|&n| drop(runner.plan(n).unwrap().clone()));
@@ -85,16 +85,16 @@ fn the_size_that_was_not_used_for_longest_is_compiled_again() {
     };
     let all: Vec<usize> = (1..=96).collect();
     assert_eq!(compiled_after(&all), 96);
-    assert_eq!(compiled_after(&[1, 96, 5, 1]), 96, "all are kept");
+    assert_eq!(compiled_after(&[1, 96, 5, 1]), 96, "all sizes are kept");
     assert_eq!(compiled_after(&[97]), 97);
-    assert_eq!(compiled_after(&[1, 3, 4, 5, 95, 96, 97]), 97, "only 2 had to go");
+    assert_eq!(compiled_after(&[1, 3, 4, 5, 95, 96, 97]), 97, "only size 2 was evicted");
     assert_eq!(compiled_after(&[2]), 98);
-    assert_eq!(compiled_after(&[7, 3, 1]), 98, "2 came in the place of 6");
+    assert_eq!(compiled_after(&[7, 3, 1]), 98, "size 2 replaced size 6");
     assert_eq!(compiled_after(&[6]), 99);
 }
 
 #[test]
-fn the_same_number_of_tokens_with_another_head_is_another_step() {
+fn another_head_with_the_same_number_of_tokens_is_another_step() {
     let (mut runner, n_compiled) = runner(true);
     let row = SamplingRow::new(&SamplingParams::greedy());
     let mut out = StepOut::default();
@@ -109,7 +109,7 @@ fn the_same_number_of_tokens_with_another_head_is_another_step() {
     let [token, logprob] = ["token", "logprob"].map(|name| plan.output(name).unwrap());
     let chosen = out.choices.remove(0).unwrap().unwrap().chosen;
     let want = Chosen { token: token as u32, logprob: logprob as f32 };
-    assert_eq!(chosen, want, "each output is read under its name");
+    assert_eq!(chosen, want, "each output is read by its name");
 }
 
 #[test]
@@ -122,7 +122,7 @@ fn a_step_without_a_kernel_is_refused_with_a_hint() {
 }
 
 #[test]
-fn wider_tables_are_compiled_anew_and_a_cache_that_cannot_grow_stays_as_it_is() {
+fn wider_tables_are_recompiled_and_a_cache_that_cannot_grow_stays_unchanged() {
     let (mut runner, n_compiled) = runner(true);
     let kv = *runner.kv();
     let width = |runner: &mut BackendRunner<Counting>| {
@@ -139,7 +139,7 @@ fn wider_tables_are_compiled_anew_and_a_cache_that_cannot_grow_stays_as_it_is() 
 }
 
 #[test]
-fn runners_share_the_weights_that_one_of_them_has_loaded() {
+fn runners_share_weights_that_one_of_them_has_loaded() {
     let (one, _) = runner(true);
     let backend = Counting { n_compiled: Arc::default(), supports: true, row_buckets: Vec::new() };
     let options = RunnerOptions { context: 32, ..RunnerOptions::default() };
@@ -148,31 +148,31 @@ fn runners_share_the_weights_that_one_of_them_has_loaded() {
 }
 
 #[test]
-fn a_larger_run_that_is_ready_serves_until_a_size_was_wanted_for_a_while() {
+fn a_larger_compiled_run_serves_until_a_size_was_requested_for_a_while() {
     let n_compiled = Arc::new(AtomicUsize::new(0));
     let row_buckets = vec![1, 2, 4, 6, 8, 16];
     let backend = Counting { n_compiled: n_compiled.clone(), supports: true, row_buckets };
     let options = RunnerOptions { context: 32, ..RunnerOptions::default() };
     let mut runner = BackendRunner::new(backend, tiny_model(), options).unwrap();
     let row = SamplingRow::new(&SamplingParams::greedy());
-    // One step of so many sequences; how many rows it had, and how many sizes are compiled.
+    // One step of so many sequences; returns its rows and the number of compiled sizes.
     let mut step = |n_seqs: usize| {
         let shape = runner.run_shape(n_seqs, 0);
         let request =
             StepRequest { tokens: &[1], start: 3, table: &[0], slots: [-1; 2], want: Want::Sample(&row) };
-        let with = RunRow { request, n_positions: 32, n_choices: 9, end: &[] };
+        let with = RunMember { request, n_positions: 32, n_choices: 9, end: &[] };
         runner.begin(&vec![with; n_seqs], shape).unwrap();
-        runner.send(1).unwrap();
-        assert_eq!(runner.take().unwrap().rows.iter().flatten().count(), n_seqs);
+        runner.launch(1).unwrap();
+        assert_eq!(runner.collect().unwrap().rows.iter().flatten().count(), n_seqs);
         runner.finish().unwrap();
         (shape.n_rows, n_compiled.load(Ordering::Relaxed))
     };
-    // Nothing larger is there.
+    // No larger size is compiled.
     assert_eq!([step(5), step(7), step(5)], [(6, 1), (8, 2), (6, 2)]);
-    // Half of a run may be padding for a while, not more.
+    // Up to half of a run may be padding for a while, not more.
     assert_eq!([step(4), step(3)], [(6, 2), (6, 2)]);
     assert_eq!(step(2), (2, 3));
-    // A size that comes and goes is not waited for; one that stays is.
+    // A size that comes and goes is not compiled; one that stays is.
     for _ in 0..3 {
         assert!((0..30).all(|_| step(4) == (6, 3)));
         assert_eq!(step(8), (8, 3));

@@ -1,10 +1,10 @@
-//! Sampling parameters as people state them, and as a row of the control block.
+//! Sampling parameters as given by users, and as a row of the control block.
 
 use refrain_engine::{MAX_BIAS, SamplingParams, SamplingRow};
 use refrain_graph::SampleParam;
 
 #[test]
-fn parameters_that_make_no_sense_are_refused_with_their_bounds() {
+fn parameters_out_of_range_are_refused_with_their_bounds() {
     let p = SamplingParams::default;
     let nan = f32::NAN;
     let cases = [
@@ -42,14 +42,14 @@ fn parameters_that_make_no_sense_are_refused_with_their_bounds() {
 }
 
 #[test]
-fn the_bounds_themselves_are_allowed() {
+fn boundary_values_are_allowed() {
     let low = SamplingParams {
         temperature: 0.0,
         top_k: 0,
         top_p: 1.0,
         min_p: 0.0,
         penalty_window: 0,
-        // To forbid a token is what minus infinity is for.
+        // Minus infinity forbids a token.
         logit_bias: vec![(99, f32::NEG_INFINITY)],
         ..SamplingParams::default()
     };
@@ -66,7 +66,7 @@ fn the_bounds_themselves_are_allowed() {
 }
 
 #[test]
-fn a_row_holds_the_parameters_and_the_seed_in_their_places() {
+fn a_row_holds_the_parameters_and_the_seed_at_their_indices() {
     let params = SamplingParams {
         temperature: 0.5,
         top_k: usize::MAX,
@@ -83,7 +83,7 @@ fn a_row_holds_the_parameters_and_the_seed_in_their_places() {
 }
 
 #[test]
-fn advancing_shows_the_last_tokens_of_the_window_and_forgets_the_ones_before() {
+fn advancing_keeps_the_last_tokens_of_the_window() {
     let with = |penalty_window: usize| {
         let params = SamplingParams { penalty_window, presence_penalty: 0.5, ..SamplingParams::default() };
         SamplingRow::new(&params)
@@ -91,7 +91,7 @@ fn advancing_shows_the_last_tokens_of_the_window_and_forgets_the_ones_before() {
     let mut row = with(3);
     row.advance(5, &[1, 2, 3, 4, 5]);
     assert_eq!((&row.history[..], row.rng[2]), (&[3, 4, 5][..], 5));
-    // A shorter text leaves nothing of the longer one behind.
+    // A shorter sequence keeps nothing of the longer one.
     row.advance(1, &[9]);
     assert_eq!((&row.history[..], row.rng[2]), (&[9][..], 1));
     let mut none = with(0);
@@ -100,7 +100,7 @@ fn advancing_shows_the_last_tokens_of_the_window_and_forgets_the_ones_before() {
     let mut all = with(usize::MAX);
     all.advance(900, &(0..900).collect::<Vec<u32>>());
     assert_eq!(all.history, (0..900).collect::<Vec<i32>>());
-    // Without penalties nothing looks back.
+    // Without penalties there is no history.
     let mut row = SamplingRow::new(&SamplingParams::default());
     row.advance(2, &[1, 2]);
     assert!(row.history.is_empty());

@@ -1,4 +1,4 @@
-//! An engine's thread: who is served when, and what everybody hears when it ends.
+//! The engine's thread: who is served when, and what consumers receive when it ends.
 
 mod common;
 
@@ -28,11 +28,11 @@ fn request(sequence: &Sequence, prompt: Vec<u32>, max_tokens: usize) -> Request 
 }
 
 fn asked(mut request: Request, lead: usize) -> Request {
-    request.pace = Pace::Asked { lead };
+    request.pace = Pace::OnDemand { lead };
     request
 }
 
-/// The tokens of a stream and why it ended.
+/// The tokens of a stream, and why it ended.
 fn collect(stream: TokenStream) -> (Vec<u32>, FinishReason) {
     let mut tokens = Vec::new();
     for event in stream {
@@ -60,7 +60,7 @@ fn handles_can_be_used_from_any_thread() {
 }
 
 #[test]
-fn a_request_gives_its_progress_its_tokens_and_its_end() {
+fn a_request_yields_its_progress_its_tokens_and_its_end() {
     let (engine, script) = engine(64, 4);
     script.allow(4);
     let sequence = engine.open(64).unwrap();
@@ -78,7 +78,7 @@ fn a_request_gives_its_progress_its_tokens_and_its_end() {
         .collect();
     assert_eq!(tokens, [(10, -1.0), (11, -1.0), (12, -1.0)]);
     assert_eq!(*end, TokenEvent::End(FinishReason::MaxTokens));
-    // Prompt and all choices but the last are in the cache, and go on from there.
+    // The prompt and all choices but the last are cached, and the next request continues from there.
     assert_eq!(sequence.tokens().unwrap(), upto(12));
     assert_eq!(sequence.n_cached(&upto(20)).unwrap(), 12);
     assert_eq!(collect(engine.submit(request(&sequence, upto(14), 1)).unwrap()).0, [14]);
@@ -86,7 +86,7 @@ fn a_request_gives_its_progress_its_tokens_and_its_end() {
     let ledger = engine.ledger().unwrap();
     assert_eq!(ledger, sequence.ledger());
     let decode = ledger.tally(StepKind::Decode);
-    assert_eq!((decode.steps(), decode.unused, ledger.tally(StepKind::Prompt).steps()), (2, 0, 4));
+    assert_eq!((decode.steps(), decode.discarded, ledger.tally(StepKind::Prompt).steps()), (2, 0, 4));
 }
 
 #[test]
@@ -98,14 +98,14 @@ fn a_request_ends_at_an_end_token_or_where_the_context_is_full() {
     ends.end = vec![90, 7];
     assert_eq!(collect(engine.submit(ends).unwrap()), (vec![5, 6, 7], FinishReason::EndToken));
     let full = collect(engine.submit(request(&sequence, upto(14), 100)).unwrap());
-    // The last token needs no position of its own.
+    // The last token needs no position.
     assert_eq!(full, (vec![14, 15, 16], FinishReason::ContextFull));
     let nothing = collect(engine.submit(request(&sequence, upto(3), 0)).unwrap());
     assert_eq!(nothing, (vec![], FinishReason::MaxTokens));
 }
 
 #[test]
-fn no_end_token_is_among_the_first_tokens_and_steps_are_still_sent_ahead() {
+fn min_tokens_suppresses_end_tokens_and_steps_are_still_launched_ahead() {
     for (min_tokens, tokens) in
         [(0, &[5][..]), (1, &[6, 7]), (2, &[6, 8, 9]), (3, &[6, 8, 10, 11]), (4, &[6, 8, 10, 12, 13])]
     {
@@ -117,14 +117,14 @@ fn no_end_token_is_among_the_first_tokens_and_steps_are_still_sent_ahead() {
         least.sampling.logit_bias = vec![(5, 3.0), (99, 1.0)];
         let got = collect(engine.submit(least).unwrap());
         assert_eq!(got, (tokens.to_vec(), FinishReason::EndToken), "at least {min_tokens}");
-        // The steps under other rules were not sent ahead: none of them is wasted.
+        // Steps with other sampling rules were not launched ahead: none of them is discarded.
         let seen: Vec<_> = script.seen().iter().skip(1).map(|seen| seen.tokens[0]).collect();
         assert!(seen.starts_with(&tokens[..tokens.len() - 1]), "{seen:?}");
     }
 }
 
 #[test]
-fn what_cannot_be_served_is_refused_with_its_numbers_before_anything_runs() {
+fn invalid_requests_are_refused_with_their_numbers_before_anything_runs() {
     let (engine, script) = engine(32, 8);
     let sequence = engine.open(32).unwrap();
     let refused = |change: &dyn Fn(&mut Request)| {
@@ -138,12 +138,12 @@ fn what_cannot_be_served_is_refused_with_its_numbers_before_anything_runs() {
     assert_eq!(refused(&|r| r.prompt = upto(33)), "the prompt has 33 tokens, the context holds 32");
     assert_eq!(refused(&|r| r.prompt = vec![128]), "token 128 is outside the vocabulary of 128");
     assert_eq!(refused(&|r| r.end = vec![1 << 31]), "token 2147483648 is outside the vocabulary of 128");
-    assert_eq!(refused(&|r| r.min_tokens = 9), "at least 9 tokens were asked for, and at most 8");
+    assert_eq!(refused(&|r| r.min_tokens = 9), "at least 9 tokens were requested, and at most 8");
     assert_eq!(
         refused(&|r| r.n_top_logprobs = 21),
-        "the 21 most probable tokens were asked for, at most 20 are given"
+        "21 top log-probabilities were requested, the maximum is 20"
     );
-    assert_eq!(refused(&|r| r.adapter = Some(AdapterId(3))), "adapter 3 was asked for, the engine has none");
+    assert_eq!(refused(&|r| r.adapter = Some(AdapterId(3))), "adapter 3 was requested, the engine has none");
     assert_eq!(refused(&|r| r.sampling.top_p = 2.0), "top-p is 2, must be above 0 and at most 1");
     let crowded = refused(&|r| {
         r.sampling.logit_bias = (0..MAX_BIAS as u32).map(|i| (i % 100, 1.0)).collect();
@@ -161,7 +161,7 @@ fn what_cannot_be_served_is_refused_with_its_numbers_before_anything_runs() {
 }
 
 #[test]
-fn all_requests_take_part_in_every_step_and_only_so_many_may_be_open() {
+fn all_requests_take_part_in_every_step_and_the_number_of_open_ones_is_limited() {
     let (engine, script) = engine(32, 8);
     let sequences: Vec<_> = (0..5).map(|_| engine.open(16).unwrap()).collect();
     let gate = script.block();
@@ -171,12 +171,12 @@ fn all_requests_take_part_in_every_step_and_only_so_many_may_be_open() {
     let busy = engine.submit(request(&sequences[0], vec![1], 1)).err().unwrap();
     assert!(matches!(busy, EngineError::QueueFull { .. }), "{busy}");
     let full = engine.submit(request(&sequences[4], vec![50], 3)).err().unwrap();
-    assert_eq!(full.to_string(), "4 requests are running or waiting, 4 may");
+    assert_eq!(full.to_string(), "4 requests are running or waiting, the maximum is 4");
     drop(gate);
     let got: Vec<_> = streams.into_iter().map(|stream| collect(stream).0).collect();
     assert_eq!(got, [[11, 12, 13], [21, 22, 23], [31, 32, 33], [41, 42, 43]]);
     let starts: Vec<_> = script.seen().iter().map(|seen| seen.tokens[0] / 10).collect();
-    // The first has begun when the others come; then all go on together.
+    // The first has begun when the others arrive; then all continue together.
     assert!(matches!(starts[..4], [1, 1, 2, 3] | [1, 2, 3, 4]), "{starts:?}");
     assert_eq!(starts.len(), 12);
     assert_eq!(collect(engine.submit(request(&sequences[4], vec![50], 1)).unwrap()).0, [51]);
@@ -195,7 +195,7 @@ fn a_sequence_is_busy_until_its_request_has_ended() {
     let logits = engine.logits(&sequence, &[1], 1, &mut Vec::new());
     assert!(matches!(logits, Err(EngineError::SequenceBusy)));
     drop(gate);
-    // At the end it is free, not a moment later.
+    // It is free at the end event, not a moment later.
     assert_eq!(collect(stream).0, [2, 3, 4]);
     sequence.clear().unwrap();
     assert_eq!(collect(engine.submit(request(&sequence, vec![7], 1)).unwrap()).0, [8]);
@@ -214,7 +214,7 @@ fn a_sequence_of_another_engine_is_refused() {
 }
 
 #[test]
-fn a_request_is_cancelled_by_its_number_or_with_its_stream_running_or_waiting() {
+fn a_running_or_waiting_request_is_cancelled_by_its_id_or_by_dropping_its_stream() {
     let (engine, script) = engine(64, 8);
     let sequences: Vec<_> = (0..3).map(|_| engine.open(20).unwrap()).collect();
     let gate = script.block();
@@ -233,20 +233,20 @@ fn a_request_is_cancelled_by_its_number_or_with_its_stream_running_or_waiting() 
     let [one, two, three] = &sequences[..] else { unreachable!() };
     assert!(two.tokens().unwrap().is_empty());
     assert_eq!(collect(engine.submit(request(one, vec![5], 1)).unwrap()).0, [6]);
-    // The third was dropped before it began; the engine has heard of that by now.
+    // The third was dropped before it began, and the engine has noticed by this point.
     assert!(three.tokens().unwrap().is_empty());
     assert!(script.seen().len() <= 3);
 }
 
 #[test]
-fn a_request_that_goes_only_as_far_as_asked_lets_others_pass_meanwhile() {
+fn an_on_demand_request_lets_others_run_meanwhile() {
     let (engine, script) = engine(64, 4);
     let (one, two) = (engine.open(32).unwrap(), engine.open(32).unwrap());
     let mut slow = engine.submit(asked(request(&one, upto(10), 12), 2)).unwrap();
-    // Before the first event is asked for nothing runs.
+    // Nothing runs before the first event is requested.
     assert_eq!(collect(engine.submit(request(&two, vec![1], 2)).unwrap()).0, [2, 3]);
     assert_eq!(script.seen().len(), 2);
-    // One piece of the prompt at a time.
+    // One prompt chunk at a time.
     assert_eq!(slow.next().unwrap().unwrap(), TokenEvent::Prompt { n_done: 4, n_tokens: 10 });
     assert!(engine.ledger().is_ok());
     assert_eq!(script.seen().len(), 3);
@@ -258,8 +258,8 @@ fn a_request_that_goes_only_as_far_as_asked_lets_others_pass_meanwhile() {
     assert_eq!(script.seen().len(), 7);
     let passes = request(&two, vec![50], 3);
     assert_eq!(collect(engine.submit(passes).unwrap()).0, [51, 52, 53]);
-    let (rest, finish) = collect(slow);
-    assert_eq!((rest, finish), ((11..22).collect(), FinishReason::MaxTokens));
+    let (remaining, finish) = collect(slow);
+    assert_eq!((remaining, finish), ((11..22).collect(), FinishReason::MaxTokens));
     assert_eq!(one.tokens().unwrap(), upto(21));
 }
 
@@ -278,9 +278,10 @@ fn stopping_a_stream_waits_until_its_sequence_is_free() {
         sequence.clear().unwrap();
     }
     let decode = sequence.ledger().tally(StepKind::Decode).clone();
-    // One step for the second token, perhaps one for the third; the others were under way and are accounted for.
-    assert!((20..=40).contains(&decode.steps()) && decode.unused >= 40, "{decode}");
-    assert!(decode.steps() + decode.unused <= 20 * 6, "{decode}");
+    // One step for the second token, perhaps one for the third; the others were in flight and are accounted
+    // for.
+    assert!((20..=40).contains(&decode.steps()) && decode.discarded >= 40, "{decode}");
+    assert!(decode.steps() + decode.discarded <= 20 * 6, "{decode}");
 }
 
 #[test]
@@ -324,7 +325,7 @@ impl Wake for Counter {
 }
 
 #[test]
-fn a_consumer_that_takes_nothing_holds_nobody_up() {
+fn a_consumer_that_reads_nothing_blocks_nobody() {
     let (engine, _) = engine(64, 4);
     let (one, two) = (engine.open(32).unwrap(), engine.open(32).unwrap());
     let forgotten = engine.submit(request(&one, upto(3), 20)).unwrap();
@@ -355,14 +356,14 @@ fn requests_from_many_threads_all_get_their_own_tokens() {
     });
     let ledger = engine.ledger().unwrap();
     let tallies = StepKind::ALL.map(|kind| ledger.tally(kind));
-    // Of each prompt but the first of a sequence one token is new.
+    // Every prompt except the first of a sequence has one new token.
     let n_tokens = 4 * (50 * (1 + 7) + 1);
     assert_eq!(tallies.iter().map(|tally| tally.tokens).sum::<u64>(), n_tokens);
     assert!(tallies.iter().map(|tally| tally.steps()).sum::<u64>() <= n_tokens);
 }
 
 #[test]
-fn the_cache_grows_with_the_sequences_that_are_open_and_room_is_used_again() {
+fn the_cache_grows_with_the_open_sequences_and_its_capacity_is_reused() {
     let (engine, script) = engine(16, 16);
     let one = engine.open(16).unwrap();
     let full = |sequence: &Sequence, first: u32| {
@@ -372,7 +373,7 @@ fn the_cache_grows_with_the_sequences_that_are_open_and_room_is_used_again() {
         script.seen().last().unwrap().table.clone()
     };
     let first = full(&one, 0);
-    // Longer than the first, while the first keeps what it holds.
+    // Longer than the first, which keeps its content.
     let two = engine.open(40).unwrap();
     let second = full(&two, 20);
     assert_eq!((first.len(), second.len()), (16 / KV_BLOCK, 40 / KV_BLOCK));
@@ -389,7 +390,7 @@ fn the_cache_grows_with_the_sequences_that_are_open_and_room_is_used_again() {
 }
 
 #[test]
-fn the_cache_grows_between_the_steps_of_a_request_that_goes_on() {
+fn the_cache_grows_between_the_steps_of_a_running_request() {
     let (engine, script) = engine(32, 16);
     script.allow(4);
     let one = engine.open(32).unwrap();
@@ -402,7 +403,7 @@ fn the_cache_grows_between_the_steps_of_a_request_that_goes_on() {
     assert_eq!(collect(stream).0, (6..23).collect::<Vec<_>>());
 }
 
-/// A stream that runs, one that waits, and a call, when the engine stops by itself.
+/// A running stream, a waiting one and a call, when the engine stops by itself.
 fn everybody_hears(script: &Script, engine: &Engine, why: &Stopped, first_fails_with: &str) {
     let sequences: Vec<_> = (0..3).map(|_| engine.open(16).unwrap()).collect();
     let gate = script.block();
@@ -419,7 +420,7 @@ fn everybody_hears(script: &Script, engine: &Engine, why: &Stopped, first_fails_
     let error = waiting.find_map(Result::err).unwrap();
     assert!(matches!(&error, EngineError::Stopped(got) if got == why), "{error}");
     assert!(error.hint().is_some());
-    // The call was made before the end, or hears of it.
+    // The call was made before the end, or fails with it.
     let error = caller.join().unwrap();
     assert!(matches!(error, EngineError::Stopped(_) | EngineError::EmptyPrompt), "{error}");
     for sequence in &sequences {
@@ -433,9 +434,9 @@ fn everybody_hears(script: &Script, engine: &Engine, why: &Stopped, first_fails_
 }
 
 #[test]
-fn a_panic_of_the_engine_reaches_all_who_wait_and_all_who_come_later() {
+fn a_panic_of_the_engine_reaches_everyone_who_waits_or_comes_later() {
     let (engine, script) = engine(64, 8);
-    // The fake takes this one for an order to panic.
+    // The fake runner treats this error as an order to panic.
     script.fail_after(2, EngineError::NoFeedback);
     let why = Stopped::Panicked { message: "the runner is broken".into() };
     everybody_hears(
@@ -447,7 +448,7 @@ fn a_panic_of_the_engine_reaches_all_who_wait_and_all_who_come_later() {
 }
 
 #[test]
-fn a_lost_device_reaches_all_who_wait_and_all_who_come_later() {
+fn a_lost_device_reaches_everyone_who_waits_or_comes_later() {
     let (engine, script) = engine(64, 8);
     script.fail_after(2, lost());
     let why = Stopped::DeviceLost { backend: "fake", label: "blk.3.ffn_up".into(), code: 719 };
@@ -471,13 +472,13 @@ fn a_step_that_fails_ends_its_request_and_no_other() {
     assert_eq!(collect(goes_on).0, [51, 52, 53, 54, 55]);
     let failed = |sequence: &Sequence| StepKind::ALL.map(|kind| sequence.ledger().tally(kind).failed);
     assert_eq!((failed(&one).iter().sum::<u64>(), failed(&two).iter().sum::<u64>()), (1, 0));
-    // What it held before is good.
+    // The tokens it held before are still valid.
     assert_eq!(one.tokens().unwrap(), [1, 2]);
     assert_eq!(collect(engine.submit(request(&one, vec![1, 2, 7], 2)).unwrap()).0, [8, 9]);
 }
 
 #[test]
-fn the_engine_lives_as_long_as_somebody_can_reach_it_and_ends_without_waiting() {
+fn the_engine_lives_as_long_as_a_handle_exists_and_ends_without_waiting() {
     let (engine, script) = engine(64, 8);
     let weak = engine.downgrade();
     let sequence = engine.open(64).unwrap();
@@ -486,12 +487,12 @@ fn the_engine_lives_as_long_as_somebody_can_reach_it_and_ends_without_waiting() 
     assert!(weak.upgrade().is_some());
     assert_eq!(collect(stream).0.len(), 5);
     assert!(weak.upgrade().is_none());
-    // With a request half way.
+    // With a request in progress.
     let (engine, _) = common::engine(64, 8);
     let sequence = engine.open(64).unwrap();
     let mut stream = engine.submit(asked(request(&sequence, vec![1], 50), 1)).unwrap();
     stream.next().unwrap().unwrap();
     drop((engine, stream));
-    assert!(sequence.tokens().is_ok(), "it was put back");
+    assert!(sequence.tokens().is_ok(), "the state was returned");
     assert!(!script.seen().is_empty());
 }

@@ -1,4 +1,4 @@
-//! What sessions hold, and what they refuse, with a runner that keeps a log.
+//! What sessions hold and what they refuse, with a runner that keeps a log.
 
 mod common;
 
@@ -20,7 +20,7 @@ fn upto(n: u32) -> Vec<u32> {
 }
 
 #[test]
-fn a_conversation_that_goes_on_is_not_evaluated_again() {
+fn a_continued_conversation_is_not_evaluated_again() {
     let (mut core, script) = core(32, 8);
     let mut session = core.open();
     let chosen = core.prompt(&mut session, &upto(5), &mut row(), |_| true).unwrap();
@@ -30,7 +30,7 @@ fn a_conversation_that_goes_on_is_not_evaluated_again() {
     core.prompt(&mut session, &[0, 1, 2, 3, 4, 5, 9], &mut row(), |_| true).unwrap();
     let seen = script.seen();
     assert_eq!((seen[2].start, &seen[2].tokens[..]), (6, &[9][..]));
-    // The same prompt again: its last token is what the next one is chosen from.
+    // The same prompt again: the next token is chosen from its last one.
     core.prompt(&mut session, &[0, 1, 2, 3, 4, 5, 9], &mut row(), |_| true).unwrap();
     assert_eq!((script.seen()[3].start, &script.seen()[3].tokens[..]), (6, &[9][..]));
 }
@@ -39,7 +39,7 @@ fn a_conversation_that_goes_on_is_not_evaluated_again() {
 fn a_failed_decode_leaves_the_session_as_it_was() {
     let (mut core, script) = core(32, 8);
     let mut session = core.open();
-    // A full block, so that the failed token had to ask for another.
+    // A full block, so that the failing token needs another one.
     core.prompt(&mut session, &upto(KV_BLOCK as u32), &mut row(), |_| true).unwrap();
     script.fail_after(0, broken());
     assert!(matches!(core.decode(&mut session, 7, &mut row()), Err(EngineError::Run(_))));
@@ -51,7 +51,7 @@ fn a_failed_decode_leaves_the_session_as_it_was() {
 }
 
 #[test]
-fn a_prompt_that_fails_or_is_cancelled_half_way_goes_on_where_it_stopped() {
+fn a_prompt_that_fails_or_is_cancelled_resumes_where_it_stopped() {
     let (mut core, script) = core(32, 4);
     let mut session = core.open();
     script.fail_after(1, broken());
@@ -70,7 +70,7 @@ fn a_prompt_that_fails_or_is_cancelled_half_way_goes_on_where_it_stopped() {
 }
 
 #[test]
-fn a_short_prompt_gives_the_blocks_of_a_long_one_back() {
+fn a_short_prompt_releases_the_blocks_of_a_long_one() {
     let (mut core, _) = core(32, 32);
     let (mut long, mut other) = (core.open(), core.open());
     core.prompt(&mut long, &upto(32), &mut row(), |_| true).unwrap();
@@ -81,7 +81,7 @@ fn a_short_prompt_gives_the_blocks_of_a_long_one_back() {
 }
 
 #[test]
-fn a_session_that_is_dropped_or_closed_gives_its_blocks_back() {
+fn a_session_that_is_dropped_or_closed_releases_its_blocks() {
     let (mut core, _) = core(32, 32);
     for round in 0..4 {
         let mut session = core.open();
@@ -119,7 +119,7 @@ fn a_session_of_another_engine_is_refused_and_changes_nothing() {
 fn tokens_outside_the_vocabulary_are_refused_everywhere() {
     let (mut core, script) = core(32, 8);
     let mut session = core.open();
-    // The last one would be a negative number, which marks padding.
+    // The last one would be negative, which marks padding.
     for token in [VOCAB as u32, 1 << 31, u32::MAX] {
         let refused = [
             core.prompt(&mut session, &[1, token], &mut row(), |_| true).map(|_| ()),
@@ -140,9 +140,9 @@ fn logits_refuse_steps_and_rows_that_do_not_fit() {
     let mut text = |tokens: &[u32], n_rows| core.logits(&mut session, tokens, n_rows).map(<[f32]>::len);
     assert!(matches!(text(&[], 1), Err(EngineError::EmptyPrompt)));
     let error = text(&upto(5), 1).unwrap_err();
-    assert_eq!(error.to_string(), "the step has 5 tokens, it may have 4");
+    assert_eq!(error.to_string(), "the step has 5 tokens, the maximum is 4");
     let error = text(&upto(3), 4).unwrap_err();
-    assert_eq!(error.to_string(), "4 rows of logits were asked for, the step has 3 tokens");
+    assert_eq!(error.to_string(), "4 rows of logits were requested, the step has 3 tokens");
     assert!(script.seen().is_empty());
     assert_eq!(text(&upto(4), 3).unwrap(), 3 * VOCAB);
     assert_eq!(text(&upto(4), 0).unwrap(), 0);
@@ -157,7 +157,7 @@ fn a_full_context_is_refused_before_anything_runs() {
     assert_eq!(error.to_string(), "the prompt has 9 tokens, the context holds 8");
     assert_eq!(
         error.hint().as_deref(),
-        Some("shorten the prompt, or raise the context to 10 with -c where the model takes it")
+        Some("shorten the prompt, or raise the context to 10 tokens if the model supports it")
     );
     assert!(matches!(core.prompt(&mut session, &[], &mut row(), |_| true), Err(EngineError::EmptyPrompt)));
     core.prompt(&mut session, &upto(8), &mut row(), |_| true).unwrap();
@@ -167,7 +167,7 @@ fn a_full_context_is_refused_before_anything_runs() {
 }
 
 #[test]
-fn the_ledger_tells_why_a_step_failed_down_to_the_first_cause() {
+fn the_ledger_reports_why_a_step_failed_down_to_the_root_cause() {
     let (mut core, script) = core(32, 8);
     let mut session = core.open();
     script.fail_after(0, broken());
@@ -185,7 +185,7 @@ fn a_lost_context_is_its_own_reason_in_the_ledger() {
     let lost = RunError::ContextLost { backend: "fake", label: "blk.3.ffn_up".into(), code: 719, source };
     script.fail_after(0, lost);
     let error = core.decode(&mut session, 1, &mut row()).unwrap_err();
-    assert!(error.hint().is_some_and(|hint| hint.contains("start the program again")));
+    assert!(error.hint().is_some_and(|hint| hint.contains("restart the program")));
     let reasons: Vec<_> = core.ledger().tally(StepKind::Decode).reasons().collect();
     assert_eq!(
         reasons,

@@ -1,7 +1,8 @@
-//! Tables against a model of the cache's memory.
+//! Tables checked against a model of the cache's memory.
 //!
-//! KV at a position depends on all tokens up to it. So the model's memory holds, for each place, the tokens that a
-//! sequence had when it wrote there; a table is right if every place that it leads to holds its own beginning.
+//! KV at a position depends on all tokens up to it. The model's memory therefore stores, for each cell, the
+//! token prefix that the sequence had when it wrote there. A table is correct if every cell it maps to holds
+//! its own prefix.
 
 use super::*;
 use proptest::prelude::*;
@@ -9,15 +10,15 @@ use std::collections::HashMap;
 
 struct Sim {
     pool: SharedPool,
-    /// What was written to (block, offset).
+    /// Prefix written to (block, offset).
     memory: HashMap<(u32, usize), Vec<u32>>,
     seqs: Vec<Sim1>,
 }
 
-/// A sequence: what it holds.
+/// A sequence and the tokens it holds.
 struct Sim1 {
     tokens: Vec<u32>,
-    table: Table,
+    table: BlockTable,
 }
 
 impl Sim {
@@ -26,7 +27,7 @@ impl Sim {
         Sim { pool, memory: HashMap::new(), seqs: Vec::new() }
     }
 
-    /// Brings a sequence to hold `prompt`, as an engine does; false where there is no room.
+    /// Makes a sequence hold `prompt`, as an engine does; false if the pool is full.
     fn prompt(&mut self, idx: usize, prompt: &[u32]) -> bool {
         let seq = &mut self.seqs[idx];
         let n_shared = seq.tokens.iter().zip(prompt).take_while(|(a, b)| a == b).count();
@@ -39,7 +40,7 @@ impl Sim {
         self.append(idx, &prompt[n_held..])
     }
 
-    /// Writes tokens behind what a sequence holds.
+    /// Appends tokens to a sequence.
     fn append(&mut self, idx: usize, tokens: &[u32]) -> bool {
         let kv_block = self.pool.kv_block();
         let seq = &mut self.seqs[idx];
@@ -66,27 +67,27 @@ impl Sim {
             }
             table.blocks().iter().for_each(|&block| *held.entry(block).or_default() += 1);
         }
-        let books = self.pool.lock();
-        for (block, entry) in books.pool.blocks.iter().enumerate() {
+        let pool_state = self.pool.lock();
+        for (block, entry) in pool_state.pool.blocks.iter().enumerate() {
             assert_eq!(entry.n_holders, held.get(&(block as u32)).copied().unwrap_or(0), "block {block}");
         }
-        let counts = [books.pool.n_free(), books.pool.n_cached(), books.pool.n_used()];
-        assert_eq!(counts.iter().sum::<usize>(), books.pool.n_blocks(), "{counts:?}");
-        assert_eq!(books.pool.n_used(), held.len());
-        // Nothing that is free can be found, and the index knows what the blocks know.
-        assert!(books.pool.free.iter().all(|&b| books.pool.blocks[b as usize].content.is_none()));
-        let n_named = books.pool.blocks.iter().filter(|b| b.content.is_some()).count();
-        assert_eq!(books.pool.index.len(), n_named);
-        let promised: usize = self.seqs.iter().filter_map(|s| s.table.n_promised).sum();
-        let kept: usize = self.seqs.iter().map(|s| s.table.n_kept()).sum();
-        assert_eq!((books.n_promised, books.n_kept), (promised, kept));
+        let counts = [pool_state.pool.n_free(), pool_state.pool.n_cached(), pool_state.pool.n_used()];
+        assert_eq!(counts.iter().sum::<usize>(), pool_state.pool.n_blocks(), "{counts:?}");
+        assert_eq!(pool_state.pool.n_used(), held.len());
+        // Free blocks are not in the index, and the index agrees with the blocks.
+        assert!(pool_state.pool.free.iter().all(|&b| pool_state.pool.blocks[b as usize].content.is_none()));
+        let n_named = pool_state.pool.blocks.iter().filter(|b| b.content.is_some()).count();
+        assert_eq!(pool_state.pool.index.len(), n_named);
+        let reserved: usize = self.seqs.iter().filter_map(|s| s.table.n_reserved).sum();
+        let kept: usize = self.seqs.iter().map(|s| s.table.n_reserved_held()).sum();
+        assert_eq!((pool_state.n_reserved, pool_state.n_reserved_held), (reserved, kept));
     }
 }
 
-/// What may happen to a sequence.
+/// An operation on a sequence.
 #[derive(Clone, Debug)]
 enum Act {
-    Open { promised: usize },
+    Open { reserved: usize },
     Prompt { seq: usize, tokens: Vec<u32> },
     Append { seq: usize, tokens: Vec<u32> },
     Fork { seq: usize },
@@ -96,10 +97,10 @@ enum Act {
 }
 
 fn acts() -> impl Strategy<Value = Vec<Act>> {
-    // Two tokens only: beginnings are often the same, and often nearly.
+    // Only two distinct tokens, so that prefixes often match fully or almost.
     let tokens = || prop::collection::vec(0u32..2, 1..14);
     let act = prop_oneof![
-        2 => (0usize..3).prop_map(|promised| Act::Open { promised }),
+        2 => (0usize..3).prop_map(|reserved| Act::Open { reserved }),
         6 => (0usize..8, tokens()).prop_map(|(seq, tokens)| Act::Prompt { seq, tokens }),
         4 => (0usize..8, tokens()).prop_map(|(seq, tokens)| Act::Append { seq, tokens }),
         2 => (0usize..8).prop_map(|seq| Act::Fork { seq }),
@@ -113,7 +114,7 @@ fn acts() -> impl Strategy<Value = Vec<Act>> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
     #[test]
-    fn every_sequence_finds_its_own_beginning_whatever_others_did(
+    fn every_sequence_finds_its_own_prefix_whatever_others_did(
         n_blocks in 1usize..12,
         kv_block in 1usize..5,
         acts in acts(),
@@ -122,8 +123,8 @@ proptest! {
         for act in acts {
             let n = sim.seqs.len();
             match act {
-                Act::Open { promised } if n < 6 => {
-                    let table = match promised {
+                Act::Open { reserved } if n < 6 => {
+                    let table = match reserved {
                         0 => Some(sim.pool.table()),
                         n => sim.pool.reserve(n * kv_block),
                     };
@@ -165,7 +166,7 @@ proptest! {
 }
 
 #[test]
-fn a_beginning_that_was_evaluated_before_is_found_again_until_room_is_needed() {
+fn a_cached_prefix_is_found_until_its_blocks_are_needed() {
     let mut sim = Sim::new(4, 2);
     let open = |sim: &mut Sim| {
         let table = sim.pool.table();
@@ -175,21 +176,21 @@ fn a_beginning_that_was_evaluated_before_is_found_again_until_room_is_needed() {
     let one = open(&mut sim);
     assert!(sim.prompt(one, &[1, 2, 3, 4, 5]));
     let held = sim.seqs[one].table.blocks().to_vec();
-    // While another holds them: two full blocks, shared.
+    // While another sequence holds them: two full blocks are shared.
     let two = open(&mut sim);
     assert_eq!(sim.seqs[two].table.reuse(&[1, 2, 3, 4, 9, 9], 0), 4);
     assert_eq!(sim.seqs[two].table.blocks(), &held[..2]);
-    // Never all of a prompt: its last token has to be evaluated for a choice.
+    // Never the whole prompt: its last token must be evaluated to choose the next.
     let three = open(&mut sim);
     assert_eq!(sim.seqs[three].table.reuse(&[1, 2, 3, 4], 0), 2);
-    // Another root is another model of the world.
+    // Another root shares nothing.
     let mut other = sim.pool.table();
     other.set_root(7);
     assert_eq!(other.reuse(&[1, 2, 3, 4, 5], 0), 0);
     sim.seqs.clear();
     let counts = sim.pool.counts();
     assert_eq!((counts.free, counts.cached, counts.used), (2, 2, 0));
-    // Three blocks: the two free ones, and of the cached ones that which nothing else needs.
+    // Three blocks: the two free ones and the cached one that no other content depends on.
     let four = open(&mut sim);
     assert!(sim.prompt(four, &[9, 9, 9, 9, 9, 9]));
     let five = open(&mut sim);
@@ -197,16 +198,16 @@ fn a_beginning_that_was_evaluated_before_is_found_again_until_room_is_needed() {
 }
 
 #[test]
-fn blocks_that_were_promised_are_not_given_to_others() {
+fn reserved_blocks_are_not_given_to_others() {
     let pool = SharedPool::new(BlockPool::new(4, 2), 4);
-    let mut promised = pool.reserve(6).unwrap();
+    let mut reserved = pool.reserve(6).unwrap();
     let mut other = pool.table();
     other.fit(2).unwrap();
     assert_eq!(other.fit(3).unwrap_err(), OutOfBlocks { need: 1, free: 0, total: 4, kv_block: 2 });
-    assert!(pool.reserve(4).is_none() && pool.most_positions() == 2);
-    promised.fit(6).unwrap();
-    promised.fit(2).unwrap();
+    assert!(pool.reserve(4).is_none() && pool.max_positions() == 2);
+    reserved.fit(6).unwrap();
+    reserved.fit(2).unwrap();
     assert!(other.fit(3).is_err());
-    drop(promised);
+    drop(reserved);
     other.fit(8).unwrap();
 }

@@ -1,8 +1,9 @@
 //! The scheduler over a fake device.
 //!
-//! The device's memory holds at each place a hash of all tokens up to it, as KV depends on them. A step checks that the
-//! blocks of each of its rows hold the row's own beginning, writes what it evaluates, and chooses the next token by that
-//! hash. So a request has the tokens it has alone exactly if scheduling, blocks and prefix cache are right.
+//! Like KV, each cell of the device's memory depends on all tokens up to it: it stores their hash. A step
+//! checks that the blocks of each row hold the row's own prefix, writes what it evaluates, and chooses the
+//! next token from that hash. A request therefore gets the same tokens as alone exactly if scheduling, blocks
+//! and prefix cache are correct.
 
 use super::*;
 use crate::blocks::{BlockPool, SharedPool};
@@ -15,12 +16,12 @@ fn hash(before: u64, token: u32) -> u64 {
     (before ^ u64::from(token)).wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(23) | 1
 }
 
-/// The token behind a text.
+/// The token that follows a prefix.
 fn next(hash: u64) -> u32 {
     (hash >> 40) as u32 % 3
 }
 
-/// What a request gets alone.
+/// The tokens that a request gets when it runs alone.
 fn alone(prompt: &[u32], n_tokens: usize) -> Vec<u32> {
     let mut state = prompt.iter().fold(EMPTY, |h, t| hash(h, *t));
     (0..n_tokens)
@@ -32,7 +33,7 @@ fn alone(prompt: &[u32], n_tokens: usize) -> Vec<u32> {
         .collect()
 }
 
-/// A small generator (splitmix64).
+/// A small random number generator (splitmix64).
 struct Random(u64);
 
 impl Random {
@@ -90,7 +91,7 @@ impl World {
         self.n_submitted += 1;
         let mut active = ActiveRequest::new(id, prompt.clone(), prompt.len() + max_tokens - 1, state);
         (active.user, active.priority) = (user, priority);
-        active.shares = !active.state.table.is_promised();
+        active.shares = !active.state.table.is_reserved();
         self.scheduler.submit(active);
         self.open.insert(id.0, Asked { prompt, max_tokens, got: Vec::new() });
         id
@@ -102,14 +103,14 @@ impl World {
         self.scheduler.remove(id).map(|active| active.state)
     }
 
-    /// One step; gives what it was.
+    /// Runs one step and returns its rows.
     fn step(&mut self) -> Vec<StepRow> {
-        let Schedule { rows, refused } = self.scheduler.plan();
+        let StepSchedule { rows, refused } = self.scheduler.plan();
         assert!(refused.is_empty(), "{refused:?}");
         assert!(rows.iter().map(|row| row.n_tokens).sum::<usize>() <= self.limits.n_tokens);
         assert!(rows.len() <= self.limits.n_rows);
         self.n_steps += 1;
-        // All rows write before any reads, so nobody's places may be another's.
+        // All rows write before any row reads, so rows that share a cell by mistake are detected.
         let mut done = Vec::new();
         for row in &rows {
             let active = self.scheduler.get(row.id).unwrap();
@@ -130,7 +131,7 @@ impl World {
             for (position, token) in active.tokens[..end].iter().enumerate() {
                 before = hash(before, *token);
                 let place = blocks[position / KV_BLOCK] as usize * KV_BLOCK + position % KV_BLOCK;
-                assert_eq!(self.memory[place], before, "{} at {position}", row.id);
+                assert_eq!(self.memory[place], before, "{} at position {position}", row.id);
             }
             self.n_evaluated += row.n_tokens;
             let chosen = row.chooses.then(|| next(state));
@@ -147,14 +148,14 @@ impl World {
         rows
     }
 
-    /// Steps until nobody is left.
+    /// Runs steps until no request is left.
     fn drain(&mut self) {
         let most = 4 * (self.open.values().map(|a| a.prompt.len() + a.max_tokens).sum::<usize>() + 1).pow(2);
         let until = self.n_steps + most;
         while !self.open.is_empty() {
             let rows = self.step();
             assert!(!rows.is_empty(), "{} requests and nothing to do", self.open.len());
-            assert!(self.n_steps < until, "it does not come to an end");
+            assert!(self.n_steps < until, "it does not terminate");
         }
         assert_eq!(self.pool.counts().used, 0, "blocks are lost");
         assert_eq!(self.scheduler.n_running_and_waiting(), (0, 0));
@@ -167,16 +168,16 @@ fn limits(n_tokens: usize, n_rows: usize) -> ScheduleLimits {
 }
 
 fn prompt(random: &mut Random, most: usize) -> Vec<u32> {
-    // Few tokens and common beginnings, so that the prefix cache has something to find.
+    // Few distinct tokens and common prefixes, so that the prefix cache finds something.
     let common = random.below(3) as u32;
     let n = 1 + random.below(most);
     (0..n).map(|i| if i < 9 { common } else { random.below(3) as u32 }).collect()
 }
 
 #[test]
-fn a_million_tokens_go_through_and_no_request_is_without_its_answer() {
+fn a_million_tokens_are_evaluated_and_every_request_gets_its_tokens() {
     let mut random = Random(11);
-    // Room for about ten requests, so that some are preempted all the time.
+    // Capacity for about ten requests, so that preemptions never stop.
     let mut world = World::new(120, limits(48, 24));
     let mut n_cancelled = 0;
     while world.n_evaluated < 1_000_000 {
@@ -201,31 +202,31 @@ fn a_million_tokens_go_through_and_no_request_is_without_its_answer() {
     ids.iter().for_each(|id| world.scheduler.get(RequestId(*id)).unwrap().is_paused = false);
     world.drain();
     assert_eq!(world.n_ended, world.n_submitted);
-    assert!(n_cancelled > 100 && world.scheduler.n_preempted() > 1000, "the load was too light");
+    assert!(n_cancelled > 100 && world.scheduler.n_preempted() > 1000, "the load was too low");
 }
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]
     #[test]
-    fn any_requests_that_fit_alone_end_in_a_pool_of_any_size(
+    fn requests_that_fit_alone_finish_in_a_pool_of_any_size(
         n_blocks in 4usize..20,
         n_tokens in 1usize..20,
         n_rows in 1usize..8,
         asks in prop::collection::vec((1usize..12, 1usize..6, 0u64..3, -1i32..2), 1..20),
-        n_promised in 0usize..3,
+        n_reserved in 0usize..3,
         seed in any::<u64>(),
     ) {
         let mut random = Random(seed);
         let mut world = World::new(n_blocks, limits(n_tokens, n_rows));
-        // Sessions: they have their blocks for themselves.
+        // Sessions have reserved blocks.
         let mut sessions = Vec::new();
-        for _ in 0..n_promised.min(n_blocks / 8) {
+        for _ in 0..n_reserved.min(n_blocks / 8) {
             let table = world.pool.reserve(4 * KV_BLOCK).unwrap();
             let text = prompt(&mut random, 10);
             let state = SequenceState::new(table, 4 * KV_BLOCK);
             sessions.push(world.submit_in(state, text, 4, 0, 0));
         }
-        let most = world.pool.most_positions();
+        let most = world.pool.max_positions();
         for (n_prompt, max_tokens, user, priority) in asks {
             let text = prompt(&mut random, n_prompt);
             if text.len() + max_tokens - 1 <= most {
@@ -240,7 +241,7 @@ proptest! {
 }
 
 #[test]
-fn decodes_come_first_and_prompts_fill_the_rest_of_a_step() {
+fn decoding_rows_come_first_and_prompts_fill_the_remaining_budget() {
     let mut world = World::new(64, limits(8, 8));
     let short = world.submit(vec![1], 6, 0, 0);
     world.step();
@@ -258,7 +259,7 @@ fn decodes_come_first_and_prompts_fill_the_rest_of_a_step() {
 fn a_request_is_admitted_when_its_prompt_and_one_more_block_fit_and_nobody_overtakes_it() {
     let mut world = World::new(6, limits(64, 8));
     let first = world.submit(vec![1; 12], 3, 0, 0);
-    // Three blocks and one more: there are three.
+    // It needs three blocks and one more, and three are left.
     let large = world.submit(vec![2; 12], 4, 0, 0);
     let small = world.submit(vec![0; 2], 1, 0, 0);
     assert_eq!(world.step().iter().map(|row| row.id).collect::<Vec<_>>(), [first]);
@@ -270,7 +271,7 @@ fn a_request_is_admitted_when_its_prompt_and_one_more_block_fit_and_nobody_overt
 }
 
 #[test]
-fn the_newest_is_preempted_and_comes_back_when_another_has_left() {
+fn the_newest_is_preempted_and_readmitted_when_another_has_left() {
     let mut world = World::new(6, limits(64, 8));
     let old = world.submit(vec![1; 8], 12, 0, 0);
     let new = world.submit(vec![2; 4], 12, 0, 0);
@@ -278,7 +279,7 @@ fn the_newest_is_preempted_and_comes_back_when_another_has_left() {
     while world.open.contains_key(&old.0) {
         n_rows.push(world.step().len());
     }
-    assert_eq!(world.scheduler.n_preempted(), 1, "once, not again and again");
+    assert_eq!(world.scheduler.n_preempted(), 1, "preempted once, not repeatedly");
     let (first_alone, n) = (n_rows.iter().position(|n| *n == 1).unwrap(), n_rows.len());
     assert!(first_alone > 0 && n_rows[first_alone..].iter().all(|n| *n == 1), "{n_rows:?} of {n}");
     assert_eq!(world.step()[0].id, new);
@@ -286,7 +287,7 @@ fn the_newest_is_preempted_and_comes_back_when_another_has_left() {
 }
 
 #[test]
-fn a_higher_priority_goes_first_and_takes_room_from_a_lower_one() {
+fn a_higher_priority_goes_first_and_preempts_a_lower_one() {
     let mut world = World::new(6, limits(64, 8));
     let low = world.submit(vec![1; 8], 12, 0, -1);
     world.step();
@@ -296,7 +297,7 @@ fn a_higher_priority_goes_first_and_takes_room_from_a_lower_one() {
         assert_eq!(world.step()[0].id, high);
     }
     assert!(world.open.contains_key(&low.0) && world.scheduler.n_preempted() == 1);
-    // One that waits takes room too.
+    // A waiting request of higher priority preempts too.
     assert_eq!(world.step()[0].id, low);
     let high = world.submit(vec![2; 17], 2, 0, 5);
     world.step();
@@ -306,7 +307,7 @@ fn a_higher_priority_goes_first_and_takes_room_from_a_lower_one() {
 }
 
 #[test]
-fn a_user_with_one_request_does_not_wait_behind_all_of_another_user() {
+fn a_user_with_one_request_does_not_wait_for_all_of_another_user() {
     let mut world = World::new(64, limits(16, 2));
     let many: Vec<_> = (0..20).map(|_| world.submit(vec![1; 4], 4, 1, 0)).collect();
     world.step();
@@ -320,7 +321,7 @@ fn a_user_with_one_request_does_not_wait_behind_all_of_another_user() {
 }
 
 #[test]
-fn a_paused_request_makes_room_and_gets_its_answer_later() {
+fn a_paused_request_is_preempted_and_finishes_later() {
     let mut world = World::new(6, limits(64, 1));
     let idle = world.submit(vec![1; 16], 4, 0, 0);
     world.step();
@@ -335,14 +336,14 @@ fn a_paused_request_makes_room_and_gets_its_answer_later() {
 }
 
 #[test]
-fn what_can_never_have_its_blocks_any_more_is_refused_with_the_numbers() {
+fn a_request_that_can_no_longer_fit_is_refused_with_the_numbers() {
     let mut world = World::new(6, limits(64, 8));
     let id = world.submit(vec![1; 20], 4, 0, 0);
     world.step();
-    // A session takes most of the pool.
+    // A session reserves most of the pool.
     let _session = world.pool.reserve(4 * KV_BLOCK).unwrap();
     let refused = loop {
-        let Schedule { rows, mut refused } = world.scheduler.plan();
+        let StepSchedule { rows, mut refused } = world.scheduler.plan();
         match refused.pop() {
             Some(refused) => break refused,
             None => rows.iter().for_each(|row| world.scheduler.advance(row.id, 1, Some(1))),
@@ -353,7 +354,7 @@ fn what_can_never_have_its_blocks_any_more_is_refused_with_the_numbers() {
 }
 
 #[test]
-fn requests_with_a_common_beginning_share_its_blocks() {
+fn requests_with_a_common_prefix_share_its_blocks() {
     let mut world = World::new(64, limits(64, 8));
     let text: Vec<u32> = (0..18).map(|i| i % 3).collect();
     world.submit(text.clone(), 2, 0, 0);
@@ -366,19 +367,19 @@ fn requests_with_a_common_beginning_share_its_blocks() {
 }
 
 #[test]
-fn several_answers_to_one_prompt_evaluate_it_once() {
+fn several_completions_of_one_prompt_evaluate_it_once() {
     let mut world = World::new(64, limits(16, 8));
     let text: Vec<u32> = (0..30).map(|i| i * i % 3).collect();
     let ids: Vec<_> = (0..6).map(|_| world.submit(text.clone(), 3, 0, 0)).collect();
     let row = |id: RequestId, n_tokens, chooses| StepRow { id, n_tokens, chooses };
     assert_eq!(world.step(), [row(ids[0], 16, false)]);
     assert_eq!(world.step(), [row(ids[0], 14, true)]);
-    // Seven blocks of four are there; two tokens of each are left.
-    let rest: Vec<_> = ids[1..].iter().map(|id| row(*id, 2, true)).collect();
-    assert_eq!(world.step(), [&[row(ids[0], 1, true)], &rest[..]].concat());
+    // Seven blocks of four are cached; each request has two tokens left.
+    let remaining: Vec<_> = ids[1..].iter().map(|id| row(*id, 2, true)).collect();
+    assert_eq!(world.step(), [&[row(ids[0], 1, true)], &remaining[..]].concat());
     world.drain();
     assert_eq!(world.n_evaluated, 30 + 5 * 2 + 6 * 2);
-    // A paused one is not waited for.
+    // Nobody waits for a paused request.
     let idle = world.submit(vec![0; 40], 3, 0, 0);
     world.step();
     world.scheduler.get(idle).unwrap().is_paused = true;

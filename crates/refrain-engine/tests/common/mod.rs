@@ -1,9 +1,9 @@
-//! A runner that keeps a log instead of computing.
-#![allow(dead_code)] // Each test file uses its part.
+//! A runner that logs steps instead of computing.
+#![allow(dead_code)] // Each test file uses a part of it.
 
 use refrain_engine::{
-    Choice, Chosen, Core, Engine, EngineError, EngineOptions, RunProgress, RunRow, RunShape, Runner,
-    SamplingRow, SlotCopy, StepOut, StepRequest, Want,
+    Chosen, Core, DecodeProgress, Engine, EngineError, EngineOptions, RunMember, RunShape, Runner,
+    SamplingRow, SlotCopy, StepOut, StepRequest, TokenChoice, Want,
 };
 use refrain_formats::ModelFiles;
 use refrain_graph::{Committed, CommittedStep, Plan, Ran, Reason, RunError, StepFlags};
@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 pub(crate) const VOCAB: usize = 128;
 pub(crate) const KV_BLOCK: usize = 4;
 
-/// A step as the runner saw it.
+/// A step as the runner received it.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Seen {
     pub(crate) tokens: Vec<u32>,
@@ -24,13 +24,13 @@ pub(crate) struct Seen {
     pub(crate) table: Vec<u32>,
 }
 
-/// What the runner and its test share.
+/// State shared by the runner and its test.
 #[derive(Clone, Default)]
 pub(crate) struct Script {
     log: Arc<Mutex<Vec<Seen>>>,
     failures: Arc<Mutex<Vec<(usize, EngineError)>>>,
     ahead: Arc<AtomicUsize>,
-    /// Held while a step runs.
+    /// Locked while a step runs.
     gate: Arc<Mutex<()>>,
     fixed: Arc<AtomicBool>,
     poison: Arc<AtomicUsize>,
@@ -38,39 +38,39 @@ pub(crate) struct Script {
 }
 
 impl Script {
-    /// No step runs while the guard lives.
+    /// Blocks all steps while the guard lives.
     pub(crate) fn block(&self) -> MutexGuard<'_, ()> {
         self.gate.lock().unwrap()
     }
 
-    /// The cache cannot grow.
+    /// Makes the cache unable to grow.
     pub(crate) fn fix_size(&self) {
         self.fixed.store(true, Ordering::Relaxed);
     }
 
-    /// Steps that evaluate this token fail.
+    /// Makes steps that evaluate this token fail.
     pub(crate) fn break_on(&self, token: u32) {
         self.breaks_on.store(token as usize, Ordering::Relaxed);
     }
 
-    /// Choices behind this token are not finite.
+    /// Makes the logits after this token non-finite.
     pub(crate) fn poison(&self, token: u32) {
         self.poison.store(token as usize, Ordering::Relaxed);
     }
 
-    /// Waits until so many steps have begun.
+    /// Waits until `n_steps` steps have begun.
     pub(crate) fn wait_for(&self, n_steps: usize) {
         while self.seen().len() < n_steps {
             std::thread::yield_now();
         }
     }
 
-    /// Every step so far.
+    /// All steps so far.
     pub(crate) fn seen(&self) -> Vec<Seen> {
         self.log.lock().unwrap().clone()
     }
 
-    /// How many steps may be under way at once.
+    /// Sets how many steps may be in flight at once.
     pub(crate) fn allow(&self, ahead: usize) {
         self.ahead.store(ahead, Ordering::Relaxed);
     }
@@ -88,22 +88,22 @@ struct FakeRunner {
     max_tokens: usize,
     script: Script,
     run: Option<FakeRun>,
-    /// The tokens in each slot, where there are slots.
+    /// Tokens covered by each slot, if there are slots.
     slots: Vec<Vec<u32>>,
 }
 
-/// A run as the fake keeps it: steps happen when they are sent.
+/// A run of the fake runner: steps happen when they are launched.
 struct FakeRun {
     rows: Vec<Option<FakeRow>>,
     most: usize,
     ready: std::collections::VecDeque<Result<CommittedStep, EngineError>>,
-    progress: RunProgress,
+    progress: DecodeProgress,
 }
 
 struct FakeRow {
     next: u32,
     position: usize,
-    /// Behind its last position.
+    /// One past its last position.
     end_at: usize,
     row: SamplingRow,
     end: Vec<u32>,
@@ -112,7 +112,7 @@ struct FakeRow {
 }
 
 impl FakeRow {
-    fn new(with: &RunRow<'_>) -> FakeRow {
+    fn new(with: &RunMember<'_>) -> FakeRow {
         let Want::Sample(row) = with.request.want else { panic!("a row without a choice") };
         let position = with.request.start;
         FakeRow {
@@ -132,13 +132,13 @@ pub(crate) fn tiny_model() -> Arc<Model> {
     Arc::new(Model::load(&ModelFiles::open(folder).unwrap()).unwrap())
 }
 
-/// A core whose model predicts the next higher token, and the script that it follows.
+/// A core whose model predicts the next higher token, and the script it follows.
 pub(crate) fn core(context: usize, max_tokens: usize) -> (Core, Script) {
     let (runner, script) = runner(context, max_tokens);
     (Core::new(runner, context), script)
 }
 
-/// The same behind a thread of its own.
+/// The same with a thread of its own.
 pub(crate) fn engine(context: usize, max_tokens: usize) -> (Engine, Script) {
     let (runner, script) = runner(context, max_tokens);
     (Engine::new(runner, EngineOptions { max_requests: 4 }).unwrap(), script)
@@ -150,13 +150,13 @@ pub(crate) fn shared_engine(n_positions: usize, max_tokens: usize, max_requests:
     (Engine::new(runner, EngineOptions { max_requests }).unwrap(), script)
 }
 
-/// As [`shared_engine`], for a model with recurrent states of which there are `n_slots`.
+/// Like [`shared_engine`], for a model with `n_slots` recurrent states.
 pub(crate) fn recurrent_engine(n_positions: usize, max_tokens: usize, n_slots: usize) -> (Engine, Script) {
     let (runner, script) = runner_with_slots(n_positions, max_tokens, n_slots);
     (Engine::new(runner, EngineOptions { max_requests: 64 }).unwrap(), script)
 }
 
-/// As [`core`], for a model with recurrent states of which there are `n_slots`.
+/// Like [`core`], for a model with `n_slots` recurrent states.
 pub(crate) fn recurrent_core(context: usize, max_tokens: usize, n_slots: usize) -> (Core, Script) {
     let (runner, script) = runner_with_slots(context, max_tokens, n_slots);
     (Core::new(runner, context), script)
@@ -182,8 +182,8 @@ fn runner_with_slots(context: usize, max_tokens: usize, n_slots: usize) -> (Box<
 }
 
 impl FakeRunner {
-    /// Does with slots what a recurrent layer does: a state that does not hold exactly the tokens before is a broken
-    /// engine.
+    /// Does what a recurrent layer does with slots. A state that does not cover exactly the preceding tokens
+    /// is a bug in the engine.
     fn recur(&mut self, request: &StepRequest<'_>) {
         if self.slots.is_empty() {
             return assert_eq!(request.slots, [-1; 2]);
@@ -193,7 +193,7 @@ impl FakeRunner {
         let mut state = if request.start == 0 { Vec::new() } else { self.slots[read].clone() };
         assert_eq!(state.len(), request.start, "slot {read} holds {state:?}");
         state.extend_from_slice(request.tokens);
-        // Texts are of ascending tokens.
+        // All sequences consist of ascending tokens.
         assert!(state.windows(2).all(|pair| pair[0] < pair[1]), "slot {read}: {state:?}");
         self.slots[write] = state;
     }
@@ -208,7 +208,7 @@ impl Runner for FakeRunner {
         drop(self.script.gate.lock());
         let mut log = self.script.log.lock().unwrap();
         let step = log.len();
-        // One entry for each request.
+        // One entry per request.
         log.extend(requests.iter().map(|request| {
             let (tokens, table) = (request.tokens.to_vec(), request.table.to_vec());
             Seen { tokens, start: request.start, table }
@@ -241,7 +241,7 @@ impl Runner for FakeRunner {
                 }
                 Want::Sample(row) => {
                     let next = (request.tokens.last().unwrap() + 1) % VOCAB as u32;
-                    // The token after the next one where the next is forbidden.
+                    // The token after the next one if the next is forbidden.
                     let is_forbidden = row
                         .bias_ids
                         .iter()
@@ -249,7 +249,7 @@ impl Runner for FakeRunner {
                         .any(|(&id, &bias)| id == next as i32 && bias == f32::NEG_INFINITY);
                     let chosen = Chosen { token: next + u32::from(is_forbidden), logprob: -1.0 };
                     let top = (0..row.n_top as u32).map(|i| (i, -(i as f32))).collect();
-                    Some(Ok(Choice { chosen, top }))
+                    Some(Ok(TokenChoice { chosen, top }))
                 }
             });
         }
@@ -257,25 +257,26 @@ impl Runner for FakeRunner {
     }
 
     fn run_shape(&mut self, n_seqs: usize, n_history: usize) -> RunShape {
-        // Sizes of which some leave room for others.
+        // Some sizes leave free rows.
         RunShape { n_rows: if n_seqs <= 2 { n_seqs } else { n_seqs.next_multiple_of(4) }, n_history }
     }
 
     fn begin(
         &mut self,
-        rows: &[RunRow<'_>],
+        rows: &[RunMember<'_>],
         RunShape { n_rows, .. }: RunShape,
     ) -> Result<usize, EngineError> {
-        assert!(self.run.is_none(), "a run before it must be finished");
+        assert!(self.run.is_none(), "the previous run must be finished");
         let most = self.script.ahead.load(Ordering::Relaxed).max(1);
         assert!(n_rows >= rows.len());
         let mut rows: Vec<_> = rows.iter().map(|row| Some(FakeRow::new(row))).collect();
         rows.resize_with(n_rows, || None);
-        self.run = Some(FakeRun { rows, most, ready: Default::default(), progress: RunProgress::default() });
+        self.run =
+            Some(FakeRun { rows, most, ready: Default::default(), progress: DecodeProgress::default() });
         Ok(most)
     }
 
-    fn set_row(&mut self, row: usize, with: &RunRow<'_>) -> Result<(), EngineError> {
+    fn set_row(&mut self, row: usize, with: &RunMember<'_>) -> Result<(), EngineError> {
         let run = self.run.as_mut().ok_or(EngineError::NoRun)?;
         assert!(run.rows[row].is_none(), "row {row} is in use");
         run.rows[row] = Some(FakeRow::new(with));
@@ -288,15 +289,15 @@ impl Runner for FakeRunner {
     }
 
     fn set_table(&mut self, row: usize, table: &[u32]) -> Result<(), EngineError> {
-        // A row that has ended by itself is padding already.
+        // A row that has ended by itself is already padding.
         if let Some(row) = &mut self.run.as_mut().ok_or(EngineError::NoRun)?.rows[row] {
-            assert!(table.starts_with(&row.table), "{table:?} behind {:?}", row.table);
+            assert!(table.starts_with(&row.table), "{table:?} after {:?}", row.table);
             row.table = table.to_vec();
         }
         Ok(())
     }
 
-    fn send(&mut self, n: usize) -> Result<(), EngineError> {
+    fn launch(&mut self, n: usize) -> Result<(), EngineError> {
         let mut run = self.run.take().ok_or(EngineError::NoRun)?;
         for _ in 0..n {
             let mut out = StepOut::default();
@@ -322,7 +323,7 @@ impl Runner for FakeRunner {
                 let rows = run.rows.iter_mut().map(|place| {
                     let row = place.as_mut()?;
                     let (token, logprob) = match choices.next().unwrap().unwrap() {
-                        Ok(Choice { chosen: Chosen { token, logprob }, .. }) => (token, logprob),
+                        Ok(TokenChoice { chosen: Chosen { token, logprob }, .. }) => (token, logprob),
                         Err(_) => (0, f32::NAN),
                     };
                     let position = row.position;
@@ -340,20 +341,20 @@ impl Runner for FakeRunner {
                 CommittedStep { rows: rows.collect(), ran }
             }));
         }
-        run.progress.n_sent += n as u64;
+        run.progress.n_launched += n as u64;
         assert!(run.ready.len() <= run.most);
         self.run = Some(run);
         Ok(())
     }
 
-    fn take(&mut self) -> Result<CommittedStep, EngineError> {
+    fn collect(&mut self) -> Result<CommittedStep, EngineError> {
         let run = self.run.as_mut().ok_or(EngineError::NoRun)?;
         let step = run.ready.pop_front().ok_or(EngineError::NoRun)??;
-        run.progress.n_taken += 1;
+        run.progress.n_collected += 1;
         Ok(step)
     }
 
-    fn progress(&self) -> RunProgress {
+    fn progress(&self) -> DecodeProgress {
         self.run.as_ref().map(|run| run.progress).unwrap_or_default()
     }
 
@@ -378,7 +379,7 @@ impl Runner for FakeRunner {
     }
 
     fn resize(&mut self, n_blocks: usize, max_blocks: usize, n_slots: usize) -> Result<(), EngineError> {
-        assert!(self.run.is_none(), "no step may be under way");
+        assert!(self.run.is_none(), "no step may be in flight");
         if self.script.fixed.load(Ordering::Relaxed) {
             return Err(EngineError::CannotGrow { backend: "fake", has: self.kv.n_blocks, need: n_blocks });
         }

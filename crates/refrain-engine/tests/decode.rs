@@ -1,11 +1,12 @@
-//! Steps sent ahead: which ones, with which blocks, and what is left when the caller goes elsewhere.
+//! Steps launched ahead: which steps, with which blocks, and what happens when the caller does something
+//! else.
 
 mod common;
 
 use common::{KV_BLOCK, core, tiny_model};
 use refrain_engine::{
-    Ahead, BackendRunner, Core, EngineError, FollowRow, HISTORY, RunRow, Runner, RunnerOptions,
-    SamplingParams, SamplingRow, Sends, SequenceState, StepKind, StepOut, StepRequest, Want,
+    BackendRunner, Core, DecodeRow, EngineError, HISTORY, LaunchPolicy, Lookahead, RunMember, Runner,
+    RunnerOptions, SamplingParams, SamplingRow, SequenceState, StepKind, StepOut, StepRequest, Want,
 };
 use refrain_graph::{
     Backend, CompileError, ControlLayout, Graph, Io, Plan, PlanOptions, Query, Ran, Reason, RunError, State,
@@ -28,60 +29,60 @@ fn broken() -> RunError {
 }
 
 #[test]
-fn steps_are_sent_in_batches_with_the_blocks_that_they_need() {
+fn steps_are_launched_in_batches_with_the_blocks_they_need() {
     let (mut core, script) = core(64, 8);
     script.allow(4);
     let mut session = core.open();
     let mut next = core.prompt(&mut session, &upto(5), &mut row(), |_| true).unwrap().token;
     let mut n_seen = Vec::new();
     for n_tokens in (1..=10).rev() {
-        let ahead = Ahead { n_tokens, end: &[] };
-        let chosen = core.follow(&mut session, next, &mut row(), &ahead).unwrap();
+        let ahead = Lookahead { n_tokens, end: &[] };
+        let chosen = core.decode_ahead(&mut session, next, &mut row(), &ahead).unwrap();
         assert_eq!(chosen.token, next + 1);
         next = chosen.token;
         n_seen.push(script.seen().len() - 1);
     }
-    // Four at once, two more whenever two are left, and none beyond the tenth.
+    // Four at once, two more whenever two are left, and none after the tenth.
     assert_eq!(n_seen, [4, 4, 6, 6, 8, 8, 10, 10, 10, 10]);
     assert_eq!(session.tokens(), upto(15));
     for (i, seen) in script.seen()[1..].iter().enumerate() {
         assert_eq!((seen.start, &seen.tokens[..]), (5 + i, &[5 + i as u32][..]));
         assert!(seen.table.len() * KV_BLOCK > seen.start, "{seen:?}");
     }
-    core.settle();
+    core.drain();
     let tally = core.ledger().tally(StepKind::Decode);
-    assert_eq!((tally.steps(), tally.unused), (10, 0));
+    assert_eq!((tally.steps(), tally.discarded), (10, 0));
 }
 
 #[test]
-fn what_is_under_way_is_dropped_when_the_caller_goes_elsewhere() {
+fn steps_in_flight_are_discarded_when_the_caller_does_something_else() {
     let (mut core, script) = core(64, 8);
     script.allow(4);
-    let many = Ahead { n_tokens: 100, end: &[] };
+    let many = Lookahead { n_tokens: 100, end: &[] };
     let mut session = core.open();
     core.prompt(&mut session, &upto(3), &mut row(), |_| true).unwrap();
-    assert_eq!(core.follow(&mut session, 3, &mut row(), &many).unwrap().token, 4);
-    // Another token than was chosen.
-    assert_eq!(core.follow(&mut session, 40, &mut row(), &many).unwrap().token, 41);
-    assert_eq!(core.ledger().tally(StepKind::Decode).unused, 3);
-    // Other rules.
+    assert_eq!(core.decode_ahead(&mut session, 3, &mut row(), &many).unwrap().token, 4);
+    // A token other than the chosen one.
+    assert_eq!(core.decode_ahead(&mut session, 40, &mut row(), &many).unwrap().token, 41);
+    assert_eq!(core.ledger().tally(StepKind::Decode).discarded, 3);
+    // Different sampling rules.
     let mut random = SamplingRow::new(&SamplingParams::default());
-    assert_eq!(core.follow(&mut session, 41, &mut random, &many).unwrap().token, 42);
-    assert_eq!(core.ledger().tally(StepKind::Decode).unused, 6);
-    // Another end.
-    let end = Ahead { end: &[43], ..many };
-    assert_eq!(core.follow(&mut session, 42, &mut random, &end).unwrap().token, 43);
-    assert_eq!(core.ledger().tally(StepKind::Decode).unused, 9);
-    // The run has ended; whoever goes on all the same is served.
-    assert_eq!(core.follow(&mut session, 43, &mut random, &end).unwrap().token, 44);
-    // Another session, and then a prompt.
+    assert_eq!(core.decode_ahead(&mut session, 41, &mut random, &many).unwrap().token, 42);
+    assert_eq!(core.ledger().tally(StepKind::Decode).discarded, 6);
+    // Different end tokens.
+    let end = Lookahead { end: &[43], ..many };
+    assert_eq!(core.decode_ahead(&mut session, 42, &mut random, &end).unwrap().token, 43);
+    assert_eq!(core.ledger().tally(StepKind::Decode).discarded, 9);
+    // The run has ended; a caller that continues anyway is served.
+    assert_eq!(core.decode_ahead(&mut session, 43, &mut random, &end).unwrap().token, 44);
+    // Another session, then a prompt.
     let mut other = core.open();
-    assert_eq!(core.follow(&mut other, 9, &mut row(), &many).unwrap().token, 10);
+    assert_eq!(core.decode_ahead(&mut other, 9, &mut row(), &many).unwrap().token, 10);
     assert_eq!((session.tokens(), other.tokens()), (&[0, 1, 2, 3, 40, 41, 42, 43][..], &[9][..]));
     core.prompt(&mut session, &[0, 1, 2, 3, 40, 41, 50], &mut row(), |_| true).unwrap();
     assert_eq!(script.seen().last().unwrap().start, 6);
     let tally = core.ledger().tally(StepKind::Decode);
-    assert_eq!((tally.steps(), tally.unused, tally.failed), (6, 18, 0));
+    assert_eq!((tally.steps(), tally.discarded, tally.failed), (6, 18, 0));
     assert_eq!(
         tally.to_string().split(" (").next(),
         Some("6 steps, 0 replayed, 6 eager, 18 speculative steps discarded")
@@ -89,46 +90,46 @@ fn what_is_under_way_is_dropped_when_the_caller_goes_elsewhere() {
 }
 
 #[test]
-fn a_step_that_fails_ahead_is_heard_of_when_its_turn_comes() {
+fn a_failure_of_a_step_launched_ahead_is_reported_in_turn() {
     let (mut core, script) = core(64, 8);
     script.allow(4);
-    let many = Ahead { n_tokens: 100, end: &[] };
+    let many = Lookahead { n_tokens: 100, end: &[] };
     let mut session = core.open();
     core.prompt(&mut session, &upto(3), &mut row(), |_| true).unwrap();
     script.fail_after(2, broken());
-    assert_eq!(core.follow(&mut session, 3, &mut row(), &many).unwrap().token, 4);
-    assert_eq!(core.follow(&mut session, 4, &mut row(), &many).unwrap().token, 5);
-    assert!(matches!(core.follow(&mut session, 5, &mut row(), &many), Err(EngineError::Run(_))));
+    assert_eq!(core.decode_ahead(&mut session, 3, &mut row(), &many).unwrap().token, 4);
+    assert_eq!(core.decode_ahead(&mut session, 4, &mut row(), &many).unwrap().token, 5);
+    assert!(matches!(core.decode_ahead(&mut session, 5, &mut row(), &many), Err(EngineError::Run(_))));
     assert_eq!(session.tokens(), upto(5));
-    // The session is as it was, and goes on.
-    assert_eq!(core.follow(&mut session, 5, &mut row(), &many).unwrap().token, 6);
+    // The session is unchanged and can continue.
+    assert_eq!(core.decode_ahead(&mut session, 5, &mut row(), &many).unwrap().token, 6);
     assert_eq!(core.ledger().tally(StepKind::Decode).failed, 1);
 }
 
 #[test]
-fn blocks_that_other_sessions_hold_are_not_waited_for() {
+fn launching_ahead_does_not_wait_for_blocks_of_other_sessions() {
     let (mut core, script) = core(32, 32);
     script.allow(8);
-    let many = Ahead { n_tokens: 100, end: &[] };
+    let many = Lookahead { n_tokens: 100, end: &[] };
     let (mut other, mut session) = (core.open(), core.open());
     core.prompt(&mut other, &upto(24), &mut row(), |_| true).unwrap();
     let mut next = core.prompt(&mut session, &upto(3), &mut row(), |_| true).unwrap().token;
     for _ in 0..5 {
-        next = core.follow(&mut session, next, &mut row(), &many).unwrap().token;
+        next = core.decode_ahead(&mut session, next, &mut row(), &many).unwrap().token;
     }
     assert_eq!(session.tokens(), upto(8));
-    let full = core.follow(&mut session, next, &mut row(), &many).unwrap_err();
+    let full = core.decode_ahead(&mut session, next, &mut row(), &many).unwrap_err();
     assert!(matches!(full, EngineError::OutOfBlocks(_)), "{full}");
     core.close(other);
-    assert_eq!(core.follow(&mut session, next, &mut row(), &many).unwrap().token, 9);
+    assert_eq!(core.decode_ahead(&mut session, next, &mut row(), &many).unwrap().token, 9);
 }
 
-/// Sequences that count upwards, each from its own start.
+/// A sequence that counts upwards from its own start.
 struct Text {
     session: SequenceState,
     next: u32,
     row: SamplingRow,
-    /// The calls of [`step`] that gave it a token.
+    /// The calls of [`step`] that returned a token for it.
     got_at: Vec<usize>,
 }
 
@@ -141,12 +142,12 @@ fn texts(core: &mut Core, n: usize) -> Vec<Text> {
     (0..n).map(text).collect()
 }
 
-fn step(core: &mut Core, call: usize, texts: &mut [&mut Text], ahead: Ahead<'_>) {
-    let mut rows: Vec<FollowRow<'_>> = Vec::new();
+fn step(core: &mut Core, call: usize, texts: &mut [&mut Text], ahead: Lookahead<'_>) {
+    let mut rows: Vec<DecodeRow<'_>> = Vec::new();
     for text in texts.iter_mut() {
-        rows.push(FollowRow { sequence: &mut text.session, token: text.next, row: &mut text.row, ahead });
+        rows.push(DecodeRow { sequence: &mut text.session, token: text.next, row: &mut text.row, ahead });
     }
-    let choices = core.follow_rows(&mut rows, Sends::Ahead).unwrap().choices;
+    let choices = core.decode_rows(&mut rows, LaunchPolicy::LaunchAhead).unwrap().choices;
     for (text, choice) in texts.iter_mut().zip(choices) {
         if let Some(chosen) = choice {
             let token = chosen.unwrap().token;
@@ -158,12 +159,12 @@ fn step(core: &mut Core, call: usize, texts: &mut [&mut Text], ahead: Ahead<'_>)
 }
 
 #[test]
-fn a_sequence_joins_behind_the_steps_under_way_and_nobody_waits_for_it() {
-    const MOST: usize = 4;
-    let many = Ahead { n_tokens: 100, end: &[] };
-    // The third finds the run of two full, so that another one begins; the fourth takes the row that is free in that.
+fn a_sequence_joins_after_the_steps_in_flight_and_nobody_waits_for_it() {
+    const MAX_IN_FLIGHT: usize = 4;
+    let many = Lookahead { n_tokens: 100, end: &[] };
+    // The third finds the run of two full, so another run begins; the fourth takes a free row of that one.
     let (mut core, script) = core(256, 8);
-    script.allow(MOST);
+    script.allow(MAX_IN_FLIGHT);
     let mut all = texts(&mut core, 4);
     let joins_at = [0, 0, 5, 13];
     for call in 0..25 {
@@ -173,25 +174,26 @@ fn a_sequence_joins_behind_the_steps_under_way_and_nobody_waits_for_it() {
     }
     for (text, joined) in all.iter().zip(joins_at) {
         let first = text.got_at[0];
-        assert!(first - joined <= MOST, "joined at {joined}, served from {first}");
+        assert!(first - joined <= MAX_IN_FLIGHT, "joined at {joined}, served from {first}");
         assert_eq!(text.got_at, (first..25).collect::<Vec<_>>(), "joined at {joined}");
     }
-    assert!(all[3].got_at[0] > 13, "steps were under way");
-    core.settle();
+    assert!(all[3].got_at[0] > 13, "steps were in flight");
+    core.drain();
     let tally = core.ledger().tally(StepKind::Decode);
     assert_eq!((tally.steps(), tally.failed), (25, 0));
-    assert!(tally.unused <= MOST as u64, "{tally}");
+    assert!(tally.discarded <= MAX_IN_FLIGHT as u64, "{tally}");
     assert_eq!(tally.tokens as usize, all.iter().map(|text| text.got_at.len()).sum::<usize>());
 }
 
 #[test]
-fn a_sequence_that_leaves_costs_the_others_nothing_and_comes_back_where_it_was() {
-    let many = Ahead { n_tokens: 100, end: &[] };
+fn a_sequence_that_leaves_costs_the_others_nothing_and_resumes_where_it_was() {
+    let many = Lookahead { n_tokens: 100, end: &[] };
     let (mut core, script) = core(256, 8);
     script.allow(4);
     let mut all = texts(&mut core, 4);
     for call in 0..30 {
-        // The second is away for some calls, again and again; it never goes on from a token that nobody saw.
+        // The second is absent for some calls, repeatedly; it never continues from a token that nobody
+        // received.
         let is_away = |i: usize| i == 1 && call % 7 > 3;
         let mut present: Vec<&mut Text> =
             all.iter_mut().enumerate().filter(|(i, _)| !is_away(*i)).map(|(_, text)| text).collect();
@@ -204,24 +206,24 @@ fn a_sequence_that_leaves_costs_the_others_nothing_and_comes_back_where_it_was()
     assert!(all[1].got_at.len() >= 5, "{:?}", all[1].got_at);
     away.push(all[1].next);
     assert_eq!(away, (10..10 + away.len() as u32).collect::<Vec<_>>());
-    // What was under way when it left is in its own ledger.
+    // Its steps that were in flight when it left are in its own ledger.
     assert!(script.seen().len() > 100);
 }
 
 #[test]
-fn rows_that_want_less_end_by_themselves_and_steps_are_sent_for_those_that_want_more() {
+fn short_rows_end_by_themselves_and_steps_are_launched_for_the_longest() {
     let (mut core, script) = core(256, 8);
     script.allow(4);
     let mut all = texts(&mut core, 3);
     let n_before = script.seen().len();
     let mut left = [3usize, 9, 5];
     while left.iter().any(|n| *n > 0) {
-        let mut rows: Vec<FollowRow<'_>> = Vec::new();
+        let mut rows: Vec<DecodeRow<'_>> = Vec::new();
         for (text, n_tokens) in all.iter_mut().zip(left).filter(|(_, n)| *n > 0) {
-            let ahead = Ahead { n_tokens, end: &[] };
-            rows.push(FollowRow { sequence: &mut text.session, token: text.next, row: &mut text.row, ahead });
+            let ahead = Lookahead { n_tokens, end: &[] };
+            rows.push(DecodeRow { sequence: &mut text.session, token: text.next, row: &mut text.row, ahead });
         }
-        let choices = core.follow_rows(&mut rows, Sends::Ahead).unwrap().choices;
+        let choices = core.decode_rows(&mut rows, LaunchPolicy::LaunchAhead).unwrap().choices;
         drop(rows);
         let present = all.iter_mut().zip(&mut left).filter(|(_, n)| **n > 0);
         for ((text, left), choice) in present.zip(choices) {
@@ -230,16 +232,16 @@ fn rows_that_want_less_end_by_themselves_and_steps_are_sent_for_those_that_want_
             }
         }
     }
-    core.settle();
-    // Not one step of a row more than was wanted.
+    core.drain();
+    // Not one step of a row more than requested.
     assert_eq!(script.seen().len() - n_before, 3 + 9 + 5);
-    assert_eq!(core.ledger().tally(StepKind::Decode).unused, 0);
+    assert_eq!(core.ledger().tally(StepKind::Decode).discarded, 0);
 }
 
-/// A control block, and where its inputs lie.
+/// A control block and its layout.
 type Block = (ControlLayout, Vec<u8>);
 
-/// A backend that keeps every control block and chooses by a fixed rule.
+/// A backend that records every control block and chooses by a fixed rule.
 struct Keeping {
     blocks: Arc<Mutex<Vec<Block>>>,
 }
@@ -297,7 +299,7 @@ fn words((layout, block): &Block, name: &str) -> Vec<i32> {
 }
 
 #[test]
-fn a_step_that_follows_another_has_the_inputs_that_it_would_have_had_alone() {
+fn a_self_fed_step_has_the_same_inputs_as_a_single_step() {
     const START: usize = 3;
     for window in [0, 1, 5, 40, HISTORY, usize::MAX] {
         let params = SamplingParams {
@@ -317,7 +319,7 @@ fn a_step_that_follows_another_has_the_inputs_that_it_would_have_had_alone() {
         let request =
             StepRequest { tokens: &tokens[START..], start: START, table: &table[..1], slots: [-1; 2], want };
         let end = &[u32::MAX];
-        let with = RunRow { request, n_positions: START + 300, n_choices: usize::MAX, end };
+        let with = RunMember { request, n_positions: START + 300, n_choices: usize::MAX, end };
         let shape = runner.run_shape(1, window.min(START + 300));
         assert_eq!(shape.n_history, if window > HISTORY { 4 * HISTORY } else { HISTORY });
         assert_eq!(runner.begin(&[with], shape).unwrap(), 1);
@@ -325,12 +327,12 @@ fn a_step_that_follows_another_has_the_inputs_that_it_would_have_had_alone() {
         while !ended {
             n_table = tokens.len().div_ceil(32).max(n_table);
             runner.set_table(0, &table[..n_table]).unwrap();
-            runner.send(1).unwrap();
-            let committed = runner.take().unwrap().rows[0].unwrap();
+            runner.launch(1).unwrap();
+            let committed = runner.collect().unwrap().rows[0].unwrap();
             tokens.push(committed.token);
             ended = committed.ended();
         }
-        assert_eq!(tokens.len(), START + 1 + 300, "it ends when no position is left");
+        assert_eq!(tokens.len(), START + 1 + 300, "it ends when no positions are left");
         assert_eq!(runner.finish().unwrap(), 0);
 
         let fed = std::mem::take(&mut *blocks.lock().unwrap());
@@ -350,7 +352,7 @@ fn a_step_that_follows_another_has_the_inputs_that_it_would_have_had_alone() {
             for name in ["tokens", "positions", "seqs", "tables", "params", "rng", "bias_ids", "bias"] {
                 assert_eq!(words(fed, name), words(&alone, name), "{name} of step {i}");
             }
-            // The same tokens; neither their order nor the number of places matters.
+            // The same tokens; neither their order nor the capacity matters.
             let held = |block: &Block| {
                 let mut held = words(block, "history");
                 held.retain(|token| *token >= 0);
