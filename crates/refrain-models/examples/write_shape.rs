@@ -1,4 +1,4 @@
-//! Writes a GGUF file of a well-known shape with random weights, so that other programs can be measured on it.
+//! Writes a GGUF file of a well-known shape with random weights, for benchmarking other programs on it.
 //!
 //! `cargo run --release -p refrain-models --example write_shape -- llama-3.2-1b Q4_K_M out.gguf`
 
@@ -12,11 +12,11 @@ fn main() -> Result<(), Box<dyn Error>> {
     let [shape, quant, path] = args.as_slice() else {
         return Err("usage: write_shape SHAPE QUANT FILE".into());
     };
-    let shape = NamedShape::find(shape).ok_or("no such shape")?;
-    let model = Model::random(shape, QuantMix::from_name(quant).ok_or("no such weight type")?)?;
+    let shape = NamedShape::find(shape).ok_or("unknown shape")?;
+    let model = Model::random(shape, QuantMix::from_name(quant).ok_or("unknown weight type")?)?;
     let c = model.config();
     if c.arch != Arch::Llama {
-        return Err("only llama shapes are written".into());
+        return Err("only llama shapes are supported".into());
     }
     let mut gguf = GgufWriter::new();
     gguf.set("general.architecture", c.arch.name())?;
@@ -37,7 +37,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     gguf.set("llama.rope.freq_base", c.rope.theta)?;
     gguf.set("tokenizer.ggml.model", "no_vocab")?;
     for (weight, tensor) in model.weights().iter().zip(model.tensors()) {
-        // Frequencies are computed when a model is opened, not stored.
+        // Frequencies are computed when a model is opened; they are not stored.
         if !weight.name.starts_with("rope.inv_freq") {
             gguf.tensor(&weight.name, tensor.dtype(), tensor.shape(), tensor.bytes().clone())?;
         }

@@ -1,9 +1,10 @@
-//! LoRA adapters: two thin matrices beside a linear map, whose product adds to what the map makes.
+//! LoRA adapters: two low-rank matrices per linear map, whose product is added to the map's output.
 //!
-//! An [`Adapter`] is a value of its own, with its matrices as Hugging Face folders would have them.
-//! [`Model::with_adapter`] attaches one: its matrices become further weights of the model, and every step adds
-//! `scale · B(A x)` behind the maps that it belongs to. A model with an adapter attached is trained by its adapter alone.
-//! [`Model::with_live_adapter`] attaches one to generate with: the scale is in its matrices, and costs no step.
+//! An [`Adapter`] is independent of a model; its matrices are laid out as in Hugging Face folders.
+//! [`Model::with_adapter`] attaches one for training: its matrices become additional weights of the model,
+//! every step adds `scale · B(A x)` to the output of the adapted maps, and only the adapter is trained.
+//! [`Model::with_live_adapter`] attaches one for generation: the scale is folded into its matrices and costs
+//! nothing per step.
 
 use crate::error::ModelError;
 use crate::export::{Reorder, encode, reordered};
@@ -11,34 +12,34 @@ use crate::init::Normal;
 use crate::model::Model;
 use crate::weights::rows_of;
 use refrain_formats::hf::{AdapterConfig, AdapterFolder, NewTensor, write_safetensors, write_whole};
-use refrain_formats::params::RopeStyle;
+use refrain_formats::params::RopePairing;
 use refrain_graph::{TensorType, Weight, WeightId};
 use refrain_tensor::{DType, HostTensor, Shape};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::Path;
 
-/// What stands before the names of modules in files of adapters.
+/// Prefix of module names in adapter files.
 const PREFIX: &str = "base_model.model.";
 
-/// A linear map of a layer, where an adapter can be.
+/// A linear map of a layer that an adapter can be attached to.
 #[derive(Clone, Debug)]
 pub(crate) struct LinearSite {
-    /// Its name in Hugging Face folders, such as `model.layers.0.self_attn.q_proj`.
+    /// Module name in Hugging Face folders, such as `model.layers.0.self_attn.q_proj`.
     pub module: String,
-    /// The same in GGUF files, such as `blk.0.attn_q`.
+    /// Name in GGUF files, such as `blk.0.attn_q`.
     pub gguf: String,
-    /// Its weights, more than one where the file has several maps as one tensor: their rows follow each other.
+    /// Its weights. More than one if the file stores several maps as one tensor; their rows are concatenated.
     pub parts: Vec<WeightId>, // [n_out of the part, n_in]
 }
 
 impl LinearSite {
-    /// Whether it is several maps of the model.
+    /// Whether it consists of several maps of the model.
     pub(crate) fn is_fused(&self) -> bool {
         self.parts.len() > 1
     }
 
-    /// The last part of its name, which is the same in every layer: `q_proj`.
+    /// Last component of its name, the same in every layer: `q_proj`.
     fn kind(&self) -> &str {
         self.module.rsplit('.').next().unwrap_or(&self.module)
     }
@@ -48,20 +49,20 @@ impl LinearSite {
     }
 }
 
-/// Which linear maps get an adapter.
+/// The linear maps that get an adapter.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Targets {
-    /// All of every layer; not the embedding and not the output.
+    /// All linear maps of every layer, but not the embedding and not the output head.
     #[default]
     All,
-    /// Those of attention.
+    /// The linear maps of attention.
     Attention,
-    /// Those of these names, such as `q_proj` or `attn_q`.
+    /// The linear maps with these names, such as `q_proj` or `attn_q`.
     Modules(Vec<String>),
 }
 
 impl Targets {
-    /// `all`, `attention`, or names with commas between.
+    /// Parses `all`, `attention`, or comma-separated names.
     pub fn of_word(text: &str) -> Targets {
         match text.trim() {
             "all" => Targets::All,
@@ -81,59 +82,59 @@ impl fmt::Display for Targets {
     }
 }
 
-/// An adapter to start training from.
+/// Specification of a new adapter for training.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LoraSpec {
     /// Rank of the two factors.
     pub rank: usize,
-    /// Numerator of the factor on what the adapter adds.
+    /// Numerator of the scale of the adapter's output.
     pub alpha: f64,
-    /// Whether that is divided by the root of the rank instead of the rank.
+    /// Whether the scale is divided by the square root of the rank instead of the rank (rsLoRA).
     pub rslora: bool,
-    /// Share of the adapter's inputs that dropout zeroes in steps that learn.
+    /// Fraction of the adapter's inputs that dropout zeroes in training steps.
     pub dropout: f64,
-    /// Which linear maps get one.
+    /// The linear maps that get an adapter.
     pub targets: Targets,
 }
 
 /// The adapter of one linear map.
 #[derive(Clone, Debug)]
 pub struct AdapterPart {
-    /// The map's name in Hugging Face folders, such as `model.layers.0.self_attn.q_proj`.
+    /// Module name in Hugging Face folders, such as `model.layers.0.self_attn.q_proj`.
     pub module: String,
-    /// The factor that is applied first.
+    /// The factor that is applied first, A.
     pub a: HostTensor, // [rank, n_in]
-    /// The second one, its rows in the order of Hugging Face folders.
+    /// The second factor, B, with rows in the order of Hugging Face folders.
     pub b: HostTensor, // [n_out, rank]
 }
 
 /// A LoRA adapter.
 #[derive(Clone, Debug)]
 pub struct Adapter {
-    /// Rank, scale and where it comes from.
+    /// Rank, scale and base model.
     pub config: AdapterConfig,
-    /// Its matrices, one pair for each linear map.
+    /// One pair of matrices per linear map.
     pub parts: Vec<AdapterPart>,
 }
 
-/// An adapter in a model: where its matrices are among the weights.
+/// An adapter attached to a model: the weight ids of its matrices.
 #[derive(Clone, Debug)]
 pub(crate) struct Attached {
     config: AdapterConfig,
-    /// Whether the scale is in B already.
+    /// Whether the scale is folded into B.
     is_live: bool,
-    /// The model's weights before those of the adapter.
+    /// Number of the model's weights before those of the adapter.
     n_base: usize,
     pairs: Vec<Pair>,
 }
 
-/// The adapter of one linear map in a model.
+/// The adapter weights of one linear map in a model.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Pair {
-    /// The map's weight.
+    /// Weight of the adapted map.
     pub base: WeightId, // [n_out, n_in]
     pub a: WeightId, // [rank, n_in]
-    pub b: WeightId, // [n_out, rank], rows in the order of the model
+    pub b: WeightId, // [n_out, rank], rows in the model's order
     pub scale: f32,
 }
 
@@ -143,19 +144,19 @@ impl Attached {
         self.pairs.iter().find(|pair| pair.base == base)
     }
 
-    /// Share of inputs that are dropped in steps that learn.
+    /// Fraction of inputs dropped in training steps.
     pub(crate) fn dropout(&self) -> f32 {
         self.config.dropout as f32
     }
 
-    /// Whether a weight of the model is the adapter's.
+    /// Whether a weight of the model belongs to the adapter.
     pub(crate) fn owns(&self, weight: usize) -> bool {
         weight >= self.n_base
     }
 }
 
 impl Adapter {
-    /// Reads a folder that `peft`, or this program, has written.
+    /// Reads an adapter folder written by `peft` or by this crate.
     pub fn read(folder: &AdapterFolder) -> Result<Adapter, ModelError> {
         let config = folder.config().clone();
         let mut halves: BTreeMap<String, [Option<HostTensor>; 2]> = BTreeMap::new();
@@ -182,8 +183,8 @@ impl Adapter {
         Ok(Adapter { config, parts })
     }
 
-    /// Writes `adapter_config.json` and `adapter_model.safetensors` into a folder that exists. The second one has `notes`,
-    /// pairs of key and value, among its metadata.
+    /// Writes `adapter_config.json` and `adapter_model.safetensors` into an existing folder. The key-value
+    /// pairs in `notes` are stored in the metadata of the safetensors file.
     pub fn write(&self, folder: &Path, dtype: DType, notes: &[(&str, &str)]) -> Result<(), ModelError> {
         let halves: Vec<(String, &HostTensor)> = self
             .parts
@@ -201,16 +202,16 @@ impl Adapter {
             let (name, tensor) = &halves[idx];
             encode(name, dtype, &numbers(name, tensor)?)
         })?;
-        // Last: a folder with a configuration is an adapter.
+        // Written last: a folder with a configuration counts as a complete adapter.
         Ok(write_whole(&folder.join(AdapterFolder::CONFIG), self.config.to_json().as_bytes())?)
     }
 }
 
-/// The module that a tensor of an adapter belongs to, and whether it is A (0) or B (1).
+/// Module that an adapter tensor belongs to, and whether it is A (0) or B (1).
 fn half_of(name: &str) -> Option<(&str, usize)> {
     let name = name.strip_prefix(PREFIX).unwrap_or(name);
     let name = name.strip_suffix(".weight")?;
-    // With the name of the adapter behind it, as `peft` has it in memory.
+    // `peft` appends the adapter's name to tensor names in memory.
     let name = name.strip_suffix(".default").unwrap_or(name);
     let halves = [(".lora_A", 0), (".lora_B", 1)];
     halves.iter().find_map(|(suffix, half)| Some((name.strip_suffix(suffix)?, *half)))
@@ -225,8 +226,8 @@ fn floats(name: &str, shape: Shape, values: &[f32]) -> Result<HostTensor, ModelE
 }
 
 impl Model {
-    /// An adapter that changes nothing yet: A uniform within one over the root of its inputs, as `peft` has it, and B
-    /// zero. The same seed gives the same numbers on every machine.
+    /// A new adapter with no effect: A is uniform within one over the square root of its number of inputs, as
+    /// in `peft`, and B is zero. The same seed gives the same values on every machine.
     pub fn fresh_adapter(&self, spec: &LoraSpec, seed: u64) -> Result<Adapter, ModelError> {
         let sites = self.targeted(&spec.targets)?;
         let mut parts = Vec::with_capacity(sites.len());
@@ -278,7 +279,7 @@ impl Model {
         Ok(self.sites().iter().filter(is_wanted).collect())
     }
 
-    /// The names of linear maps, one for all layers.
+    /// Distinct names of linear maps across all layers.
     fn site_kinds(&self) -> Vec<String> {
         let mut kinds: Vec<String> = Vec::new();
         for site in self.sites() {
@@ -289,12 +290,14 @@ impl Model {
         kinds
     }
 
-    /// The model with an adapter beside its own weights, which stay as they are: to be trained, or looked at.
+    /// Returns the model with an adapter attached for training or inspection; the model's own weights are
+    /// unchanged.
     pub fn with_adapter(&self, adapter: &Adapter) -> Result<Model, ModelError> {
         self.with_parts(adapter, None)
     }
 
-    /// The same to generate with. What the adapter adds is multiplied by `scale`; 1 is as it was trained.
+    /// Returns the model with an adapter attached for generation. `scale` multiplies the adapter's output; 1
+    /// is its trained strength.
     pub fn with_live_adapter(&self, adapter: &Adapter, scale: f64) -> Result<Model, ModelError> {
         self.with_parts(adapter, Some(scale))
     }
@@ -336,7 +339,7 @@ impl Model {
             let scale = config.scale(rank) as f32;
             let b = match part.b.shape().dims() == [n_out, rank] && part.b.dtype().is_float() {
                 true => self.second_factor(site, &part.b, live.map(|live| scale * live as f32))?,
-                // Refused by its shape or type.
+                // Rejected below because of its shape or type.
                 false => part.b.clone(),
             };
             let scale = if live.is_some() { 1.0 } else { scale };
@@ -346,10 +349,10 @@ impl Model {
                 continue;
             }
             if b.shape().dims() != [n_out, rank] {
-                // Refused by its shape.
+                // Rejected because of its shape.
                 add("b", &b, [n_out, rank])?;
             }
-            // All parts share A, and each has its rows of B.
+            // All parts share A; each part has its own rows of B.
             let mut first = 0;
             for (idx, &base) in site.parts.iter().enumerate() {
                 let n_rows = self.weights()[base.idx()].ty.shape.dims()[0];
@@ -364,7 +367,7 @@ impl Model {
         Ok(model)
     }
 
-    /// B as a step multiplies with it: its rows in the model's order, and times a factor.
+    /// B as a step uses it: with rows in the model's order, multiplied by a factor.
     fn second_factor(
         &self,
         site: &LinearSite,
@@ -380,19 +383,19 @@ impl Model {
         floats(&site.module, b.shape(), &values)
     }
 
-    /// Names and values of the weights below the adapter, which stay as they are while it is trained; `None` without one.
+    /// Names and values of the frozen base weights; `None` without an adapter.
     pub fn below_adapter(&self) -> Option<impl Iterator<Item = (&str, &HostTensor)>> {
         let n_base = self.attached()?.n_base;
         let weights = self.weights()[..n_base].iter().map(|weight| weight.name.as_str());
         Some(weights.zip(&self.tensors()[..n_base]))
     }
 
-    /// The adapter of [`Model::with_adapter`], with its present values.
+    /// The adapter attached by [`Model::with_adapter`], with its current values.
     pub fn adapter(&self) -> Result<Option<Adapter>, ModelError> {
         let Some(attached) = self.attached().filter(|attached| !attached.is_live) else { return Ok(None) };
         let mut parts = Vec::with_capacity(attached.pairs.len());
         for pair in &attached.pairs {
-            // The first part of a site speaks for all of them.
+            // Every part of a site has the same A, so the first part stands for the site.
             let Some(site) = self.sites().iter().find(|site| site.parts.first() == Some(&pair.base)) else {
                 continue;
             };
@@ -406,7 +409,7 @@ impl Model {
         Ok(Some(Adapter { config: attached.config.clone(), parts }))
     }
 
-    /// B of a site: the rows of all its parts.
+    /// B of a site: the concatenated rows of all its parts.
     fn rows_of_parts(&self, attached: &Attached, site: &LinearSite) -> Result<HostTensor, ModelError> {
         let factors = site.parts.iter().filter_map(|&part| attached.pair(part));
         let factors: Vec<&HostTensor> = factors.map(|pair| &self.tensors()[pair.b.idx()]).collect();
@@ -419,13 +422,13 @@ impl Model {
         floats(&site.module, Shape::from([values.len() / rank.max(1), rank]), &values)
     }
 
-    /// Outputs and inputs of a site.
+    /// Number of outputs and inputs of a site.
     fn site_dims(&self, site: &LinearSite) -> [usize; 2] {
         let shapes = site.parts.iter().map(|part| self.weights()[part.idx()].ty.shape);
         shapes.fold([0, 0], |[n_out, _], shape| [n_out + shape.dims()[0], shape.dims()[1]])
     }
 
-    /// Adds what an adapter makes of a weight to its values.
+    /// Adds the adapter's contribution to the values of a weight.
     pub(crate) fn merge_into(&self, weight: WeightId, values: &mut [f32]) -> Result<(), ModelError> {
         let Some(pair) = self.attached().and_then(|attached| attached.pair(weight)) else { return Ok(()) };
         let values_of = |id: WeightId| numbers(&self.weights()[id.idx()].name, &self.tensors()[id.idx()]);
@@ -443,18 +446,19 @@ impl Model {
         Ok(())
     }
 
-    /// The linear map of that name. Some models have more in front of their layers than others.
+    /// Finds the linear map with this module name. Some models prefix `layers.` differently, so names are
+    /// compared from there.
     fn site(&self, module: &str) -> Option<&LinearSite> {
         let from_layers = |name: &str| name.find("layers.").map(|at| name[at..].to_owned());
         let wanted = from_layers(module)?;
         self.sites().iter().find(|site| from_layers(&site.module).as_deref() == Some(&wanted))
     }
 
-    /// How the rows of a map's outputs are put in another order between Hugging Face folders and this model, if they are.
+    /// The reordering of a map's output rows between Hugging Face folders and this model, if any.
     fn row_order(&self, site: &LinearSite, reorder: Reorder) -> Option<Reorder> {
         let config = self.config();
         let is_rotated = matches!(site.gguf_kind(), "attn_q" | "attn_k");
-        let is_joined = config.arch.is_joined_in_gguf() && config.rope.style == RopeStyle::Norm;
+        let is_joined = config.arch.is_joined_in_gguf() && config.rope.style == RopePairing::Norm;
         (is_rotated && is_joined).then_some(reorder)
     }
 

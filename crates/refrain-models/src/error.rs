@@ -1,73 +1,73 @@
 use refrain_formats::FormatError;
 use refrain_tensor::{DType, Shape, TensorError};
 
-/// Why a model cannot be made from its files.
+/// Errors of building a model from its files.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ModelError {
     /// The files could not be read.
     #[error(transparent)]
     Format(#[from] FormatError),
-    /// A weight is not there.
+    /// A weight is missing.
     #[error("the model has no tensor {name:?}, which a {arch} model of {n_layers} layers needs")]
     MissingTensor {
         /// Name of the tensor.
         name: String,
         /// Architecture.
         arch: &'static str,
-        /// Layers the file promises.
+        /// Number of layers in the configuration.
         n_layers: usize,
     },
-    /// A weight has another shape than the hyperparameters ask for.
-    #[error("tensor {name:?} is {got}, the model's sizes ask for {want}")]
+    /// A weight's shape does not match the hyperparameters.
+    #[error("tensor {name:?} has shape {got}, the model's hyperparameters require {want}")]
     TensorShape {
         /// Name of the tensor.
         name: String,
         /// Its shape.
         got: Shape,
-        /// The shape that fits.
+        /// The expected shape.
         want: Shape,
     },
-    /// A weight of whole numbers.
-    #[error("tensor {name:?} is of type {dtype}, which no weight can be")]
+    /// A weight with an integer type.
+    #[error("tensor {name:?} has type {dtype}, which is not a valid type for weights")]
     TensorType {
         /// Name of the tensor.
         name: String,
         /// Its element type.
         dtype: DType,
     },
-    /// Experts of one layer in several types.
-    #[error("tensor {name:?} is of type {got}, the first expert of its layer is of type {first}")]
+    /// Experts of one layer with different types.
+    #[error("tensor {name:?} has type {got}, the first expert of its layer has type {first}")]
     ExpertType {
         /// Name of the tensor.
         name: String,
         /// Its element type.
         got: DType,
-        /// That of the first.
+        /// Element type of the first expert.
         first: DType,
     },
-    /// A matrix that cannot be cut between rows.
+    /// A matrix that cannot be split between rows.
     #[error(
-        "tensor {name:?} cannot be cut between its rows: {n_cols} elements are no whole blocks of {dtype}"
+        "tensor {name:?} cannot be split between rows: {n_cols} elements are not a multiple of the {dtype} block size"
     )]
     FusedRows {
         /// Name of the tensor.
         name: String,
         /// Its element type.
         dtype: DType,
-        /// Elements of a row.
+        /// Elements per row.
         n_cols: usize,
     },
-    /// A table of divisors of rotary frequencies, which `config.json` cannot hold.
-    #[error("config.json cannot hold the table of rotary frequencies that came with the GGUF file")]
+    /// A table of rotary frequency divisors, which `config.json` cannot represent.
+    #[error("config.json cannot represent the table of rotary frequencies in the GGUF file")]
     FreqFactors,
-    /// A tensor in an adapter that is no part of LoRA.
+    /// An adapter tensor that is not part of LoRA.
     #[error("the adapter has a tensor {name:?}, which is neither lora_A nor lora_B of a module")]
     AdapterTensor {
         /// Name of the tensor.
         name: String,
     },
-    /// One of the two factors of a module is not there.
+    /// One of the two factors of a module is missing.
     #[error("the adapter has no {half} for {module}")]
     AdapterHalf {
         /// Name of the module.
@@ -78,7 +78,7 @@ pub enum ModelError {
     /// An adapter without tensors.
     #[error("the adapter has no tensors")]
     AdapterEmpty,
-    /// A module that the model does not have.
+    /// A module that does not exist in the model.
     #[error(
         "the adapter belongs to {module}, which a {arch} model of {n_layers} layers does not have; its modules are {}",
         known.join(", ")
@@ -90,59 +90,59 @@ pub enum ModelError {
         arch: &'static str,
         /// Layers of the model.
         n_layers: usize,
-        /// Names of modules that a layer has.
+        /// Names of the modules of a layer.
         known: Vec<String>,
     },
-    /// A factor of another size than the model's map and the adapter's rank ask for.
-    #[error("the adapter's {module} is {got}, the model and the adapter's rank ask for {want}")]
+    /// A factor whose size does not match the model's map and the adapter's rank.
+    #[error("the adapter's {module} has shape {got}, the model and the adapter's rank require {want}")]
     AdapterShape {
         /// Name of the factor.
         module: String,
         /// Its shape.
         got: Shape,
-        /// The shape that fits.
+        /// The expected shape.
         want: Shape,
-        /// The model that the adapter was trained on, as it says.
+        /// The model that the adapter names as its base.
         base_model: Option<String>,
     },
-    /// A second adapter.
-    #[error("the model has an adapter already")]
+    /// A second adapter on the same model.
+    #[error("the model already has an adapter")]
     AdapterTwice,
-    /// A rank that no adapter of the model can have.
-    #[error("a rank of {rank} for {module}: it must be at least 1 and at most {largest}")]
+    /// A rank that is out of range for the model.
+    #[error("rank {rank} is out of range for {module}: it must be at least 1 and at most {largest}")]
     AdapterRank {
         /// The rank.
         rank: usize,
         /// Name of the module.
         module: String,
-        /// The largest rank that makes a difference.
+        /// The largest useful rank.
         largest: usize,
     },
-    /// A name that no linear map has.
-    #[error("no linear layer of the model is called {name:?}; there are {}", known.join(", "))]
+    /// A name that matches no linear map.
+    #[error("no linear layer of the model is named {name:?}; its linear layers are {}", known.join(", "))]
     AdapterTarget {
         /// The name.
         name: String,
-        /// Names of linear maps.
+        /// Names of the linear maps.
         known: Vec<String>,
     },
-    /// A weight that could not be brought into the form that is used.
+    /// A weight that could not be converted.
     #[error("tensor {name:?}: {source}")]
     Tensor {
         /// Name of the tensor.
         name: String,
-        /// What is wrong.
+        /// The cause.
         source: TensorError,
     },
 }
 
 impl ModelError {
-    /// What to do about it.
+    /// An action that may resolve the error.
     pub fn hint(&self) -> Option<String> {
         match self {
             ModelError::Format(e) => e.hint(),
             ModelError::MissingTensor { .. } => {
-                Some("the file is incomplete or was converted wrongly; download or convert it again".into())
+                Some("the file is incomplete or was converted incorrectly; download or convert it again".into())
             }
             ModelError::TensorShape { .. }
             | ModelError::TensorType { .. }
@@ -155,7 +155,7 @@ impl ModelError {
             }
             ModelError::AdapterTensor { .. } | ModelError::AdapterHalf { .. } | ModelError::AdapterEmpty => {
                 Some(
-                    "the adapter is incomplete or of another kind; get it again, or train a LoRA adapter"
+                    "the adapter is incomplete or not a LoRA adapter; download it again, or train a LoRA adapter"
                         .into(),
                 )
             }
@@ -167,11 +167,11 @@ impl ModelError {
                 None => "use the adapter with the model it was trained on".into(),
             }),
             ModelError::AdapterTwice => {
-                Some("merge the first adapter into the model with `refrain merge`".into())
+                Some("merge the first adapter into the model, then attach the second".into())
             }
-            ModelError::AdapterRank { .. } => Some("16 is a usual rank".into()),
+            ModelError::AdapterRank { .. } => Some("use a smaller rank; 16 is usual".into()),
             ModelError::AdapterTarget { .. } => {
-                Some("name some of those, separated by commas, or say `all` or `attention`".into())
+                Some("give some of those names, separated by commas, or use `all` or `attention`".into())
             }
             ModelError::Tensor { .. } => None,
         }

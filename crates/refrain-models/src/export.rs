@@ -1,43 +1,44 @@
-//! A model back to files: a Hugging Face folder, or a GGUF file.
+//! Exports a model as a Hugging Face folder or a GGUF file.
 //!
-//! Both forms differ from what a step uses. Folders of Gemma store norms less one. GGUF files of llama store the rows of
-//! queries and keys so that elements that are rotated together are neighbours; folders store them half a head apart.
+//! Both formats differ from the weights that a step uses. Gemma folders store norm weights minus one. GGUF
+//! files of llama interleave the rows of queries and keys so that elements that are rotated together are
+//! adjacent; folders store them half a head apart.
 
 use crate::error::ModelError;
 use crate::model::Model;
 use crate::rope::inverse_frequencies;
 use refrain_formats::gguf::{Gguf, GgufWriter};
 use refrain_formats::hf::{NewTensor, write_safetensors, write_whole};
-use refrain_formats::params::{Arch, LayerAttention, RopeScaling, RopeStyle};
+use refrain_formats::params::{Arch, LayerAttention, RopePairing, RopeScaling};
 use refrain_formats::tokenizer::VocabSpec;
 use refrain_graph::WeightId;
 use refrain_tensor::{Bytes, DType, HostTensor, Shape, quant};
 use std::path::Path;
 
-/// Where a model goes.
+/// Output format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Form {
     Hf,
     Gguf,
 }
 
-/// A tensor of a file: the rows of one weight, or of several.
+/// A tensor of a file: the rows of one or more weights.
 struct FileTensor {
     name: String,
     parts: Vec<WeightId>,
 }
 
-/// How the rows of a matrix of heads are put in another order.
+/// Reordering of the rows of a head matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Reorder {
-    /// From half a head apart to neighbours.
+    /// From half a head apart to adjacent.
     Join,
-    /// From neighbours to half a head apart.
+    /// From adjacent to half a head apart.
     Part,
 }
 
 impl Model {
-    /// The same model with other values for some weights.
+    /// Returns the same model with other values for some weights.
     pub fn with_values(
         &self,
         values: impl IntoIterator<Item = (WeightId, HostTensor)>,
@@ -55,7 +56,8 @@ impl Model {
         Ok(model)
     }
 
-    /// Writes `config.json` and `model.safetensors` into a folder that exists. An adapter is merged into the weights.
+    /// Writes `config.json` and `model.safetensors` into an existing folder. An adapter is merged into the
+    /// weights.
     pub fn write_hf(&self, folder: &Path, dtype: DType) -> Result<(), ModelError> {
         if self.config().rope.has_freq_factors {
             return Err(ModelError::FreqFactors);
@@ -70,11 +72,11 @@ impl Model {
             let file = &files[idx];
             encode(&file.name, dtype, &self.values_of(file, Form::Hf)?)
         })?;
-        // Last: a folder with a configuration is a model.
+        // Written last: a folder with a configuration counts as a complete model.
         Ok(write_whole(&folder.join("config.json"), format!("{config:#}\n").as_bytes())?)
     }
 
-    /// Writes a GGUF file: matrices as `dtype`, vectors in F32. An adapter is merged into the weights.
+    /// Writes a GGUF file: matrices as `dtype`, vectors as F32. An adapter is merged into the weights.
     pub fn write_gguf(&self, path: &Path, dtype: DType, vocab: &VocabSpec) -> Result<(), ModelError> {
         let mut writer = GgufWriter::new();
         self.config().write_gguf(&mut writer)?;
@@ -93,7 +95,7 @@ impl Model {
         Ok(self.config().check_gguf(&Gguf::open(path)?)?)
     }
 
-    /// The tensors that files of the model have, in the order of its weights.
+    /// The tensors in the model's files, in the order of its weights.
     fn file_tensors(&self, form: Form) -> Vec<FileTensor> {
         let is_file = |idx: &usize| !self.is_derived(*idx) && !self.is_of_adapter(*idx);
         let mut files = Vec::new();
@@ -104,7 +106,7 @@ impl Model {
                     let name = name(&self.weights()[id.idx()].name, self.hf_name(id));
                     files.push(FileTensor { name, parts: vec![id] });
                 }
-                // The others of its parts come with the first.
+                // The site's other parts are written together with the first.
                 Some(site) if site.parts.first() == Some(&id) => {
                     let name = format!("{}.weight", name(&site.gguf, &site.module));
                     files.push(FileTensor { name, parts: site.parts.clone() });
@@ -115,7 +117,7 @@ impl Model {
         files
     }
 
-    /// The rows of all parts.
+    /// Shape of the concatenated parts.
     fn shape_of(&self, file: &FileTensor) -> Shape {
         let shape = |id: &WeightId| self.weights()[id.idx()].ty.shape;
         match file.parts.as_slice() {
@@ -132,7 +134,7 @@ impl Model {
         Ok(parts.concat())
     }
 
-    /// The numbers that a file has for a weight.
+    /// The values that a file stores for a weight.
     fn values_for(&self, id: WeightId, form: Form) -> Result<Vec<f32>, ModelError> {
         let (weight, config) = (&self.weights()[id.idx()], self.config());
         let wrap = |source| ModelError::Tensor { name: weight.name.clone(), source };
@@ -140,7 +142,7 @@ impl Model {
         self.merge_into(id, &mut values)?;
         let part =
             weight.name.strip_prefix("blk.").and_then(|rest| rest.split_once('.')).map(|(_, part)| part);
-        // The router of Gemma 4 reads a norm times one over the root of the hidden size.
+        // Gemma 4's router reads a norm that is scaled by one over the square root of the hidden size.
         if part == Some("ffn_gate_inp.scale") {
             values.iter_mut().for_each(|v| *v *= (config.hidden as f32).sqrt());
         }
@@ -151,8 +153,8 @@ impl Model {
         }
         let is_rotated = matches!(part, Some(p) if (p.starts_with("attn_q.") || p.starts_with("attn_k.")));
         let reorder = match (form, config.rope.style) {
-            (Form::Gguf, RopeStyle::Neox) => Some(Reorder::Join),
-            (Form::Hf, RopeStyle::Norm) => Some(Reorder::Part),
+            (Form::Gguf, RopePairing::Neox) => Some(Reorder::Join),
+            (Form::Hf, RopePairing::Norm) => Some(Reorder::Part),
             _ => None,
         };
         match reorder.filter(|_| is_rotated && config.arch.is_joined_in_gguf()) {
@@ -163,7 +165,7 @@ impl Model {
         }
     }
 
-    /// Tables of what frequencies are divided by, where no key of a GGUF file says it.
+    /// Tables of frequency divisors that no GGUF key can express.
     fn frequency_divisors(&self) -> Vec<(&'static str, Vec<f32>)> {
         let long = self.config().long_rope.as_ref();
         let long = long.map(|factors| {
@@ -174,7 +176,7 @@ impl Model {
         long.into_iter().flatten().chain(usual).collect()
     }
 
-    /// The table for layers that see all.
+    /// The divisor table of full-attention layers.
     fn usual_divisors(&self) -> Option<Vec<f32>> {
         let config = self.config();
         let rope = config.rope;
@@ -190,7 +192,7 @@ impl Model {
         }
         let scaled = self.tensors()[id.idx()].to_f32().ok()?;
         let plain = inverse_frequencies(rope.theta, rope.dims, RopeScaling::None, None);
-        // A pair that does not turn has an infinite divisor, for which files have this number.
+        // A pair that does not rotate has an infinite divisor; files store 1e30 instead.
         let divisor = |(plain, scaled): (f32, f32)| if scaled == 0.0 { 1e30 } else { plain / scaled };
         Some(plain.into_iter().zip(scaled).map(divisor).collect())
     }
@@ -203,7 +205,7 @@ pub(crate) fn encode(name: &str, dtype: DType, values: &[f32]) -> Result<Vec<u8>
     Ok(bytes)
 }
 
-/// The rows of each head in another order; the rows behind the `dims` that are rotated stay.
+/// Reorders the rows of each head; rows past the rotated `dims` stay in place.
 pub(crate) fn reordered(
     values: &[f32],
     reorder: Reorder,
@@ -229,10 +231,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rows_go_to_neighbours_and_back() {
+    fn reordering_rows_round_trips() {
         let shape = Shape::from([12, 1]);
         let values: Vec<f32> = (0..12).map(|v| v as f32).collect();
-        // Two heads of six rows, of which four are rotated.
+        // Two heads of six rows, four of which are rotated.
         let joined = reordered(&values, Reorder::Join, shape, 6, 4);
         assert_eq!(joined, [0., 2., 1., 3., 4., 5., 6., 8., 7., 9., 10., 11.]);
         assert_eq!(reordered(&joined, Reorder::Part, shape, 6, 4), values);

@@ -1,9 +1,10 @@
-//! Gemma 2, and the text part of Gemma 3: norms before and after attention and feed-forward, GeGLU, and a scaled embedding.
-//! Gemma 3 norms queries and keys per head, and has five sliding layers to each full one with a rotary base of their own.
-//! Gemma 2 caps scores and logits, and slides in every other layer.
+//! Gemma 2, and the text part of Gemma 3: norms before and after attention and feed-forward, GeGLU, and a
+//! scaled embedding. Gemma 3 normalises queries and keys per head, and has five sliding-window layers per
+//! full-attention layer, with separate rotary bases. Gemma 2 soft-caps scores and logits, and uses a sliding
+//! window in every other layer.
 
 use crate::error::ModelError;
-use crate::layers::{Attention, Block, Decoder, FeedForward, Placement};
+use crate::layers::{AttentionLayer, Decoder, DecoderLayer, FeedForward, Placement};
 use crate::weights::{HfNames, WeightTable};
 
 pub(crate) const NAMES: HfNames = &[
@@ -14,6 +15,6 @@ pub(crate) const NAMES: HfNames = &[
 
 pub(crate) fn declare(w: &mut WeightTable<'_>) -> Result<Decoder, ModelError> {
     Decoder::of_blocks(w, |w, layer| {
-        Block::declare(w, layer, Placement::Sandwich, Attention::declare, FeedForward::gated)
+        DecoderLayer::declare(w, layer, Placement::Sandwich, AttentionLayer::declare, FeedForward::gated)
     })
 }

@@ -1,16 +1,17 @@
 //! Gemma 4, the text part: E2B, E4B, 31B and 26B-A4B.
 //!
-//! Like Gemma 3, with heads of one size in sliding layers and of another in layers that see all, scores that are not
-//! scaled, and values that are normed. The last layers may attend to the keys and values of an earlier layer of their kind.
-//! E2B and E4B have a second embedding, of which every layer gets a slice, gated by its residual. A layer ends with a factor
-//! on all of its residual. 26B-A4B has experts beside the dense feed-forward part, chosen by the residual before it.
+//! Differences to Gemma 3: sliding-window and full-attention layers have different head sizes, scores are not
+//! scaled, and values are normalised. The last layers may attend to the keys and values of an earlier layer
+//! of their kind. E2B and E4B have a per-layer embedding: every layer gets a slice of it, gated by the
+//! residual. Each layer ends by scaling its whole residual. 26B-A4B has experts next to the dense
+//! feed-forward part, routed by the residual before it.
 
 use crate::error::ModelError;
 use crate::layers::{
-    Attention, Block, Decoder, DenseAndExperts, FeedForward, GatedFfn, HeadNorm, KeysValues, Mixer, Mixture,
-    NormSpan, Placement,
+    AttentionLayer, Decoder, DecoderLayer, DenseAndExperts, FeedForward, GatedFfn, HeadNorm, KeysValues,
+    Mixer, Mixture, NormSpan, Placement,
 };
-use crate::step::Step;
+use crate::step::StepBuilder;
 use crate::weights::{HfNames, Linear, WeightTable};
 use refrain_formats::params::{Experts, LayerAttention, LayerSizes};
 use refrain_graph::{ExpertActivation, ExpertGate, Gate, GraphError, Route, ValueId, WeightId};
@@ -29,7 +30,7 @@ pub(crate) const NAMES: HfNames = &[
     ("post_ffw_norm_2", "post_feedforward_layernorm_2"),
 ];
 
-/// The second embedding: what layers get besides the residual.
+/// The per-layer embedding.
 #[derive(Debug)]
 pub(crate) struct LayerInputs {
     pub table: WeightId, // [vocab, n_layers * dim]
@@ -39,7 +40,7 @@ pub(crate) struct LayerInputs {
     n_layers: usize,
 }
 
-/// How a layer takes its slice of the second embedding.
+/// Projection of a layer's slice of the per-layer embedding.
 #[derive(Debug)]
 pub(crate) struct LayerInput {
     gate: Linear,   // [dim, hidden]
@@ -57,7 +58,7 @@ pub(crate) fn declare(w: &mut WeightTable<'_>) -> Result<Decoder, ModelError> {
     let mut blocks = Vec::with_capacity(c.n_layers);
     for layer in 0..c.n_layers {
         let mixer = |w: &mut WeightTable<'_>, layer| attention(w, layer, &mut ones);
-        let mut block = Block::declare(w, layer, Placement::Sandwich, mixer, feed_forward)?;
+        let mut block = DecoderLayer::declare(w, layer, Placement::Sandwich, mixer, feed_forward)?;
         if let Some(per_layer) = c.per_layer {
             block.input = Some(LayerInput::declare(w, layer, per_layer.dim)?);
         }
@@ -67,7 +68,7 @@ pub(crate) fn declare(w: &mut WeightTable<'_>) -> Result<Decoder, ModelError> {
     Ok(Decoder { blocks, layer_inputs })
 }
 
-/// A dense part, with experts beside it where the configuration has some.
+/// A dense feed-forward part, plus experts if the configuration has any.
 fn feed_forward(w: &mut WeightTable<'_>, layer: usize) -> Result<FeedForward, ModelError> {
     let c = w.config;
     let Some(experts) = c.experts else { return FeedForward::gated(w, layer) };
@@ -108,7 +109,7 @@ fn feed_forward(w: &mut WeightTable<'_>, layer: usize) -> Result<FeedForward, Mo
     })))
 }
 
-/// `ones` holds the weights of norms that have none, by head size.
+/// `ones` caches the all-ones norm weights of norms without weights, by head size.
 fn attention(
     w: &mut WeightTable<'_>,
     layer: usize,
@@ -140,7 +141,7 @@ fn attention(
         false => None,
     };
     let o = w.linear(layer, "attn_output", [c.hidden, q_rows], c.attn_output_bias)?;
-    Ok(Mixer::Attention(Attention { head_dim, q, q_norm, gate: None, kv, o }))
+    Ok(Mixer::Attention(AttentionLayer { head_dim, q, q_norm, gate: None, kv, o }))
 }
 
 impl LayerInputs {
@@ -163,20 +164,21 @@ impl LayerInputs {
         })
     }
 
-    /// `(norm(proj(x) / sqrt(hidden)) + sqrt(dim) * table[token]) / sqrt(2)` of the embedded tokens `x[n_tokens, hidden]`:
-    /// `[n_layers, n_tokens, dim]`, of which [`Step::own_input`] gives each layer its slice.
-    pub(crate) fn build(&self, step: &mut Step<'_>, x: ValueId) -> Result<ValueId, GraphError> {
+    /// Computes `(norm(proj(x) / sqrt(hidden)) + sqrt(dim) * table[token]) / sqrt(2)` from the embedded
+    /// tokens `x[n_tokens, hidden]`: `[n_layers, n_tokens, dim]`, of which [`StepBuilder::own_input`] gives
+    /// each layer its slice.
+    pub(crate) fn build(&self, step: &mut StepBuilder<'_>, x: ValueId) -> Result<ValueId, GraphError> {
         let hidden = step.config.hidden as f32;
         let context = step.linear(x, self.proj, "per_layer_proj")?;
         let context = step.apart(context, self.n_layers, self.dim)?;
-        // A factor on what is normed is one over its square on epsilon.
+        // Scaling the input of a norm by `s` is the same as scaling epsilon by `1 / s²`.
         let eps = step.config.norm_eps * hidden;
         let context = step.norm_with(context, self.norm, eps, "per_layer_proj_norm")?;
         let rows = step.token_rows(self.table)?;
         let rows = step.scaled(rows, (self.dim as f32).sqrt())?;
         let rows = step.apart(rows, self.n_layers, self.dim)?;
         let both = step.add(context, rows)?;
-        // Layers first: what a layer reads then lies together.
+        // Layer dimension first, so that each layer's slice is contiguous.
         let by_layer = step.builder.permute(both, &[1, 0, 2])?;
         step.scaled(by_layer, 0.5f32.sqrt())
     }
@@ -192,8 +194,13 @@ impl LayerInput {
         })
     }
 
-    /// Adds the slice to the residual `x[n_tokens, hidden]`.
-    pub(crate) fn build(&self, step: &mut Step<'_>, layer: usize, x: ValueId) -> Result<ValueId, GraphError> {
+    /// Adds the layer's slice to the residual `x[n_tokens, hidden]`.
+    pub(crate) fn build(
+        &self,
+        step: &mut StepBuilder<'_>,
+        layer: usize,
+        x: ValueId,
+    ) -> Result<ValueId, GraphError> {
         let own = step.own_input(layer)?;
         let gate = step.linear(x, self.gate, "inp_gate")?;
         let h = step.builder.gate(Gate::GeluTanh, gate, own)?;

@@ -1,8 +1,8 @@
-//! GLM 4 of April 2025: norms at both ends of each branch, biases on queries, keys and values, half of each head rotated,
-//! and gate and up as one tensor.
+//! GLM 4 (April 2025): norms before and after each branch, biases on queries, keys and values, half of each
+//! head rotated, and gate and up projections in one tensor.
 
 use crate::error::ModelError;
-use crate::layers::{Attention, Block, Decoder, FeedForward, Placement};
+use crate::layers::{AttentionLayer, Decoder, DecoderLayer, FeedForward, Placement};
 use crate::weights::{HfNames, WeightTable};
 
 pub(crate) const NAMES: HfNames = &[
@@ -13,6 +13,6 @@ pub(crate) const NAMES: HfNames = &[
 
 pub(crate) fn declare(w: &mut WeightTable<'_>) -> Result<Decoder, ModelError> {
     Decoder::of_blocks(w, |w, layer| {
-        Block::declare(w, layer, Placement::Sandwich, Attention::declare, FeedForward::fused)
+        DecoderLayer::declare(w, layer, Placement::Sandwich, AttentionLayer::declare, FeedForward::fused)
     })
 }

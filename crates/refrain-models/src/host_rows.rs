@@ -1,14 +1,14 @@
-//! Rows of a table that stays on the host, gathered there before the rest of a step.
+//! Host step that gathers rows of a table that stays on the host, before the remaining steps.
 
 use refrain_graph::{HostBuf, HostCall, HostCallError, HostFn, TensorType};
 use refrain_tensor::{DType, Shape, quant};
 use std::sync::Arc;
 
-/// `table[v, d]`, `ids[n]` I32 -> `[n, d]`: floats as the table has them, quantised rows decoded to F32. A negative id
-/// gives a row of zeros.
+/// `table[v, d]`, `ids[n]` I32 -> `[n, d]`: floats in the table's type, quantised rows decoded to F32. A
+/// negative id gives a row of zeros.
 struct HostRows;
 
-/// A step that reads rows of a table where it was mapped.
+/// A host call that reads rows of a table from where it is mapped.
 pub(crate) fn host_rows() -> HostCall {
     let because = "its table stays on the host";
     HostCall { name: "host_rows", because, function: Arc::new(HostRows) }
@@ -18,32 +18,34 @@ fn refuse<T>(because: impl Into<String>) -> Result<T, HostCallError> {
     Err(HostCallError(because.into()))
 }
 
-/// The element type of the rows of a table.
+/// Element type of the gathered rows.
 fn row_dtype(table: DType) -> DType {
     if table.is_float() { table } else { DType::F32 }
 }
 
 impl HostFn for HostRows {
     fn infer(&self, inputs: &[TensorType]) -> Result<Vec<TensorType>, HostCallError> {
-        let [table, ids] = inputs else { return refuse("it takes a table and ids") };
+        let [table, ids] = inputs else { return refuse("the inputs must be a table and ids") };
         let (&[_, d], &[n]) = (table.shape.dims(), ids.shape.dims()) else {
-            return refuse(format!("{table} is no table, or {ids} are no ids"));
+            return refuse(format!("{table} is not a table, or {ids} are not ids"));
         };
         if ids.dtype != DType::I32 || !(table.dtype.is_float() || table.dtype.is_quantized()) {
-            return refuse(format!("a table of {} and ids of {}", table.dtype, ids.dtype));
+            return refuse(format!("unsupported types: a table of {} and ids of {}", table.dtype, ids.dtype));
         }
         let shape = Shape::new(&[n, d]).map_err(|e| HostCallError(e.to_string()))?;
         Ok(vec![TensorType { dtype: row_dtype(table.dtype), shape }])
     }
 
     fn call(&self, inputs: &[HostBuf<'_>], outputs: &mut [&mut [u8]]) -> Result<(), HostCallError> {
-        let ([table, ids], [out]) = (inputs, outputs) else { return refuse("it takes a table and ids") };
+        let ([table, ids], [out]) = (inputs, outputs) else {
+            return refuse("the inputs must be a table and ids");
+        };
         let (n_rows, d) = (table.ty.shape.dims()[0], table.ty.shape.dims()[1]);
         let (from, to) = (table.ty.dtype, row_dtype(table.ty.dtype));
         let (Some(row_bytes), Some(out_bytes)) = (from.bytes_for(d), to.bytes_for(d)) else {
-            return refuse(format!("rows of {d} elements are no whole blocks of {from}"));
+            return refuse(format!("rows of {d} elements are not a multiple of the {from} block size"));
         };
-        // The file may have been cut since it was mapped, or be another one.
+        // The file may have been truncated or replaced since it was mapped.
         let need = row_bytes.checked_mul(n_rows);
         if need != Some(table.bytes.len()) {
             let got = table.bytes.len();
@@ -91,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_come_as_the_table_has_them_and_quantised_ones_decoded() {
+    fn float_rows_are_copied_and_quantised_rows_decoded() {
         let values: Vec<f32> = (0..96).map(|i| i as f32 - 40.0).collect();
         for dtype in [DType::F32, DType::BF16, DType::Q8_0] {
             let mut table = vec![0; dtype.bytes_for(96).unwrap()];

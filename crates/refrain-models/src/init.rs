@@ -1,4 +1,4 @@
-//! Weights to start training from.
+//! Initial weights for training from scratch.
 
 use crate::error::ModelError;
 use crate::model::Model;
@@ -11,26 +11,28 @@ use refrain_tensor::{HostTensor, Shape};
 /// Standard deviation of matrices.
 const SPREAD: f32 = 0.02;
 
-/// Tensors of a model that has learnt nothing: matrices from a normal distribution, narrower where a layer's branch joins
-/// the residual so that its variance does not grow with the layers, norms 1, biases 0.
+/// Tensors of an untrained model: matrices from a normal distribution, norms 1, biases 0. Matrices whose
+/// output is added to the residual get a smaller standard deviation, so that the residual's variance does not
+/// grow with the number of layers.
 struct Fresh<'c> {
     config: &'c ModelConfig,
     seed: u64,
 }
 
 impl NamedShape {
-    /// Hyperparameters of a model of this shape that is trained from scratch, for sequences of up to `n_context` tokens.
+    /// Hyperparameters for training a model of this shape from scratch, with sequences of up to `n_context`
+    /// tokens.
     pub fn fresh_config(&self, n_context: usize) -> ModelConfig {
         let mut config = ModelConfig { n_context, ..self.config() };
         config.rope.theta = 10_000.0;
-        // As Hugging Face folders have it; a GGUF file of it stores queries and keys in another order.
+        // The layout of Hugging Face folders; a GGUF export reorders queries and keys.
         config.rope.style = self.arch().hf_rope_style();
         config
     }
 }
 
 impl Model {
-    /// A model that has learnt nothing. The same seed gives the same weights on every machine.
+    /// An untrained model. The same seed gives the same weights on every machine.
     pub fn fresh(config: ModelConfig, seed: u64) -> Result<Model, ModelError> {
         let source = Fresh { config: &config, seed };
         Model::from_source(config.clone(), &source)
@@ -52,7 +54,7 @@ impl TensorSource for Fresh<'_> {
                 (0..n).map(|_| spread * normal.next()).collect()
             }
         };
-        // Sizes come from the table, so they always fit.
+        // The sizes come from the model's own table, so the shape is always valid.
         let shape = Shape::new(&dims).unwrap_or_else(|e| panic!("{gguf_name}: {e}"));
         Ok(Some(HostTensor::from_f32(shape, &values).unwrap_or_else(|e| panic!("{gguf_name}: {e}"))))
     }
@@ -62,7 +64,8 @@ impl TensorSource for Fresh<'_> {
     }
 }
 
-/// Normal numbers, a stream of its own for each tensor: the weights of a layer do not depend on those before it.
+/// Normally distributed numbers with a separate stream per tensor: a layer's weights do not depend on earlier
+/// layers.
 pub(crate) struct Normal {
     state: u64,
     spare: Option<f32>,
@@ -76,7 +79,7 @@ impl Normal {
         Normal { state: seed ^ salt, spare: None }
     }
 
-    /// A number in (0, 1] with 53 bits (splitmix64).
+    /// A uniform number in (0, 1] with 53 bits (splitmix64).
     pub(crate) fn uniform(&mut self) -> f64 {
         self.state = self.state.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let z = (self.state ^ (self.state >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -100,7 +103,7 @@ mod tests {
     use refrain_graph::WeightId;
 
     #[test]
-    fn a_fresh_model_has_the_variances_it_should_and_depends_on_its_seed_alone() {
+    fn a_fresh_model_has_the_expected_variances_and_depends_only_on_its_seed() {
         let config = NamedShape::find("llama-10m").unwrap().fresh_config(256);
         let model = Model::fresh(config.clone(), 7).unwrap();
         let again = Model::fresh(config.clone(), 7).unwrap();

@@ -1,7 +1,8 @@
-//! LFM2, dense: most layers are gated short convolutions, the others attend with queries and keys normed per head.
+//! LFM2, dense: most layers are gated short convolutions; the others are attention with per-head norms of
+//! queries and keys.
 
 use crate::error::ModelError;
-use crate::layers::{Attention, Block, Decoder, FeedForward, Placement, ShortConv};
+use crate::layers::{AttentionLayer, Decoder, DecoderLayer, FeedForward, Placement, ShortConvLayer};
 use crate::weights::{HfNames, WeightTable};
 use refrain_formats::params::{LayerAttention, RecurrentLayers};
 
@@ -20,10 +21,10 @@ pub(crate) fn declare(w: &mut WeightTable<'_>) -> Result<Decoder, ModelError> {
     Decoder::of_blocks(w, |w, layer| {
         let mixer = |w: &mut WeightTable<'_>, layer| match (w.config.layer(layer), w.config.recurrent) {
             (LayerAttention::Recurrent, Some(RecurrentLayers::ShortConv { width })) => {
-                ShortConv::declare(w, layer, width)
+                ShortConvLayer::declare(w, layer, width)
             }
-            _ => Attention::declare(w, layer),
+            _ => AttentionLayer::declare(w, layer),
         };
-        Block::declare(w, layer, Placement::Pre, mixer, FeedForward::gated)
+        DecoderLayer::declare(w, layer, Placement::Pre, mixer, FeedForward::gated)
     })
 }

@@ -1,23 +1,23 @@
-//! One file per architecture, as graph builders, and the maps from weight names.
+//! Model architectures as graph builders, one file each, and their weight names.
 //!
-//! A [`Model`] knows its hyperparameters and its weights, and builds the graph of a step of any size from them.
-//! Weights are named as GGUF names them; for Hugging Face folders each architecture has a table of the other names.
+//! A [`Model`] holds hyperparameters and weights, and builds from them the graph of a step of any size.
+//! Weights have GGUF names; each architecture has a table of the corresponding Hugging Face names.
 //!
 //! Invariant: no file here names a backend.
 #![forbid(unsafe_code)]
 
-mod model; // hyperparameters and weights, made into graphs
-mod state; // what layers keep between steps
-mod layers; // the pieces that layers are made of
-mod step; // what every architecture's step has in common
+mod model; // hyperparameters, weights and graphs
+mod state; // state of layers between steps
+mod layers; // building blocks of layers
+mod step; // the parts of a step that all architectures share
 mod weights; // finding, checking and naming weights
-mod train; // steps that learn
+mod train; // training steps
 mod host_rows; // tables that stay on the host
-mod adapter; // LoRA beside linear maps
-mod rope; // frequencies of rotary embeddings
-mod init; // weights to start training from
-mod export; // back to files
-mod shapes; // random weights of well-known sizes
+mod adapter; // LoRA adapters
+mod rope; // rotary embedding frequencies
+mod init; // initial weights for training
+mod export; // writing model files
+mod shapes; // well-known shapes with random weights
 mod error;
 
 mod cohere2;

@@ -4,7 +4,7 @@ use crate::adapter::{Attached, LinearSite};
 use crate::error::ModelError;
 use crate::layers::Decoder;
 use crate::state::{LayerState, StateTable};
-use crate::step::{Shared, Step};
+use crate::step::{GlobalWeights, StepBuilder};
 use crate::weights::{HfNames, TensorSource, WeightTable};
 use crate::{cohere2, gemma3, gemma4, glm4, lfm2, llama, olmo2, phi3, qwen35};
 use refrain_formats::ModelFiles;
@@ -15,43 +15,43 @@ use refrain_graph::{Graph, GraphError, State, StepKind, StepShape, ValueId, Weig
 use refrain_tensor::{DType, HostTensor};
 use std::sync::Arc;
 
-/// What a step computes besides filling the cache.
+/// Output of a step, besides filling the cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Head {
-    /// Nothing: a piece of a prompt that goes on.
+    /// None: a prompt chunk that is not the last.
     None,
-    /// `logits[n_choices, vocab]` after the rows that [`StepInputs::rows`] names.
+    /// `logits[n_choices, vocab]` for the rows in [`StepInputs::rows`].
     Logits,
-    /// `token[n_choices]` and `logprob[n_choices]` after those rows.
+    /// `token[n_choices]` and `logprob[n_choices]` for those rows.
     Sample(SampleHead),
 }
 
-/// How the next tokens are chosen.
+/// Shape of the sampling inputs and outputs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct SampleHead {
-    /// Places for recent tokens.
+    /// Capacity of the history of recent tokens.
     pub n_history: usize,
-    /// Places for biases.
+    /// Maximum number of biased tokens.
     pub n_bias: usize,
-    /// Whether each row has a mask of the tokens that may be chosen.
+    /// Whether each row has a mask of the allowed tokens.
     pub masked: bool,
-    /// Most probable tokens that are reported as well.
+    /// Number of top tokens to report.
     pub n_top: usize,
 }
 
-/// The size of a step.
+/// Specification of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct StepSpec {
-    /// Rows that go through, of how many sequences, and how many are followed by something.
+    /// Numbers of rows, of sequences, and of rows with an output.
     pub shape: StepShape,
-    /// What comes out behind those.
+    /// The output for those rows.
     pub head: Head,
     /// Element type of activations.
     pub act: DType,
 }
 
 impl StepSpec {
-    /// A step of one sequence: decode for one token and a choice, otherwise a piece of a prompt.
+    /// A step of one sequence: a decode step for one token and one choice, otherwise a prompt chunk.
     pub fn of_one(n_tokens: usize, n_choices: usize, head: Head) -> StepSpec {
         let is_decode = n_tokens == 1 && matches!(head, Head::Sample(_));
         let kind = if is_decode { StepKind::Decode } else { StepKind::Prompt };
@@ -59,22 +59,22 @@ impl StepSpec {
     }
 }
 
-/// The measures of the KV cache.
+/// Dimensions of the KV cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct KvSpec {
     /// Blocks in the pool.
     pub n_blocks: usize,
-    /// Positions in a block.
+    /// Positions per block.
     pub kv_block: usize,
-    /// Blocks that one sequence may have.
+    /// Maximum number of blocks per sequence.
     pub max_blocks: usize,
-    /// Slots in the states of recurrent layers: two for each sequence that may have such a state.
+    /// Slots in recurrent states: two for each sequence with recurrent states.
     pub n_slots: usize,
     /// Element type.
     pub dtype: DType,
 }
 
-/// A model, ready to build graphs. Clones share the values of its weights.
+/// A model that can build graphs. Clones share the weight values.
 #[derive(Clone, Debug)]
 pub struct Model {
     config: ModelConfig,
@@ -85,15 +85,15 @@ pub struct Model {
     fixed: Vec<WeightId>,
     sites: Vec<LinearSite>,
     attached: Option<Attached>,
-    shared: Shared,
+    shared: GlobalWeights,
     decoder: Arc<Decoder>,
     tables_on_host: bool,
 }
 
-/// Declares the layers of an architecture.
+/// Function that declares the layers of an architecture.
 type Declare = fn(&mut WeightTable<'_>) -> Result<Decoder, ModelError>;
 
-/// The names of an architecture's tensors, and the function that declares its layers.
+/// Tensor names of an architecture, and the function that declares its layers.
 fn architecture(arch: Arch) -> (HfNames, Declare) {
     match arch {
         Arch::Llama
@@ -115,16 +115,16 @@ fn architecture(arch: Arch) -> (HfNames, Declare) {
 }
 
 impl Model {
-    /// The model in these files.
+    /// Loads a model from its files.
     pub fn load(files: &ModelFiles) -> Result<Model, ModelError> {
         Model::from_source(files.config()?, files)
     }
 
-    /// A model whose tensors come from anywhere.
+    /// Builds a model whose tensors come from any source.
     pub fn from_source(config: ModelConfig, source: &dyn TensorSource) -> Result<Model, ModelError> {
         let (names, declare) = architecture(config.arch);
         let mut table = WeightTable::new(&config, source, names);
-        let shared = Shared::declare(&mut table)?;
+        let shared = GlobalWeights::declare(&mut table)?;
         let decoder = Arc::new(declare(&mut table)?);
         let WeightTable { weights, tensors, hf_names, derived, fixed, sites, .. } = table;
         let (attached, tables_on_host) = (None, false);
@@ -143,13 +143,13 @@ impl Model {
         })
     }
 
-    /// The table of which a step reads one row a token, where there is one besides the embedding: it need not be on the
-    /// device.
+    /// The table besides the embedding of which a step reads one row per token, if there is one; it need not
+    /// be on the device.
     pub fn token_table(&self) -> Option<WeightId> {
         self.decoder.token_table()
     }
 
-    /// The same model with steps that gather the rows of [`Model::token_table`] on the host, before all else.
+    /// Returns the same model, with steps that first gather the rows of [`Model::token_table`] on the host.
     #[must_use]
     pub fn with_table_on_host(&self) -> Model {
         Model { tables_on_host: true, ..self.clone() }
@@ -160,33 +160,33 @@ impl Model {
         &self.config
     }
 
-    /// Weights, in the order of their ids.
+    /// Weights, in order of their ids.
     pub fn weights(&self) -> &[Weight] {
         &self.weights
     }
 
-    /// The weights' values, in the same order.
+    /// Values of the weights, in the same order.
     pub fn tensors(&self) -> &[HostTensor] {
         &self.tensors
     }
 
-    /// The name of a weight in Hugging Face folders.
+    /// Name of a weight in Hugging Face folders.
     pub fn hf_name(&self, weight: WeightId) -> &str {
         &self.hf_names[weight.idx()]
     }
 
-    /// Whether a weight is computed from hyperparameters, such as the frequencies of rotations.
+    /// Whether a weight is computed from hyperparameters, such as rotary frequencies.
     pub(crate) fn is_derived(&self, weight: usize) -> bool {
         self.derived.iter().any(|id| id.idx() == weight)
     }
 
-    /// Whether a weight belongs to the adapter that is attached.
+    /// Whether a weight belongs to the attached adapter.
     pub(crate) fn is_of_adapter(&self, weight: usize) -> bool {
         self.attached.as_ref().is_some_and(|attached| attached.owns(weight))
     }
 
-    /// Whether a weight changes while the model is trained: those of the adapter where there is one, else all that are
-    /// neither tables nor numbers of the graph.
+    /// Whether a weight is trained: with an adapter only the adapter's weights, otherwise all except tables
+    /// and constants of the graph.
     pub fn is_trained(&self, weight: WeightId) -> bool {
         match &self.attached {
             Some(attached) => attached.owns(weight.idx()),
@@ -207,7 +207,7 @@ impl Model {
         self.attached = Some(attached);
     }
 
-    /// Adds a weight behind the others.
+    /// Appends a weight.
     pub(crate) fn push(&mut self, weight: Weight, hf_name: String, tensor: HostTensor) -> WeightId {
         self.weights.push(weight);
         self.hf_names.push(hf_name);
@@ -215,61 +215,72 @@ impl Model {
         WeightId::from_idx(self.weights.len() - 1)
     }
 
-    /// Numbers in the weights that change while the model is trained.
+    /// Number of trained parameters.
     pub fn n_trained(&self) -> usize {
         let trained =
             self.weights.iter().enumerate().filter(|(idx, _)| self.is_trained(WeightId::from_idx(*idx)));
         trained.map(|(_, weight)| weight.ty.shape.n_elements()).sum()
     }
 
-    pub(crate) fn shared(&self) -> &Shared {
+    pub(crate) fn shared(&self) -> &GlobalWeights {
         &self.shared
     }
 
-    /// What enters the first layer of a step that is being built.
-    pub(crate) fn begin(&self, step: &mut Step<'_>) -> Result<ValueId, GraphError> {
+    /// Builds the input of the first layer.
+    pub(crate) fn begin(&self, step: &mut StepBuilder<'_>) -> Result<ValueId, GraphError> {
         step.begin(&self.decoder)
     }
 
-    /// One layer of a step that is being built.
-    pub(crate) fn layer(&self, step: &mut Step<'_>, layer: usize, x: ValueId) -> Result<ValueId, GraphError> {
+    /// Builds one layer of a step.
+    pub(crate) fn layer(
+        &self,
+        step: &mut StepBuilder<'_>,
+        layer: usize,
+        x: ValueId,
+    ) -> Result<ValueId, GraphError> {
         self.decoder.blocks[layer].build(step, layer, x)
     }
 
-    /// Numbers in all weights.
+    /// Number of parameters in all weights.
     pub fn n_parameters(&self) -> usize {
         self.weights.iter().map(|w| w.ty.shape.n_elements()).sum()
     }
 
-    /// Bytes of all weights.
+    /// Size of all weights in bytes.
     pub fn weight_bytes(&self) -> usize {
         self.tensors.iter().map(|t| t.bytes().as_slice().len()).sum()
     }
 
-    /// What every layer keeps between steps.
+    /// States that the layers keep between steps.
     pub fn state_table(&self, kv: &KvSpec) -> StateTable {
         let layers: Vec<LayerState> =
             (0..self.config.n_layers).map(|layer| self.decoder.state(&self.config, layer)).collect();
         StateTable::new(&layers, kv, kv.n_slots)
     }
 
-    /// Whether sequences have recurrent states: in slots, and not shareable as KV is.
+    /// Whether the model has recurrent states, which live in slots and cannot be shared like KV.
     pub fn has_slots(&self) -> bool {
         let is_recurrent = |layer| matches!(self.decoder.state(&self.config, layer), LayerState::Slots(_));
         (0..self.config.n_layers).any(is_recurrent)
     }
 
-    /// The states, in the order of their ids.
+    /// The states, in order of their ids.
     pub fn states(&self, kv: &KvSpec) -> Vec<State> {
         self.state_table(kv).states().to_vec()
     }
 
-    /// The graph of one step.
+    /// Builds the graph of one step.
     ///
-    /// [`Graph::step`] says what its inputs mean.
+    /// [`Graph::step`] describes its inputs.
     pub fn graph(&self, spec: &StepSpec, kv: &KvSpec) -> Result<Graph, GraphError> {
-        let mut step =
-            Step::new(&self.config, &self.shared, self.weights.clone(), self.state_table(kv), spec, kv)?;
+        let mut step = StepBuilder::new(
+            &self.config,
+            &self.shared,
+            self.weights.clone(),
+            self.state_table(kv),
+            spec,
+            kv,
+        )?;
         step.tables_on_host = self.tables_on_host;
         step.attached = self.attached.as_ref();
         let mut x = self.begin(&mut step)?;

@@ -1,8 +1,8 @@
-//! OLMo 2 and 3: branches are normed where they join the residual and not where they begin, and queries and keys are normed
-//! over all heads. OLMo 3 slides in three layers of four, in which its rotations are not scaled.
+//! OLMo 2 and 3: norms only after each branch, and queries and keys normalised over all heads. In OLMo 3,
+//! three of four layers use a sliding window and unscaled rotary frequencies.
 
 use crate::error::ModelError;
-use crate::layers::{Attention, Block, Decoder, FeedForward, Placement};
+use crate::layers::{AttentionLayer, Decoder, DecoderLayer, FeedForward, Placement};
 use crate::weights::{HfNames, WeightTable};
 
 pub(crate) const NAMES: HfNames =
@@ -10,6 +10,6 @@ pub(crate) const NAMES: HfNames =
 
 pub(crate) fn declare(w: &mut WeightTable<'_>) -> Result<Decoder, ModelError> {
     Decoder::of_blocks(w, |w, layer| {
-        Block::declare(w, layer, Placement::Post, Attention::with_row_norms, FeedForward::gated)
+        DecoderLayer::declare(w, layer, Placement::Post, AttentionLayer::with_row_norms, FeedForward::gated)
     })
 }

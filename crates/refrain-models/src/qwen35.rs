@@ -1,9 +1,9 @@
-//! Qwen 3.5 and 3.6, the text part of their dense models: three of four layers are gated DeltaNets, the others attend with
-//! an output gate and turn a quarter of each head. Norms are pre-norms and SwiGLU follows; the norm before that is called
-//! `post_attention_norm` in GGUF files too.
+//! Qwen 3.5 and 3.6, the text part of the dense models: three of four layers are gated DeltaNets; the others
+//! are attention with an output gate, rotating a quarter of each head. Layers are pre-norm with SwiGLU; the
+//! norm before the feed-forward part is named `post_attention_norm` in GGUF files too.
 
 use crate::error::ModelError;
-use crate::layers::{Attention, Block, Decoder, DeltaNet, FeedForward, Norms};
+use crate::layers::{AttentionLayer, Decoder, DecoderLayer, DeltaNet, FeedForward, Norms};
 use crate::weights::{HfNames, WeightTable};
 use refrain_formats::params::{LayerAttention, RecurrentLayers};
 
@@ -24,11 +24,11 @@ pub(crate) fn declare(w: &mut WeightTable<'_>) -> Result<Decoder, ModelError> {
             (LayerAttention::Recurrent, Some(RecurrentLayers::DeltaNet(sizes))) => {
                 DeltaNet::declare(w, layer, sizes)?
             }
-            _ => Attention::gated(w, layer)?,
+            _ => AttentionLayer::gated(w, layer)?,
         };
         let before_ffn = Some(w.norm(layer, "post_attention_norm", hidden)?);
         let ffn = FeedForward::gated(w, layer)?;
         let norms = Norms { before_mixer, before_ffn, ..Norms::default() };
-        Ok(Block { norms, parallel: false, mixer, ffn, input: None, output_scale: 1.0 })
+        Ok(DecoderLayer { norms, parallel: false, mixer, ffn, input: None, output_scale: 1.0 })
     })
 }

@@ -1,11 +1,11 @@
-//! Frequencies of rotary embeddings, with their scalings.
+//! Rotary embedding frequencies and their scaling.
 
 use refrain_formats::params::{RopeScaling, Yarn};
 use std::f64::consts::TAU;
 
-/// The angle per position of each pair of elements, `dims / 2` of them.
+/// Angle per position of each of the `dims / 2` pairs of elements.
 ///
-/// `factors` divide the frequencies one by one, where the file brings such a table.
+/// `factors` divide the frequencies individually, for files with such a table.
 pub fn inverse_frequencies(
     theta: f32,
     dims: usize,
@@ -18,7 +18,7 @@ pub fn inverse_frequencies(
         RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, n_original_context } => {
             let turns = n_original_context as f64 * base(i) / TAU;
             let (low, high) = (f64::from(low_freq_factor), f64::from(high_freq_factor));
-            // 0 below `low` turns over the original context, 1 above `high`, a ramp between.
+            // 0 below `low` rotations over the original context, 1 above `high`, linear in between.
             let keep = ((turns - low) / (high - low)).clamp(0.0, 1.0);
             base(i) * (keep + (1.0 - keep) / f64::from(factor))
         }
@@ -27,20 +27,20 @@ pub fn inverse_frequencies(
             base(i) * (keep + (1.0 - keep) / f64::from(yarn.factor))
         }
         RopeScaling::Proportional { share, factor } => {
-            // Rounded as `transformers` does: down to whole pairs.
+            // Rounded down to whole pairs, as in `transformers`.
             let n_pairs = (f64::from(share) * dims as f64 / 2.0).floor() as usize;
             if i < n_pairs { base(i) / f64::from(factor) } else { 0.0 }
         }
-        // Its divisors are `factors`.
+        // The divisors of long RoPE are in `factors`.
         RopeScaling::None | RopeScaling::Long { .. } => base(i),
     };
     let divisor = |i: usize| factors.and_then(|f| f.get(i)).map_or(1.0, |&f| f64::from(f));
     (0..dims / 2).map(|i| (scaled(i) / divisor(i)) as f32).collect()
 }
 
-/// 0 where a frequency is kept, 1 where it is divided.
+/// 0 where a frequency is kept, 1 where it is divided, linear in between.
 fn yarn_ramp(i: usize, theta: f64, dims: usize, yarn: &Yarn) -> f64 {
-    // The pair that turns `turns` times over the original context.
+    // Index of the pair that makes `turns` rotations over the original context.
     let pair = |turns: f32| {
         let wave = yarn.n_original_context as f64 / (f64::from(turns) * TAU);
         dims as f64 * wave.ln() / (2.0 * theta.ln())
@@ -62,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn plain_frequencies_fall_from_one_by_a_constant_ratio() {
+    fn unscaled_frequencies_fall_from_one_by_a_constant_ratio() {
         let f = inverse_frequencies(10_000.0, 8, RopeScaling::None, None);
         assert_eq!(f, [1.0, 0.1, 0.01, 0.001]);
     }
@@ -90,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn yarn_keeps_fast_pairs_divides_slow_ones_and_blends_between_as_transformers_does() {
+    fn yarn_matches_transformers() {
         // Qwen's recipe for 131,072 positions; `transformers` 5.17 gives these for pairs 0, 23, 24, 30, 39, 40 and 63.
         let pairs = [0, 23, 24, 30, 39, 40, 63];
         let whole =

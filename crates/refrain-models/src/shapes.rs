@@ -1,20 +1,20 @@
-//! Well-known shapes with random weights: speed can be measured without a download.
+//! Well-known shapes with random weights, for benchmarks without a download.
 
 use crate::error::ModelError;
 use crate::model::Model;
 use crate::weights::TensorSource;
 use refrain_formats::FormatError;
-use refrain_formats::params::{Activation, Arch, ModelConfig, NormKind, Rope, RopeScaling};
+use refrain_formats::params::{Activation, Arch, ModelConfig, NormKind, RopeParams, RopeScaling};
 use refrain_formats::params::{DeltaNetSizes, Experts, LayerAttention, LayerSizes, PerLayerEmbedding};
 use refrain_formats::params::{RecurrentLayers, VHeads};
 use refrain_tensor::{Bytes, DType, HostTensor, Shape, quant};
 use std::cell::RefCell;
 use std::collections::HashMap;
 
-/// The sizes of a well-known model.
+/// Sizes of a well-known model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NamedShape {
-    /// Name, as the command line takes it.
+    /// Name on the command line.
     pub name: &'static str,
     arch: Arch,
     n_vocab: usize,
@@ -26,21 +26,22 @@ pub struct NamedShape {
     head_dim: usize,
     gemma4: Option<Gemma4Shape>,
     experts: Option<Experts>,
+    tied_head: bool,
 }
 
-/// What Gemma 4 has besides.
+/// Additional sizes of Gemma 4.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Gemma4Shape {
-    /// Every how many layers one sees all.
+    /// Every `period`-th layer uses full attention.
     period: usize,
     window: usize,
-    /// Key and value heads of a layer that sees all, and their size.
+    /// Number and size of the KV heads in full-attention layers.
     global_heads: [usize; 2],
     n_shared_kv: usize,
-    /// Elements of the feed-forward part in layers that share keys and values.
+    /// Feed-forward size of layers that share keys and values.
     shared_ffn: usize,
     keys_as_values: bool,
-    /// Elements that the second embedding has for each layer; 0 where there is none.
+    /// Elements of the per-layer embedding per layer; 0 without one.
     per_layer: usize,
 }
 
@@ -51,8 +52,20 @@ const fn shape(
     heads: [usize; 3],
 ) -> NamedShape {
     let [n_heads, n_kv_heads, head_dim] = heads;
-    let (gemma4, experts) = (None, None);
-    NamedShape { name, arch, n_vocab, hidden, ffn, n_layers, n_heads, n_kv_heads, head_dim, gemma4, experts }
+    NamedShape {
+        name,
+        arch,
+        n_vocab,
+        hidden,
+        ffn,
+        n_layers,
+        n_heads,
+        n_kv_heads,
+        head_dim,
+        gemma4: None,
+        experts: None,
+        tied_head: true,
+    }
 }
 
 const fn gemma4(name: &'static str, sizes: [usize; 3], heads: [usize; 2], more: Gemma4Shape) -> NamedShape {
@@ -93,7 +106,7 @@ const fn qwen3_moe(
 
 const MOE_26B: Gemma4Shape = Gemma4Shape { global_heads: [2, 512], shared_ffn: 2_112, ..DENSE_31B };
 
-/// Of all models up to 9B: heads of 128 elements, two for each key head.
+/// The same for all models up to 9B: heads of 128 elements, two per key head.
 const QWEN35_9B: DeltaNetSizes = DeltaNetSizes {
     n_key_heads: 16,
     n_heads: 32,
@@ -104,8 +117,14 @@ const QWEN35_9B: DeltaNetSizes = DeltaNetSizes {
     decay_is_log: false,
 };
 
-/// All shapes, from the smallest to the largest.
-pub const SHAPES: [NamedShape; 18] = [
+const LLAMA31_8B_SIZES: [usize; 4] = [128_256, 4_096, 14_336, 32];
+/// Its output head is untied; the tied shape is for comparison with measurements recorded without that
+/// matrix.
+const LLAMA31_8B: NamedShape =
+    shape("llama-3.1-8b", Arch::Llama, LLAMA31_8B_SIZES, [32, 8, 128]).with_untied_head();
+
+/// All shapes, from smallest to largest.
+pub const SHAPES: [NamedShape; 19] = [
     shape("llama-1m", Arch::Llama, [2_048, 128, 384, 4], [4, 4, 32]),
     shape("llama-10m", Arch::Llama, [8_192, 320, 896, 6], [5, 5, 64]),
     shape("llama-110m", Arch::Llama, [32_768, 768, 2_048, 12], [12, 12, 64]),
@@ -119,7 +138,8 @@ pub const SHAPES: [NamedShape; 18] = [
     shape("llama-3.2-3b", Arch::Llama, [128_256, 3_072, 8_192, 28], [24, 8, 128]),
     shape("phi-4-mini", Arch::Phi3, [200_064, 3_072, 8_192, 32], [24, 8, 128]),
     gemma4("gemma4-e4b", [2_560, 10_240, 42], [8, 2], E4B),
-    shape("llama-3.1-8b", Arch::Llama, [128_256, 4_096, 14_336, 32], [32, 8, 128]),
+    LLAMA31_8B,
+    shape("llama-3.1-8b-tied", Arch::Llama, LLAMA31_8B_SIZES, [32, 8, 128]),
     shape("qwen3.5-9b", Arch::Qwen35, [248_320, 4_096, 12_288, 32], [16, 4, 256]),
     qwen3_moe("qwen3-30b-a3b", [151_936, 2_048, 6_144, 48], [32, 4, 128], [128, 8, 768]),
     gemma4("gemma4-26b-a4b", [2_816, 2_112, 30], [16, 8], MOE_26B).with_experts([128, 8, 704]),
@@ -127,20 +147,26 @@ pub const SHAPES: [NamedShape; 18] = [
 ];
 
 impl NamedShape {
-    /// The shape of that name.
+    /// Finds a shape by name.
     pub fn find(name: &str) -> Option<&'static NamedShape> {
         SHAPES.iter().find(|s| s.name.eq_ignore_ascii_case(name))
     }
 
-    /// A shape of one's own: vocabulary, hidden size, feed-forward size and layers; heads, key-value heads and head size.
+    /// A custom shape: vocabulary, hidden size, feed-forward size and layers; heads, KV heads and head size.
     pub const fn new(name: &'static str, arch: Arch, sizes: [usize; 4], heads: [usize; 3]) -> NamedShape {
         shape(name, arch, sizes, heads)
     }
 
-    /// The same with experts: how many, how many a token goes through, and their feed-forward size.
+    /// The same with experts: their number, the number per token, and their feed-forward size.
     #[must_use]
     pub const fn with_experts(self, [n_experts, n_choices, ffn]: [usize; 3]) -> NamedShape {
         NamedShape { experts: Some(Experts { n_experts, n_choices, ffn, renormalise: true }), ..self }
+    }
+
+    /// The same with an untied output head.
+    #[must_use]
+    pub const fn with_untied_head(self) -> NamedShape {
+        NamedShape { tied_head: false, ..self }
     }
 
     /// Its architecture.
@@ -148,14 +174,14 @@ impl NamedShape {
         self.arch
     }
 
-    /// Hyperparameters of a model of this shape, its head tied to the embedding.
+    /// Hyperparameters of a model of this shape.
     pub fn config(&self) -> ModelConfig {
         let (arch, gemma4) = (self.arch, self.arch == Arch::Gemma4);
         let layers = self.layers();
         let sizes = self.layer_sizes(&layers);
         let global_dim = self.gemma4.map_or(self.head_dim, |more| more.global_heads[1]);
         let rotated = match arch {
-            // Whole pairs of three quarters, and of a half.
+            // Whole pairs: three quarters of a head, and half of a head.
             Arch::Phi3 => self.head_dim * 3 / 8 * 2,
             Arch::Glm4 => self.head_dim / 4 * 2,
             Arch::Qwen35 => self.head_dim / 4,
@@ -186,7 +212,7 @@ impl NamedShape {
             norm_eps: 1e-5,
             norm_offset: 0.0,
             activation: if arch.is_gemma() { Activation::GeluTanh } else { Activation::Silu },
-            rope: Rope {
+            rope: RopeParams {
                 theta: 500_000.0,
                 local_theta: matches!(arch, Arch::Gemma3 | Arch::Gemma4).then_some(10_000.0),
                 scaling: match gemma4 {
@@ -201,7 +227,7 @@ impl NamedShape {
             sliding_window: window.filter(|_| layers.contains(&LayerAttention::Sliding)),
             layers,
             n_context: 131_072,
-            tied_embeddings: true,
+            tied_embeddings: self.tied_head,
             qkv_bias: matches!(arch, Arch::Qwen2 | Arch::Glm4),
             attn_output_bias: false,
             ffn_bias: false,
@@ -234,7 +260,7 @@ impl NamedShape {
         }
     }
 
-    /// Numbers in all weights but the second embedding, and in that.
+    /// Number of parameters without the per-layer embedding, and of that embedding.
     pub fn n_parameters(&self) -> [usize; 2] {
         let config = self.config();
         let size = |name: &str| tensor_dims(&config, name).map_or(0, |dims| dims.iter().product::<usize>());
@@ -275,7 +301,8 @@ impl NamedShape {
         [n, size("per_layer_token_embd.weight")]
     }
 
-    /// What each layer attends to: in Gemma and Command R, one of several sees all; in Gemma 4 the last one too.
+    /// Attention kind of each layer. Gemma and Command R interleave full-attention layers; in Gemma 4 the
+    /// last layer is one too.
     fn layers(&self) -> Vec<LayerAttention> {
         let is_nth = |layer: usize, period| (layer + 1).is_multiple_of(period);
         let is_full = |layer: usize| match (self.arch, self.gemma4) {
@@ -296,7 +323,7 @@ impl NamedShape {
         (0..self.n_layers).map(kind).collect()
     }
 
-    /// Only as many as leave a layer of each kind with keys and values of its own.
+    /// Bounded so that one layer of each kind keeps its own keys and values.
     fn n_shared_kv(&self) -> usize {
         self.gemma4.map_or(0, |more| more.n_shared_kv.min(self.n_layers.saturating_sub(more.period)))
     }
@@ -315,16 +342,17 @@ impl NamedShape {
     }
 }
 
-/// Tensors outside the layers, but for the second embedding.
-const GLOBAL_NAMES: [&str; 5] = [
+/// Tensors outside the layers, except the per-layer embedding.
+const GLOBAL_NAMES: [&str; 6] = [
     "token_embd.weight",
+    "output.weight",
     "output_norm.weight",
     "token_embd_norm.weight",
     "per_layer_model_proj.weight",
     "per_layer_proj_norm.weight",
 ];
 
-/// Tensors that layers of one architecture or another have.
+/// Layer tensors of all architectures.
 const LAYER_PARTS: [&str; 41] = [
     "ffn_gate_up_exps.weight",
     "ffn_gate_inp.scale",
@@ -369,22 +397,22 @@ const LAYER_PARTS: [&str; 41] = [
     "shortconv.out_proj.weight",
 ];
 
-/// Whether a file has the gate of the feed-forward part and what is gated as one tensor.
+/// Whether files store gate and up projections as one tensor.
 fn fuses_gate(arch: Arch) -> bool {
     matches!(arch, Arch::Phi3 | Arch::Glm4)
 }
 
-/// How the matrices of a random model are stored.
+/// Storage types of a random model's matrices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum QuantMix {
-    /// All in one type.
+    /// A single type.
     All(DType),
-    /// Q4_K, with Q6_K for the embedding and for half of the value and down projections, as files called Q4_K_M have.
+    /// Q4_K, with Q6_K for the embedding and for half of the value and down projections, as in Q4_K_M files.
     Q4KM,
 }
 
 impl QuantMix {
-    /// A mix by the name that files carry: `Q4_K_M`, or a dtype.
+    /// Finds a mix by the name used in file names: `Q4_K_M`, or a dtype.
     pub fn from_name(name: &str) -> Option<QuantMix> {
         match name.to_ascii_uppercase().as_str() {
             "Q4_K_M" => Some(QuantMix::Q4KM),
@@ -394,17 +422,18 @@ impl QuantMix {
 
     fn dtype(self, name: &str, layer: Option<usize>, n_layers: usize, row: usize) -> DType {
         let wanted = match self {
-            // llama.cpp never quantises it.
+            // llama.cpp never quantises this matrix.
             QuantMix::All(dtype) if name == "per_layer_model_proj.weight" && dtype.is_quantized() => {
                 DType::BF16
             }
             QuantMix::Q4KM if name == "per_layer_model_proj.weight" => DType::BF16,
-            // Nor a router.
+            // Nor routers.
             QuantMix::All(dtype) if name == "ffn_gate_inp.weight" && dtype.is_quantized() => DType::F32,
             QuantMix::Q4KM if name == "ffn_gate_inp.weight" => DType::F32,
             QuantMix::All(dtype) => dtype,
             QuantMix::Q4KM => {
-                // llama.cpp gives more bits to the first and last eighth of the layers and to every third between.
+                // llama.cpp uses more bits in the first and last eighth of the layers, and in every third
+                // layer between.
                 let more = layer.is_some_and(|l| {
                     l < n_layers / 8 || l >= 7 * n_layers / 8 || (l - n_layers / 8) % 3 == 2
                 });
@@ -415,7 +444,8 @@ impl QuantMix {
                 if layer.is_none() || (more && sensitive) { DType::Q6_K } else { DType::Q4_K }
             }
         };
-        // Rows that are not whole blocks take the next type with smaller ones, as converters do.
+        // Rows that are not a multiple of the block size get the next type with smaller blocks, as converters
+        // do.
         match wanted {
             d if row.is_multiple_of(d.block_len()) => d,
             DType::Q6_K if row.is_multiple_of(32) => DType::Q8_0,
@@ -425,11 +455,11 @@ impl QuantMix {
     }
 }
 
-/// Random tensors of any shape.
+/// Source of random tensors of any shape.
 struct RandomSource {
     config: ModelConfig,
     mix: QuantMix,
-    // One run of encoded blocks per type, repeated to the size that is needed.
+    // One pattern of encoded blocks per type, repeated to the required size.
     patterns: RefCell<HashMap<DType, Vec<u8>>>,
 }
 
@@ -442,7 +472,7 @@ impl Model {
     }
 }
 
-/// The layer of a tensor by its name in GGUF, and the rest of the name.
+/// Splits a GGUF tensor name into its layer and the remaining name.
 pub(crate) fn layer_and_part(gguf_name: &str) -> (Option<usize>, &str) {
     match gguf_name.strip_prefix("blk.").and_then(|rest| rest.split_once('.')) {
         Some((layer, part)) => (layer.parse().ok(), part),
@@ -450,7 +480,7 @@ pub(crate) fn layer_and_part(gguf_name: &str) -> (Option<usize>, &str) {
     }
 }
 
-/// The size of a tensor by its name in GGUF; `None` for one that such a model does not have.
+/// Shape of a tensor by its GGUF name; `None` if such a model does not have it.
 pub(crate) fn tensor_dims(c: &ModelConfig, gguf_name: &str) -> Option<Vec<usize>> {
     let (layer, part) = layer_and_part(gguf_name);
     let LayerSizes { n_kv_heads, head_dim, ffn } = c.layer_sizes(layer.unwrap_or(0));
@@ -514,8 +544,8 @@ pub(crate) fn tensor_dims(c: &ModelConfig, gguf_name: &str) -> Option<Vec<usize>
     })
 }
 
-/// The size of a mixer's tensor in a model with recurrent layers, which may be that there is none; `None` for tensors that
-/// other models have as well.
+/// Shape of a mixer tensor in a model with recurrent layers: `Some(None)` if this layer does not have it,
+/// `None` for tensors that are not specific to such models.
 fn mixer_dims(
     c: &ModelConfig,
     recurrent: &RecurrentLayers,
@@ -583,7 +613,7 @@ impl TensorSource for RandomSource {
         let n: usize = dims.iter().product();
         let made = if dims.len() == 1 {
             let one = match part {
-                // What a state holds fades.
+                // Makes the state decay.
                 "ssm_a" => -1.0,
                 _ if part.contains("norm") || part.contains("scale") => 1.0,
                 _ => 0.0,
@@ -594,7 +624,7 @@ impl TensorSource for RandomSource {
             let bytes = self.bytes(dtype, n);
             bytes.and_then(|bytes| HostTensor::new(dtype, Shape::new(&dims)?, Bytes::new(bytes)))
         };
-        // Sizes come from the table above and types from the mix: both always fit.
+        // The sizes come from the table above and the types from the mix, so both always fit.
         Ok(Some(made.unwrap_or_else(|e| panic!("{gguf_name}: {e}"))))
     }
 
@@ -603,7 +633,7 @@ impl TensorSource for RandomSource {
     }
 }
 
-/// Numbers with mean 0 and variance 1, roughly normal: sums of four uniform ones from a small hash.
+/// Numbers with mean 0 and variance 1, approximately normal: sums of four uniform numbers from a small hash.
 fn normal(i: u32) -> f32 {
     let uniform = |salt: u32| {
         let mut x = i.wrapping_mul(0x9E37_79B9) ^ salt.wrapping_mul(0x85EB_CA6B);
@@ -623,8 +653,8 @@ mod tests {
     use crate::{Head, KvSpec, StepSpec};
 
     #[test]
-    fn every_shape_makes_a_graph() {
-        // Thin layers of each architecture; the widths are the real ones.
+    fn every_shape_builds_a_graph() {
+        // A few layers of each architecture, at full width.
         for mut shape in SHAPES {
             shape.n_vocab = 512;
             shape.n_layers = 2;
@@ -637,19 +667,20 @@ mod tests {
     }
 
     #[test]
-    fn the_parameters_of_a_shape_are_those_of_its_model() {
+    fn a_shape_has_as_many_parameters_as_its_model() {
         let named = [
             "gemma4-e2b",
             "gemma4-31b",
             "gemma3-1b",
             "llama-1m",
+            "llama-3.1-8b",
             "qwen2.5-0.5b",
             "phi-4-mini",
             "qwen3-30b-a3b",
             "gemma4-26b-a4b",
         ];
         let named = named.map(|name| *NamedShape::find(name).unwrap());
-        // Gemma 4 and Qwen 3 with experts have no shape without what their tables have besides.
+        // Gemma 4 and Qwen 3 with experts only have shapes with their additional sizes.
         let others = Arch::ALL.into_iter().filter(|arch| !matches!(arch, Arch::Gemma4 | Arch::Qwen3Moe));
         let others = others.map(|arch| NamedShape::new(arch.name(), arch, [64, 64, 128, 8], [4, 2, 16]));
         for mut shape in named.into_iter().chain(others) {
@@ -661,13 +692,17 @@ mod tests {
             let want: usize = of_files.map(|(_, w)| w.ty.shape.n_elements()).sum();
             assert_eq!(shape.n_parameters().iter().sum::<usize>(), want, "{name}");
         }
+        // The published count, with an untied head.
+        let of = |name| NamedShape::find(name).unwrap().n_parameters();
+        assert_eq!(of("llama-3.1-8b"), [8_030_261_248, 0]);
+        assert_eq!(of("llama-3.1-8b-tied"), [8_030_261_248 - 128_256 * 4_096, 0]);
         let [others, table] = NamedShape::find("gemma4-e2b").unwrap().n_parameters();
         assert_eq!(table, 262_144 * 35 * 256);
         assert!((2.2e9..2.4e9).contains(&(others as f64)), "{others}");
     }
 
     #[test]
-    fn the_mix_called_q4_k_m_has_the_size_of_such_a_file() {
+    fn the_q4_k_m_mix_has_the_size_of_such_a_file() {
         let mut shape = *NamedShape::find("llama-3.2-1b").unwrap();
         shape.n_vocab = 1024;
         shape.n_layers = 8;
@@ -677,14 +712,14 @@ mod tests {
     }
 
     #[test]
-    fn rows_that_are_no_whole_blocks_take_a_type_with_smaller_ones() {
+    fn rows_that_are_not_whole_blocks_get_a_type_with_smaller_ones() {
         let mix = QuantMix::All(DType::Q4_K);
         assert_eq!(mix.dtype("ffn_up.weight", Some(0), 30, 576), DType::Q5_0);
         assert_eq!(mix.dtype("ffn_down.weight", Some(0), 30, 1536), DType::Q4_K);
     }
 
     #[test]
-    fn random_numbers_are_centred_with_variance_one() {
+    fn random_numbers_have_mean_zero_and_variance_one() {
         let values: Vec<f64> = (0..100_000).map(|i| f64::from(normal(i))).collect();
         let mean = values.iter().sum::<f64>() / 1e5;
         let variance = values.iter().map(|v| v * v).sum::<f64>() / 1e5;

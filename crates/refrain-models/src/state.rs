@@ -1,22 +1,22 @@
-//! What each layer keeps between steps, and where.
+//! States that layers keep between steps.
 
 use crate::model::KvSpec;
 use refrain_graph::{State, StateId, TensorType};
 use refrain_tensor::DType;
 
-/// Heads of a layer's keys and values.
+/// Shape of a layer's keys and values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvGeometry {
-    /// Heads.
+    /// Number of KV heads.
     pub n_kv_heads: usize,
-    /// Elements of a head.
+    /// Elements per head.
     pub head_dim: usize,
 }
 
 /// A recurrent state of one sequence.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SlotSpec {
-    /// What it is called within its layer.
+    /// Name within its layer.
     pub name: &'static str,
     /// Its shape.
     pub dims: Vec<usize>,
@@ -24,42 +24,43 @@ pub struct SlotSpec {
     pub dtype: DType,
 }
 
-/// What one layer keeps between steps.
+/// State that one layer keeps between steps.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LayerState {
-    /// Keys and values of its own, in blocks of a paged cache; with a scale for each row where the cache is of bytes.
+    /// Its own keys and values in blocks of a paged cache; an 8-bit cache also has a scale per row.
     Kv(KvGeometry),
-    /// Nothing: it reads the keys and values of an earlier layer.
+    /// None: it reads the keys and values of an earlier layer.
     SharedKv {
         /// The layer that writes them.
         layer: usize,
     },
-    /// One slot a sequence for each of these.
+    /// One slot per sequence for each of these states.
     Slots(Vec<SlotSpec>),
 }
 
-/// Where the scales of a layer's keys and values are, one for each head and position: a number is its byte times the scale
-/// of its row. They are paged as the rows are, so that a block and its scales are named, copied and freed together.
+/// Scales of a layer's 8-bit keys and values, one per head and position: a value is its byte times the scale
+/// of its row. Scales are paged like the rows, so a block and its scales are allocated, copied and freed
+/// together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvScales {
-    /// Those of keys.
+    /// Scales of keys.
     pub k: StateId, // [n_blocks, n_kv_heads, kv_block] F32
-    /// Those of values.
+    /// Scales of values.
     pub v: StateId, // [n_blocks, n_kv_heads, kv_block] F32
 }
 
-/// Where a layer's keys and values are.
+/// States that hold a layer's keys and values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LayerKv {
     /// Keys.
     pub k: StateId,
     /// Values.
     pub v: StateId,
-    /// Their scales, where rows are stored in 8 bits.
+    /// Scales, if rows are stored in 8 bits.
     pub scales: Option<KvScales>,
-    /// Their heads.
+    /// Shape of the rows.
     pub geometry: KvGeometry,
-    /// Whether this layer writes them; otherwise an earlier one does.
+    /// Whether this layer writes them; otherwise an earlier layer does.
     pub is_own: bool,
 }
 
@@ -77,10 +78,11 @@ enum LayerStates {
 }
 
 impl StateTable {
-    /// Lays out what the layers keep, in a pool of blocks and `n_slots` slots.
+    /// Declares the layers' states for a pool of blocks and `n_slots` slots.
     ///
     /// # Panics
-    /// When a layer shares the cache of one that is not before it or has none: architectures are code, not input.
+    /// Panics if a layer shares the cache of a layer that does not precede it or has none: architectures are
+    /// code, not input.
     pub fn new(layers: &[LayerState], kv: &KvSpec, n_slots: usize) -> StateTable {
         let mut table = StateTable { states: Vec::new(), layers: Vec::with_capacity(layers.len()) };
         for (layer, state) in layers.iter().enumerate() {
@@ -109,12 +111,12 @@ impl StateTable {
         table
     }
 
-    /// All states, in the order of their ids.
+    /// All states, in order of their ids.
     pub fn states(&self) -> &[State] {
         &self.states
     }
 
-    /// Where a layer's keys and values are; `None` for a layer without attention.
+    /// States of a layer's keys and values; `None` for a layer without attention.
     pub fn kv(&self, layer: usize) -> Option<LayerKv> {
         match self.layers.get(layer)? {
             LayerStates::Kv(kv) => Some(*kv),
@@ -127,7 +129,7 @@ impl StateTable {
         self.layers.iter().any(|layer| matches!(layer, LayerStates::Slots(_)))
     }
 
-    /// The recurrent states of a layer, in the order of its specification.
+    /// Recurrent states of a layer, in the order of its specification.
     pub fn slots(&self, layer: usize) -> &[StateId] {
         match self.layers.get(layer) {
             Some(LayerStates::Slots(ids)) => ids,
@@ -136,7 +138,7 @@ impl StateTable {
     }
 
     fn add_cache(&mut self, layer: usize, name: &str, geometry: KvGeometry, kv: &KvSpec) -> StateId {
-        // [n_blocks, n_kv_heads, kv_block, head_dim]: the rows of one head in one block lie together.
+        // [n_blocks, n_kv_heads, kv_block, head_dim]: the rows of one head in one block are contiguous.
         let KvGeometry { n_kv_heads, head_dim } = geometry;
         let ty = TensorType::new(kv.dtype, [kv.n_blocks, n_kv_heads, kv.kv_block, head_dim]);
         self.add(State::paged(format!("blk.{layer}.{name}"), ty))
@@ -192,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cache_of_bytes_has_a_scale_for_each_head_and_position() {
+    fn an_8_bit_cache_has_a_scale_for_each_head_and_position() {
         let geometry = KvGeometry { n_kv_heads: 2, head_dim: 64 };
         let layers = [LayerState::Kv(geometry), LayerState::SharedKv { layer: 0 }];
         assert_eq!(StateTable::new(&layers, &KV, 0).kv(0).unwrap().scales, None);

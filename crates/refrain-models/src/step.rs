@@ -1,4 +1,5 @@
-//! What every architecture's step has in common: inputs, embedding, attention over the cache, head.
+//! The parts of a step that all architectures share: inputs, embedding, attention over the cache, output
+//! head.
 
 use crate::adapter::Attached;
 use crate::error::ModelError;
@@ -9,7 +10,7 @@ use crate::rope::inverse_frequencies;
 use crate::state::StateTable;
 use crate::weights::{Linear, WeightTable};
 use refrain_formats::params::{Arch, LayerAttention, ModelConfig, NormKind, QueryTemperature};
-use refrain_formats::params::{RopeScaling, RopeStyle};
+use refrain_formats::params::{RopePairing, RopeScaling};
 use refrain_graph as ir;
 use refrain_graph::{
     Graph, GraphBuilder, GraphError, Op, SAMPLE_PARAMS, SamplingInputs, StateId, StepInputs, TensorType,
@@ -19,25 +20,25 @@ use refrain_tensor::DType;
 
 /// Weights outside the layers.
 #[derive(Clone, Debug)]
-pub(crate) struct Shared {
+pub(crate) struct GlobalWeights {
     embedding: WeightId,         // [vocab, hidden]
     output_norm: WeightId,       // [hidden]
     output: WeightId,            // [vocab, hidden]; the embedding when they are tied
     rotations: Vec<Frequencies>, // for each layer
 }
 
-/// How the heads of a layer turn.
+/// Rotary frequencies of a layer.
 #[derive(Clone, Copy, Debug)]
 struct Frequencies {
     inv_freq: WeightId, // [rope.dims / 2]
-    /// Those of sequences longer than so many tokens, where they are others.
+    /// For sequences longer than this number of tokens, other frequencies.
     long: Option<(usize, WeightId)>,
     /// Factor on sine and cosine.
     magnitude: f32,
 }
 
-impl Shared {
-    pub(crate) fn declare(w: &mut WeightTable<'_>) -> Result<Shared, ModelError> {
+impl GlobalWeights {
+    pub(crate) fn declare(w: &mut WeightTable<'_>) -> Result<GlobalWeights, ModelError> {
         let c = w.config;
         let table = [c.n_vocab, c.hidden];
         let embedding = w.global("token_embd.weight", "model.embed_tokens.weight", &table)?;
@@ -50,24 +51,24 @@ impl Shared {
             true => embedding,
             false => w.optional("output.weight", "lm_head.weight", &table)?.unwrap_or(embedding),
         };
-        let rotations = Shared::declare_rope(w)?;
-        Ok(Shared { embedding, output_norm, output, rotations })
+        let rotations = GlobalWeights::declare_rope(w)?;
+        Ok(GlobalWeights { embedding, output_norm, output, rotations })
     }
 
-    /// The frequencies of a layer, for sequences that are not long.
+    /// Frequencies of a layer for sequences within the original context.
     pub(crate) fn frequencies(&self, layer: usize) -> WeightId {
         self.rotations[layer].inv_freq
     }
 
-    /// Layers of one kind share one table.
+    /// Layers with equal parameters share one table.
     fn declare_rope(w: &mut WeightTable<'_>) -> Result<Vec<Frequencies>, ModelError> {
         let c = w.config;
         let of_file = match c.rope.has_freq_factors {
             true => w.table("rope_freqs.weight", c.rope.dims / 2)?,
             false => None,
         };
-        let mut tables: Vec<(RopeTable, WeightId)> = Vec::new();
-        let mut table = |w: &mut WeightTable<'_>, table: RopeTable, factors: Option<&[f32]>| {
+        let mut tables: Vec<(RopeTableKey, WeightId)> = Vec::new();
+        let mut table = |w: &mut WeightTable<'_>, table: RopeTableKey, factors: Option<&[f32]>| {
             let known = tables.iter().find(|(known, _)| *known == table).map(|(_, id)| *id);
             match known {
                 Some(id) => Ok(id),
@@ -86,7 +87,8 @@ impl Shared {
         let mut rotations = Vec::with_capacity(c.n_layers);
         for layer in 0..c.n_layers {
             if !c.rotates(layer) {
-                // Heads that turn by nothing stay as they are, bit for bit, and run like those of other layers.
+                // With frequencies of 0, heads stay bit-for-bit unchanged, and the layer runs the same ops as
+                // the others.
                 let dims = c.rope_dims(layer);
                 let key = (0.0, dims, RopeScaling::None, Divisors::None);
                 let inv_freq = table(w, key, None)?;
@@ -94,7 +96,7 @@ impl Shared {
                 continue;
             }
             let scaling = c.rope_scaling(layer);
-            // A table of divisors is about the layers whose frequencies are scaled.
+            // A table of divisors only applies to layers whose frequencies are scaled.
             let is_local = c.rope.local_theta.is_some() && c.layer(layer) == LayerAttention::Sliding;
             let (theta, dims) = (c.rope_theta(layer), c.rope_dims(layer));
             let (factors, long) = match (scaling, &c.long_rope) {
@@ -113,10 +115,10 @@ impl Shared {
     }
 }
 
-/// What decides the frequencies of a layer: base, 0 for none, rotated elements, scaling and divisors.
-type RopeTable = (f32, usize, RopeScaling, Divisors);
+/// Key of a layer's frequency table: base (0 for no rotation), rotated elements, scaling and divisors.
+type RopeTableKey = (f32, usize, RopeScaling, Divisors);
 
-/// What divides frequencies one by one.
+/// Per-frequency divisors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Divisors {
     None,
@@ -124,17 +126,17 @@ enum Divisors {
     Long,
 }
 
-/// A step that is being built.
-pub(crate) struct Step<'m> {
+/// Builder of a step's graph.
+pub(crate) struct StepBuilder<'m> {
     pub config: &'m ModelConfig,
-    shared: &'m Shared,
-    /// The adapter beside the model's linear maps.
+    shared: &'m GlobalWeights,
+    /// The adapter attached to the model.
     pub(crate) attached: Option<&'m Attached>,
     pub(crate) builder: GraphBuilder,
-    /// The value of each weight: the weight itself, or the state that holds it while it is trained.
+    /// Value of each weight: the weight itself, or the state that holds it during training.
     weights: Vec<ValueId>,
     n_tokens: usize,
-    /// Tokens that a sequence can have.
+    /// Maximum number of tokens per sequence.
     n_context: usize,
     act: DType,
     tokens: ValueId,    // [n_tokens]
@@ -142,22 +144,22 @@ pub(crate) struct Step<'m> {
     rows: RowContext,
     temperatures: Option<ValueId>, // [n_tokens, 1, 1]
     layer_inputs: Option<ValueId>, // [n_layers, n_tokens, d]
-    /// What each layer so far attends to: its caches as they are behind it, or keys and values of whole documents.
+    /// What each layer so far attends to: its caches after the layer, or keys and values of whole documents.
     attended: Vec<[ValueId; 2]>,
     /// Whether rows of tables that may stay on the host are gathered there.
     pub(crate) tables_on_host: bool,
 }
 
-/// What the rows of a step see of each other, and what comes of them.
+/// How the rows of a step relate to each other, and their outputs.
 pub(crate) enum RowContext {
-    /// RowContext of sequences that go on from step to step.
+    /// Rows of sequences that continue from step to step.
     Paged(Box<PagedRows>),
-    /// Whole documents, to learn from.
+    /// Whole documents, for training.
     Documents {
         spans: ValueId, // [n_tokens, 2]
-        /// Which elements are dropped, where some are.
+        /// Dropout, if any.
         dropout: Option<Dropping>,
-        /// Tokens of the longest of them.
+        /// Tokens of the longest document.
         n_context: usize,
     },
 }
@@ -171,23 +173,23 @@ pub(crate) struct PagedRows {
     n_context: usize,
 }
 
-/// Dropout in a step that is being built.
+/// Dropout of a training step.
 pub(crate) struct Dropping {
-    /// Probability to drop an element of a layer's branches.
+    /// Probability of dropping an element of a layer's branches.
     pub p: f32,
     pub rng: ValueId, // [4]
     pub n_sites: u32,
 }
 
-impl<'m> Step<'m> {
+impl<'m> StepBuilder<'m> {
     pub(crate) fn new(
         config: &'m ModelConfig,
-        shared: &'m Shared,
+        shared: &'m GlobalWeights,
         weights: Vec<Weight>,
         states: StateTable,
         spec: &StepSpec,
         kv: &KvSpec,
-    ) -> Result<Step<'m>, GraphError> {
+    ) -> Result<StepBuilder<'m>, GraphError> {
         let mut builder = GraphBuilder::new(weights, states.states().to_vec());
         let shape = spec.shape;
         let per_token = TensorType::new(DType::I32, [shape.n_tokens]);
@@ -218,37 +220,37 @@ impl<'m> Step<'m> {
         let rows = RowContext::Paged(Box::new(paged));
         let (n_tokens, act) = (shape.n_tokens, spec.act);
         let context = ([tokens, positions], n_tokens, act);
-        Ok(Step::over(config, shared, builder, weights, context, rows))
+        Ok(StepBuilder::over(config, shared, builder, weights, context, rows))
     }
 
-    /// A step over whole documents, with the values to take for weights.
+    /// A step over whole documents, with given values for the weights.
     pub(crate) fn of_documents(
         config: &'m ModelConfig,
-        shared: &'m Shared,
+        shared: &'m GlobalWeights,
         builder: GraphBuilder,
         weights: Vec<ValueId>,
         act: DType,
         [tokens, positions]: [ValueId; 2],
         rows: RowContext,
-    ) -> Step<'m> {
+    ) -> StepBuilder<'m> {
         let n_tokens = builder.ty(tokens).shape.n_elements();
-        Step::over(config, shared, builder, weights, ([tokens, positions], n_tokens, act), rows)
+        StepBuilder::over(config, shared, builder, weights, ([tokens, positions], n_tokens, act), rows)
     }
 
     fn over(
         config: &'m ModelConfig,
-        shared: &'m Shared,
+        shared: &'m GlobalWeights,
         builder: GraphBuilder,
         weights: Vec<ValueId>,
         ([tokens, positions], n_tokens, act): ([ValueId; 2], usize, DType),
         rows: RowContext,
-    ) -> Step<'m> {
+    ) -> StepBuilder<'m> {
         let (layer_inputs, attended) = (None, Vec::with_capacity(config.n_layers));
         let n_context = match &rows {
             RowContext::Paged(paged) => paged.n_context,
             RowContext::Documents { n_context, .. } => *n_context,
         };
-        Step {
+        StepBuilder {
             config,
             shared,
             n_context,
@@ -276,10 +278,11 @@ impl<'m> Step<'m> {
         }
     }
 
-    /// The recurrent states of a layer, and what finds the slots of its rows.
+    /// The recurrent states of a layer, and the inputs that locate the slots of its rows.
     ///
     /// # Panics
-    /// When the layer has none, or the step is over whole documents.
+    ///
+    /// Panics if the layer has none, or the step is over whole documents.
     pub(crate) fn slots(&mut self, layer: usize) -> (Vec<StateId>, [ValueId; 3]) {
         let PagedRows { states, paging: [positions, seqs, _], slots, .. } = self.paged();
         let Some(slots) = *slots else { panic!("layer {layer} has no recurrent state") };
@@ -301,7 +304,7 @@ impl<'m> Step<'m> {
         self.builder.finish()
     }
 
-    /// The rows that enter the first layer, `[n_tokens, hidden]`, and what layers get besides them.
+    /// Builds the input of the first layer, `[n_tokens, hidden]`, and the per-layer inputs.
     pub(crate) fn begin(&mut self, decoder: &Decoder) -> Result<ValueId, GraphError> {
         let x = self.embed()?;
         self.layer_inputs = match &decoder.layer_inputs {
@@ -312,7 +315,7 @@ impl<'m> Step<'m> {
         Ok(x)
     }
 
-    /// The factors on the queries of each row, `[n_tokens, 1, 1]`; `None` where all of them are 1.
+    /// Factors on the queries of each row, `[n_tokens, 1, 1]`; `None` if all of them are 1.
     fn temperatures(&mut self) -> Result<Option<ValueId>, GraphError> {
         let Some(QueryTemperature { beta, n_original_context }) = self.config.query_temperature else {
             return Ok(None);
@@ -321,7 +324,8 @@ impl<'m> Step<'m> {
             return Ok(None);
         }
         let b = &mut self.builder;
-        // Whole repetitions of the original context. Half a position keeps multiples of it from being rounded down.
+        // Number of whole multiples of the original context. Half a position prevents multiples from being
+        // rounded down.
         let share = 1.0 / n_original_context as f32;
         let positions = b.cast(self.positions, DType::F32)?;
         let turns = b.unary(Unary::Affine { mul: share, add: 0.5 * share }, positions)?;
@@ -336,7 +340,8 @@ impl<'m> Step<'m> {
         b.reshape(factors, &[self.n_tokens, 1, 1]).map(Some)
     }
 
-    /// Queries `[n_tokens, n_heads, head_dim]` times the factor of their position, where the model has one.
+    /// Multiplies queries `[n_tokens, n_heads, head_dim]` by the factor of their position, if the model has
+    /// one.
     pub(crate) fn tempered(&mut self, q: ValueId) -> Result<ValueId, GraphError> {
         match self.temperatures {
             Some(factors) => self.builder.binary(ir::Binary::Mul, q, factors),
@@ -344,9 +349,9 @@ impl<'m> Step<'m> {
         }
     }
 
-    /// What a layer gets besides the residual: `[n_tokens, d]`.
+    /// A layer's slice of the per-layer inputs: `[n_tokens, d]`.
     pub(crate) fn own_input(&mut self, layer: usize) -> Result<ValueId, GraphError> {
-        let Some(inputs) = self.layer_inputs else { panic!("layer {layer} has no input of its own") };
+        let Some(inputs) = self.layer_inputs else { panic!("layer {layer} has no per-layer input") };
         let width = self.builder.ty(inputs).shape.dim_back(0);
         let slice = self.builder.slice(inputs, 0, layer, 1)?;
         self.builder.reshape(slice, &[self.n_tokens, width])
@@ -362,12 +367,12 @@ impl<'m> Step<'m> {
         if self.builder.ty(rows).dtype == self.act { Ok(rows) } else { self.builder.cast(rows, self.act) }
     }
 
-    /// Rows `[n_tokens, n * d]` as `[n_tokens, n, d]`.
+    /// Reshapes rows `[n_tokens, n * d]` to `[n_tokens, n, d]`.
     pub(crate) fn apart(&mut self, x: ValueId, n: usize, d: usize) -> Result<ValueId, GraphError> {
         self.builder.reshape(x, &[self.n_tokens, n, d])
     }
 
-    /// Columns of rows, as heads: `[n_tokens, n, d]` from column `start` on.
+    /// Columns of the rows as heads: `[n_tokens, n, d]`, starting at column `start`.
     pub(crate) fn columns(
         &mut self,
         x: ValueId,
@@ -378,7 +383,7 @@ impl<'m> Step<'m> {
         self.apart(part, n, d)
     }
 
-    /// Heads as rows: `[n_tokens, n * d]`.
+    /// Reshapes heads to rows: `[n_tokens, n * d]`.
     pub(crate) fn flat(&mut self, x: ValueId) -> Result<ValueId, GraphError> {
         let width = self.builder.ty(x).shape.n_elements() / self.n_tokens.max(1);
         self.builder.reshape(x, &[self.n_tokens, width])
@@ -397,10 +402,10 @@ impl<'m> Step<'m> {
         }
     }
 
-    /// Rows of the embedding: `[n_tokens, hidden]`.
+    /// Embeds the tokens: `[n_tokens, hidden]`.
     fn embed(&mut self) -> Result<ValueId, GraphError> {
         let table = self.weight(self.shared.embedding);
-        // Rows of a quantised table are decoded in F32 everywhere.
+        // Rows of a quantised table are always decoded to F32.
         let is_quantized = self.builder.ty(table).dtype.is_quantized();
         let dtype = if is_quantized { DType::F32 } else { self.act };
         let mut x = self.builder.gather_rows(table, self.tokens, dtype)?;
@@ -414,7 +419,7 @@ impl<'m> Step<'m> {
         self.norm_with(x, w, self.config.norm_eps, label)
     }
 
-    /// A norm with an epsilon of its own.
+    /// Norm with a given epsilon.
     pub(crate) fn norm_with(
         &mut self,
         x: ValueId,
@@ -435,7 +440,7 @@ impl<'m> Step<'m> {
         self.builder.rms_norm(x, w, eps, label)
     }
 
-    /// The norm of what a branch makes, in layers that have one.
+    /// Norm of a branch's output, in layers that have one.
     pub(crate) fn branch_norm(
         &mut self,
         x: ValueId,
@@ -448,8 +453,8 @@ impl<'m> Step<'m> {
         }
     }
 
-    /// The norm of the residual, in layers that have one. The residual is kept divided by the factor on branches, which
-    /// then add to it as they are; its norm is the same with an epsilon that is divided by the square.
+    /// Norm of the residual, in layers that have one. The residual is kept divided by the factor on branches,
+    /// so that branches are added unscaled; dividing epsilon by the square of the factor gives the same norm.
     pub(crate) fn residual_norm(
         &mut self,
         x: ValueId,
@@ -480,9 +485,9 @@ impl<'m> Step<'m> {
         self.builder.add(y, more)
     }
 
-    /// A weight as the rows of a step are multiplied with it. A step that learns multiplies in the type of its
-    /// activations: a frozen weight in any other type is decoded where it is used, once more in the backward pass, and is
-    /// never kept.
+    /// A weight in the type that the step multiplies with. A training step multiplies in the type of its
+    /// activations: a frozen weight of another type is decoded where it is used, again in the backward pass,
+    /// and never kept.
     fn factor(&mut self, id: WeightId, label: &str) -> Result<ValueId, GraphError> {
         let weight = self.weight(id);
         let learns = matches!(self.rows, RowContext::Documents { .. });
@@ -492,27 +497,27 @@ impl<'m> Step<'m> {
         }
     }
 
-    /// What an adapter multiplies: some elements dropped, where the step learns and its adapter drops any.
+    /// Input of an adapter, with dropout in training steps if the adapter has any.
     fn adapter_input(&mut self, x: ValueId) -> Result<ValueId, GraphError> {
         let p = self.attached.map_or(0.0, Attached::dropout);
         self.dropped(x, p)
     }
 
-    /// Rows `[n_tokens, n_heads * head_dim]` as `[n_tokens, n_heads, head_dim]`.
+    /// Reshapes rows `[n_tokens, n_heads * head_dim]` to `[n_tokens, n_heads, head_dim]`.
     pub(crate) fn as_heads(&mut self, x: ValueId, head_dim: usize) -> Result<ValueId, GraphError> {
         let n_heads = self.builder.ty(x).shape.dim_back(0) / head_dim;
         self.apart(x, n_heads, head_dim)
     }
 
-    /// Rotates heads by their positions.
+    /// Applies the rotary embedding to heads.
     pub(crate) fn rope(&mut self, x: ValueId, layer: usize) -> Result<ValueId, GraphError> {
         let style = match self.config.rope.style {
-            RopeStyle::Neox => ir::RopeStyle::Neox,
-            RopeStyle::Norm => ir::RopeStyle::Interleaved,
+            RopePairing::Neox => ir::RopeStyle::Neox,
+            RopePairing::Norm => ir::RopeStyle::Interleaved,
         };
         let Frequencies { inv_freq, long, magnitude } = self.shared.rotations[layer];
         let rope = ir::Rope { style, n_dims: self.config.rope_dims(layer), magnitude };
-        // By the context that there is room for, as llama.cpp chooses: keys in the cache cannot be rotated again when a text
+        // Chosen by the maximum context, as in llama.cpp: cached keys cannot be rotated again when a sequence
         // outgrows the original context.
         let inv_freq = match long {
             Some((n_original_context, long)) if self.n_context > n_original_context => long,
@@ -522,8 +527,9 @@ impl<'m> Step<'m> {
         self.builder.rope(rope, x, self.positions, inv_freq)
     }
 
-    /// Attends over what a row sees: `[n_tokens, n_heads * head_dim]`. Keys and values are appended to the layer's cache
-    /// first, where there is one. A layer without any attends to those of the layer that [`ModelConfig::kv_layer`] names.
+    /// Attends to the rows visible to each row: `[n_tokens, n_heads * head_dim]`. If the layer has keys and
+    /// values, they are first appended to its cache. A layer without them attends to those of
+    /// [`ModelConfig::kv_layer`].
     pub(crate) fn attend(
         &mut self,
         layer: usize,
@@ -536,7 +542,7 @@ impl<'m> Step<'m> {
             (RowContext::Paged(paged), Some([k, v])) => {
                 let PagedRows { states, paging, .. } = &**paged;
                 let Some(kv) = states.kv(layer).filter(|kv| kv.is_own) else {
-                    panic!("layer {layer} has keys and no cache of its own for them")
+                    panic!("layer {layer} has keys but no cache of its own")
                 };
                 let (k_cache, v_cache) = (self.builder.state(kv.k), self.builder.state(kv.v));
                 let k_cache = self.builder.kv_append(k_cache, k, *paging)?;
@@ -560,7 +566,7 @@ impl<'m> Step<'m> {
         self.builder.reshape(y, &[self.n_tokens, c.n_heads * c.layer_sizes(layer).head_dim])
     }
 
-    /// Adds a branch of a layer to the residual: some of its elements dropped, where the step learns and drops any.
+    /// Adds a layer's branch to the residual, with dropout in training steps if there is any.
     pub(crate) fn join(&mut self, residual: ValueId, branch: ValueId) -> Result<ValueId, GraphError> {
         let p = match &self.rows {
             RowContext::Documents { dropout: Some(dropping), .. } => dropping.p,
@@ -581,14 +587,14 @@ impl<'m> Step<'m> {
         Ok(self.builder.node(Op::Train(ir::TrainOp::Dropout(dropout)), &[x, rng], "dropout")?[0])
     }
 
-    /// The final norm, the logits of the rows that are asked for, and the choice among them.
+    /// Builds the final norm, the logits of the requested rows, and the choice among them.
     pub(crate) fn head(&mut self, x: ValueId) -> Result<(), GraphError> {
         let StepSpec { shape, head, act } = self.paged().spec;
         if head == Head::None {
             return Ok(());
         }
         let n_rows = shape.n_choices;
-        // With as many rows as tokens every row is wanted, in order.
+        // If there are as many choices as tokens, every row is requested, in order.
         let x = match n_rows == shape.n_tokens {
             true => x,
             false => {
@@ -608,8 +614,8 @@ impl<'m> Step<'m> {
         }
     }
 
-    /// The final norm and the logits of rows, in F32 where they are chosen from. Where the step learns they stay as short
-    /// as activations are.
+    /// The final norm and the logits of the rows: F32 for sampling, the type of activations in training
+    /// steps.
     pub(crate) fn logits(&mut self, x: ValueId) -> Result<ValueId, GraphError> {
         let x = self.residual_norm(x, Some(self.shared.output_norm), "output_norm")?;
         let output = Linear { weight: self.shared.output, bias: None };
@@ -662,7 +668,7 @@ impl<'m> Step<'m> {
         Ok(())
     }
 
-    /// Names an output and gives its position.
+    /// Declares an output and returns its index.
     fn output(&mut self, name: &str, value: ValueId) -> Result<usize, GraphError> {
         self.builder.output(name, value)?;
         Ok(self.builder.n_outputs() - 1)

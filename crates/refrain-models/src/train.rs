@@ -1,99 +1,101 @@
-//! The graph of a training step: forward, loss, backward and update as one graph.
+//! The graph of a training step: forward pass, loss, backward pass and update in one graph.
 //!
-//! While a model is trained its weights are states: a step reads them, and its last node, the optimiser, changes them.
-//! Learning rate, betas, clipping and random state are inputs of the step, the number of steps that were applied is a
-//! state, so nothing of them is fixed when the step is recorded.
+//! During training a model's weights are states: a step reads them, and its last node, the optimiser, changes
+//! them. Learning rate, betas, clipping and random state are step inputs, and the number of applied steps is
+//! a state, so none of them is baked into a recorded step.
 
 use crate::model::Model;
-use crate::step::{Dropping, RowContext, Step};
+use crate::step::{Dropping, RowContext, StepBuilder};
 use refrain_graph::{
     ADAM_PARAMS, AdamW, GradError, Graph, GraphBuilder, GraphError, InputId, Op, Reduce, State, StateId,
     TensorType, TrainOp, ValueId, Weight, WeightId,
 };
 use refrain_tensor::{DType, HostTensor};
 
-/// How a model is trained: what decides which states there are and what a step looks like.
+/// How a model is trained; determines its states and the graph of a step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct TrainSpec {
-    /// Rows of a step: all tokens of all its sequences.
+    /// Rows per step: all tokens of all its sequences.
     pub n_tokens: usize,
-    /// Tokens of its longest sequence: models may rotate long ones by other frequencies.
+    /// Tokens of the longest sequence: some models use other rotary frequencies for long sequences.
     pub n_context: usize,
     /// Element type of weights, activations and gradients.
     pub dtype: DType,
-    /// Whether weights have masters in F32, and moments in F32 with them. Of no use when `dtype` is F32 anyway.
+    /// Whether weights have F32 masters, and F32 moments with them. No effect if `dtype` is F32.
     pub masters: bool,
-    /// Whether gradients of several micro-steps are summed, in F32, before one update.
+    /// Whether gradients of several micro-steps are accumulated in F32 before one update.
     pub accumulates: bool,
-    /// Probability to drop an element of what a layer's branches add to the residual; 0 for none.
+    /// Probability of dropping an element that a layer's branches add to the residual; 0 for none.
     pub dropout: f32,
-    /// Keep only what goes from layer to layer, and compute the rest again in the backward pass.
+    /// Activation checkpointing: keep only the residual between layers, and recompute the remaining
+    /// activations in the backward pass.
     pub recompute: bool,
 }
 
-/// What a step does after its loss.
+/// What a step does after computing its loss.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum TrainPhase {
-    /// Nothing: the loss of text that is not learnt from.
+    /// Nothing: held-out loss.
     Evaluate,
-    /// Like `Evaluate`, with what every layer made as outputs, by the layer's name.
+    /// Like `Evaluate`, with the output of every layer as an output of the graph, under the layer's name.
     Trace,
     /// Adds its gradients to the accumulators.
     Accumulate,
-    /// Updates the weights, by its gradients and what was accumulated.
+    /// Updates the weights from its gradients and the accumulated ones.
     Update,
 }
 
-/// A weight that is trained, and its states.
+/// A trained weight and its states.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Param {
     /// The weight in the model.
     pub weight: WeightId,
-    /// Its present value.
+    /// Its current value.
     pub value: StateId,
-    /// The value in F32, where the present one is shorter.
+    /// Its F32 master, if the current value is shorter.
     pub master: Option<StateId>,
     /// First moment.
     pub m: StateId,
     /// Second moment.
     pub v: StateId,
-    /// Sum of gradients, where they are accumulated.
+    /// Accumulated gradient, with accumulation.
     pub sum: Option<StateId>,
-    /// Whether it decays: matrices do, vectors do not.
+    /// Whether weight decay applies: to matrices, not to vectors.
     pub decays: bool,
 }
 
-/// The states of a model that is trained.
+/// The states of a model in training.
 #[derive(Clone, Debug)]
 pub struct TrainStates {
-    /// All states, in the order of their ids.
+    /// All states, in order of their ids.
     pub states: Vec<State>,
-    /// How many steps were applied.
+    /// Number of applied steps.
     pub count: StateId,
     /// The trained weights, in the model's order.
     pub params: Vec<Param>,
 }
 
-/// The inputs of a training step, and where its results are.
+/// Inputs and outputs of a training step.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TrainInputs {
     /// Token of each row; -1 for padding.
     pub tokens: InputId, // [n_tokens] I32
-    /// What follows each row; -1 where that is not learnt.
+    /// Target token of each row; -1 for none.
     pub targets: InputId, // [n_tokens] I32
     /// Position of each row in its document; -1 for padding.
     pub positions: InputId, // [n_tokens] I32
-    /// First row and end of each row's document; both the same for padding.
+    /// First row and end of each row's document; equal for padding.
     pub spans: InputId, // [n_tokens, 2] I32
-    /// Factor on the loss of each row: 1 over the number of targets for a mean.
+    /// Factor on each row's loss: 1 over the number of targets for a mean.
     pub scale: InputId, // [1] F32
-    /// Seed low, seed high and two words that count steps, where elements are dropped.
+    /// Low and high word of the seed and two words of the step counter, with dropout.
     pub rng: Option<InputId>, // [4] U32
-    /// Parameters of the optimiser, laid out by [`refrain_graph::AdamParam`], where it runs.
+    /// Optimiser parameters, laid out by [`refrain_graph::AdamParam`], in steps that update.
     pub adam: Option<InputId>, // [ADAM_PARAMS] F32
-    /// Which output of the graph is the loss.
+    /// Index of the loss among the graph's outputs.
     pub loss: usize, // [1, 1] F32
-    /// Which is the sum of all squared gradients, where the optimiser runs. Not finite: the step was not applied.
+    /// Index of the sum of all squared gradients, in steps that update. If it is not finite, the step was not
+    /// applied.
     pub sum_squares: Option<usize>, // [1] F32
 }
 
@@ -102,12 +104,12 @@ pub struct TrainInputs {
 pub struct TrainGraph {
     /// Its graph.
     pub graph: Graph,
-    /// What its inputs and outputs mean.
+    /// Its inputs and outputs.
     pub inputs: TrainInputs,
 }
 
 impl Model {
-    /// The states that a model has while it is trained.
+    /// The states of a model in training.
     pub fn train_states(&self, spec: &TrainSpec) -> TrainStates {
         let mut states = vec![State::whole("count", TensorType::new(DType::I32, [1]))];
         let mut params = Vec::new();
@@ -134,7 +136,7 @@ impl Model {
         TrainStates { states, count: StateId::from_idx(0), params }
     }
 
-    /// Weights that are not trained, with their values: what a training step's graph has for weights.
+    /// The frozen weights and their values, which are the weights of a training step's graph.
     pub fn frozen(&self) -> (Vec<Weight>, Vec<HostTensor>) {
         let all = self.weights().iter().zip(self.tensors()).enumerate();
         all.filter(|(idx, _)| !self.is_trained(WeightId::from_idx(*idx)))
@@ -142,11 +144,11 @@ impl Model {
             .unzip()
     }
 
-    /// The graph of a training step.
+    /// Builds the graph of a training step.
     pub fn train_graph(&self, spec: &TrainSpec, phase: TrainPhase) -> Result<TrainGraph, GradError> {
         if self.has_slots() {
-            let because = "recurrent layers are for generation; they have no backward pass yet";
-            let label = format!("a step that trains {}", self.config().arch);
+            let because = "recurrent layers have no backward pass";
+            let label = format!("training step of {}", self.config().arch);
             return Err(GradError::NotDifferentiable { label, op: "gated_delta", because });
         }
         let TrainStates { states, count, params } = self.train_states(spec);
@@ -185,7 +187,7 @@ impl Model {
         let weights = self.train_values(&builder, &params);
         let context = [tokens, positions];
         let (shared, config) = (self.shared(), self.config());
-        let mut step = Step::of_documents(config, shared, builder, weights, spec.dtype, context, rows);
+        let mut step = StepBuilder::of_documents(config, shared, builder, weights, spec.dtype, context, rows);
         step.attached = self.attached();
         let (loss, layers) = self.loss(&mut step, targets, scale, phase == TrainPhase::Trace)?;
         let mut builder = step.builder;
@@ -201,7 +203,7 @@ impl Model {
         let gradients = builder.gradients(loss, &values, recompute)?;
         let mut sums = Vec::with_capacity(params.len());
         for ((param, gradient), value) in params.iter().zip(gradients).zip(&values) {
-            // A weight that this model does not use keeps still.
+            // A weight that this model does not use stays unchanged.
             let gradient = match gradient {
                 Some(gradient) => gradient,
                 None => {
@@ -218,7 +220,7 @@ impl Model {
             });
         }
         if let (TrainPhase::Update, Some(adam)) = (phase, adam) {
-            // From the last layer to the first, as the backward pass finds them.
+            // From the last layer to the first, in the order of the backward pass.
             let last_first: Vec<ValueId> = sums.iter().rev().copied().collect();
             let squares = builder.node(Op::Train(TrainOp::SumSquares), &last_first, "sum_squares")?[0];
             builder.output("sum_squares", squares)?;
@@ -228,7 +230,7 @@ impl Model {
         Ok(TrainGraph { graph: builder.finish(), inputs })
     }
 
-    /// The value to take for each weight of the model: the state that holds it, or a weight of the new graph.
+    /// The value of each weight of the model: the state that holds it, or a weight of the new graph.
     fn train_values(&self, builder: &GraphBuilder, params: &[Param]) -> Vec<ValueId> {
         let mut n_frozen = 0;
         let value = |idx: usize| match params.iter().find(|p| p.weight.idx() == idx) {
@@ -241,10 +243,10 @@ impl Model {
         (0..self.weights().len()).map(value).collect()
     }
 
-    /// The loss of each row, and the nodes of each layer.
+    /// Builds the loss of each row, and the nodes of each layer.
     fn loss(
         &self,
-        step: &mut Step<'_>,
+        step: &mut StepBuilder<'_>,
         targets: ValueId,
         scale: ValueId,
         traces: bool,

@@ -7,12 +7,12 @@ use refrain_formats::{FormatError, ModelFiles};
 use refrain_graph::{TensorType, Weight, WeightId};
 use refrain_tensor::{Bytes, DType, HostTensor, Shape};
 
-/// Where a model's tensors come from.
+/// Source of a model's tensors.
 pub trait TensorSource {
-    /// A tensor by its GGUF name, or by the name it has in Hugging Face folders; `None` when there is none.
+    /// Finds a tensor by its GGUF or Hugging Face name; `None` if there is none.
     fn find(&self, gguf_name: &str, hf_name: &str) -> Result<Option<HostTensor>, FormatError>;
 
-    /// The one of the two names under which it would be found, for messages.
+    /// The name under which this source looks up the tensor, for messages.
     fn name<'n>(&self, gguf_name: &'n str, hf_name: &'n str) -> &'n str;
 }
 
@@ -22,7 +22,7 @@ impl TensorSource for ModelFiles {
         if self.has_tensor(name) {
             return self.tensor(name).map(Some);
         }
-        // The text part of a multimodal model, as new folders and old ones have it.
+        // The text part of a multimodal model, in new and old folder layouts.
         let new = name.strip_prefix("model.").map(|rest| format!("model.language_model.{rest}"));
         let inner = new.into_iter().chain([format!("language_model.{name}")]);
         let is_there = |name: &String| matches!(self, ModelFiles::Hf(_)) && self.has_tensor(name);
@@ -37,10 +37,10 @@ impl TensorSource for ModelFiles {
     }
 }
 
-/// The names of a layer's tensors: in GGUF behind `blk.N.`, in Hugging Face folders behind `model.layers.N.`.
+/// Names of a layer's tensors: in GGUF after `blk.N.`, in Hugging Face folders after `model.layers.N.`.
 pub(crate) type HfNames = &'static [(&'static str, &'static str)];
 
-/// Names that most architectures share. A table of an architecture's own comes before it.
+/// Names that most architectures share. An architecture's own table takes precedence.
 const USUAL_NAMES: HfNames = &[
     ("attn_norm", "input_layernorm"),
     ("attn_q", "self_attn.q_proj"),
@@ -66,17 +66,17 @@ pub(crate) struct Linear {
 pub(crate) struct WeightTable<'a> {
     pub config: &'a ModelConfig,
     source: &'a dyn TensorSource,
-    /// Names of this architecture, before the usual ones.
+    /// Names of this architecture, which take precedence.
     own_names: HfNames,
     pub weights: Vec<Weight>,
     pub tensors: Vec<HostTensor>,
-    /// The name of each in Hugging Face folders.
+    /// Hugging Face name of each weight.
     pub hf_names: Vec<String>,
-    /// Weights that are computed from hyperparameters: tables, not parameters.
+    /// Weights computed from hyperparameters: tables, not parameters.
     pub derived: Vec<WeightId>,
-    /// Weights of the files that are not trained: they are numbers in the graph.
+    /// Weights from the files that are constants of the graph and not trained.
     pub fixed: Vec<WeightId>,
-    /// The linear maps of layers.
+    /// The linear maps of the layers.
     pub sites: Vec<LinearSite>,
 }
 
@@ -94,7 +94,7 @@ impl<'a> WeightTable<'a> {
         Ok(self.push(gguf, hf, tensor))
     }
 
-    /// A tensor outside the layers that some models do not have.
+    /// An optional tensor outside the layers.
     pub(crate) fn optional(
         &mut self,
         gguf: &str,
@@ -104,14 +104,14 @@ impl<'a> WeightTable<'a> {
         Ok(self.find(gguf, hf, dims)?.map(|tensor| self.push(gguf, hf, tensor)))
     }
 
-    /// A norm's weights outside the layers.
+    /// Norm weights outside the layers.
     pub(crate) fn global_norm(&mut self, gguf: &str, hf: &str, n: usize) -> Result<WeightId, ModelError> {
         let tensor = self.find(gguf, hf, &[n])?.ok_or_else(|| self.missing(gguf, hf))?;
         let tensor = self.with_norm_offset(self.source.name(gguf, hf), tensor)?;
         Ok(self.push(gguf, hf, tensor))
     }
 
-    /// A norm's weights in a layer.
+    /// Norm weights in a layer.
     pub(crate) fn norm(&mut self, layer: usize, name: &str, n: usize) -> Result<WeightId, ModelError> {
         let (gguf, hf) = self.layer_tensor(layer, name, "weight");
         self.global_norm(&gguf, &hf, n)
@@ -141,7 +141,7 @@ impl<'a> WeightTable<'a> {
         Ok(Linear { weight, bias })
     }
 
-    /// A matrix in a layer that adapters leave alone: a router's.
+    /// A matrix in a layer that adapters do not apply to, such as a router.
     pub(crate) fn matrix(
         &mut self,
         layer: usize,
@@ -152,7 +152,7 @@ impl<'a> WeightTable<'a> {
         self.global(&gguf, &hf, &dims)
     }
 
-    /// A tensor in a layer by the ends of its two names.
+    /// A tensor in a layer, by the suffixes of its two names.
     pub(crate) fn in_layer(
         &mut self,
         layer: usize,
@@ -162,7 +162,7 @@ impl<'a> WeightTable<'a> {
         self.global(&format!("blk.{layer}.{gguf}"), &format!("model.layers.{layer}.{hf}"), dims)
     }
 
-    /// A vector in a layer, times a number.
+    /// A vector in a layer, multiplied by a number.
     pub(crate) fn scaled_vector(
         &mut self,
         layer: usize,
@@ -178,8 +178,8 @@ impl<'a> WeightTable<'a> {
         Ok(self.push(&gguf, &hf, tensor))
     }
 
-    /// The matrices of all experts of a layer as one weight, `[n_experts, n_out, n_in]`. Folders have a tensor for each
-    /// expert, which are copied behind one another: `{}` in `hf_name` is the expert.
+    /// The matrices of all experts of a layer as one weight, `[n_experts, n_out, n_in]`. Folders have one
+    /// tensor per expert, which are concatenated; `{}` in `hf_name` is the expert's index.
     pub(crate) fn experts(
         &mut self,
         layer: usize,
@@ -204,7 +204,7 @@ impl<'a> WeightTable<'a> {
                 return Err(ModelError::ExpertType { name: one, got: tensor.dtype(), first });
             }
             bytes.extend_from_slice(tensor.bytes().as_slice());
-            // What was copied need not stay in memory twice.
+            // The source pages of what was copied need not stay in memory.
             tensor.bytes().release();
         }
         let wrap = |source| ModelError::Tensor { name: whole.clone(), source };
@@ -213,7 +213,7 @@ impl<'a> WeightTable<'a> {
         Ok(self.push(&gguf, &whole, tensor))
     }
 
-    /// Linear maps that are one tensor in the file: each gets a view of its rows, and the name that it would have by itself.
+    /// Linear maps stored as one tensor: each gets a view of its rows, and the name it would have on its own.
     pub(crate) fn fused<const N: usize>(
         &mut self,
         layer: usize,
@@ -238,8 +238,8 @@ impl<'a> WeightTable<'a> {
         Ok(maps)
     }
 
-    /// The factor on what a layer makes; 1 where the file has none. It is part of the graph, and a weight only so that it is
-    /// written back.
+    /// Factor on a layer's output; 1 if the file has none. It is baked into the graph, and a weight only so
+    /// that it is exported again.
     pub(crate) fn layer_scalar(&mut self, layer: usize) -> Result<f32, ModelError> {
         let gguf = format!("blk.{layer}.layer_output_scale.weight");
         let hf = format!("model.layers.{layer}.layer_scalar");
@@ -252,8 +252,8 @@ impl<'a> WeightTable<'a> {
         Ok(scalar)
     }
 
-    /// A linear map whose rows hold two parts in turn, `head_dim` rows of the one and then of the other for each head, taken
-    /// apart: the first under its own name, the second under another one.
+    /// Splits a linear map whose rows alternate between two parts, `head_dim` rows of each per head: the
+    /// first part keeps its name, the second gets another.
     pub(crate) fn interleaved(
         &mut self,
         layer: usize,
@@ -277,8 +277,7 @@ impl<'a> WeightTable<'a> {
         Ok([weight, gate].map(|weight| Linear { weight, bias: None }))
     }
 
-    /// The filters of a short convolution, one for each channel: a row for each lag, so that neighbouring channels lie
-    /// together.
+    /// Filters of a short convolution: one row per lag, so that neighbouring channels are adjacent.
     pub(crate) fn filters(
         &mut self,
         layer: usize,
@@ -291,8 +290,8 @@ impl<'a> WeightTable<'a> {
         self.fixed_vector(layer, names, &by_lag)
     }
 
-    /// Two small linear maps of the same rows as one, the second below the first: one product instead of two. Where the file
-    /// has them in different types they become F32.
+    /// Two small linear maps of the same rows stacked into one: one matrix product instead of two. If the
+    /// file stores them in different types, both become F32.
     pub(crate) fn stacked(
         &mut self,
         layer: usize,
@@ -321,8 +320,8 @@ impl<'a> WeightTable<'a> {
         Ok(Linear { weight, bias: None })
     }
 
-    /// The values of a tensor in a layer, which may have one of several shapes. Names are what follows the layer's, in GGUF
-    /// and in Hugging Face folders.
+    /// Values of a tensor in a layer that may have one of several shapes. `names` are the suffixes of its
+    /// GGUF and Hugging Face names.
     pub(crate) fn values(
         &self,
         layer: usize,
@@ -343,7 +342,7 @@ impl<'a> WeightTable<'a> {
         tensor.to_f32().map_err(wrap)
     }
 
-    /// A vector of a layer that is part of the graph and not trained, made of what the files have under these names.
+    /// A vector of a layer that is a constant of the graph, computed from the values under these names.
     pub(crate) fn fixed_vector(
         &mut self,
         layer: usize,
@@ -358,7 +357,7 @@ impl<'a> WeightTable<'a> {
         Ok(id)
     }
 
-    /// A tensor that is computed, not read.
+    /// A computed tensor.
     pub(crate) fn derived(&mut self, name: &str, values: &[f32]) -> Result<WeightId, ModelError> {
         let tensor = HostTensor::from_f32(Shape::from([values.len()]), values)
             .map_err(|source| ModelError::Tensor { name: name.into(), source })?;
@@ -367,7 +366,7 @@ impl<'a> WeightTable<'a> {
         Ok(id)
     }
 
-    /// The values of a small table that not every file has.
+    /// Values of a small table that not every file has.
     pub(crate) fn table(&self, gguf: &str, n: usize) -> Result<Option<Vec<f32>>, ModelError> {
         let Some(tensor) = self.find(gguf, gguf, &[n])? else { return Ok(None) };
         let values = tensor.to_f32().map_err(|source| ModelError::Tensor { name: gguf.into(), source })?;
@@ -417,7 +416,7 @@ impl<'a> WeightTable<'a> {
     }
 }
 
-/// Rows of a matrix, over the same bytes.
+/// Rows of a matrix as a view of the same bytes.
 pub(crate) fn rows_of(
     name: &str,
     tensor: &HostTensor,
@@ -432,12 +431,12 @@ pub(crate) fn rows_of(
     HostTensor::new(tensor.dtype(), Shape::from([rows.len(), n_cols]), bytes).map_err(wrap)
 }
 
-/// A tensor in a layer by what follows the layer's name in GGUF and in Hugging Face folders.
+/// Names of a tensor in a layer, by the suffixes of its GGUF and Hugging Face names.
 fn plain_names(layer: usize, [gguf, hf]: [&str; 2]) -> (String, String) {
     (format!("blk.{layer}.{gguf}"), format!("model.layers.{layer}.{hf}"))
 }
 
-/// A vector as it is added to activations.
+/// A vector in F32, for adding to activations.
 fn in_f32(name: &str, tensor: HostTensor) -> Result<HostTensor, ModelError> {
     if tensor.dtype() == DType::F32 {
         return Ok(tensor);

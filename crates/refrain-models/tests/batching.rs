@@ -1,14 +1,15 @@
-//! Batched equals single: a request gets, bit for bit, the tokens it gets alone.
+//! A batched request gets, bit for bit, the same tokens as alone.
 //!
-//! On the CPU results do not depend on how work is divided, so neither neighbours nor chunks nor a preemption may show.
+//! On the CPU, results do not depend on how work is divided, so neither neighbours nor chunks nor preemptions
+//! may change them.
 
 mod common;
 
 use common::{CASES, folder};
 use refrain_cpu::CpuBackend;
 use refrain_engine::{
-    Ahead, BackendRunner, Core, Engine, EngineOptions, FollowRow, Pace, Request, RunnerOptions,
-    SamplingParams, SamplingRow, Sends, TokenEvent, TokenStream,
+    BackendRunner, Core, DecodeRow, Engine, EngineOptions, LaunchPolicy, Lookahead, Pace, Request,
+    RunnerOptions, SamplingParams, SamplingRow, TokenEvent, TokenStream,
 };
 use refrain_formats::ModelFiles;
 use refrain_models::Model;
@@ -17,7 +18,7 @@ use std::sync::Arc;
 
 const CONTEXT: usize = 64;
 
-/// A small generator (splitmix64).
+/// A small random number generator (splitmix64).
 struct Random(u64);
 
 impl Random {
@@ -42,7 +43,7 @@ fn engine(model: &Arc<Model>, n_positions: usize, max_tokens: usize) -> Engine {
     Engine::new(Box::new(runner), EngineOptions::default()).unwrap()
 }
 
-/// A request with rules of its own. Some have a beginning in common.
+/// A request with its own sampling rules. Some share a prefix.
 fn request(random: &mut Random, vocab: usize) -> Request {
     let common = random.below(3) as u32;
     let n_prompt = 1 + random.below(30);
@@ -70,7 +71,7 @@ fn request(random: &mut Random, vocab: usize) -> Request {
     request.min_tokens = random.below(request.max_tokens.min(5));
     (request.user, request.priority) = (random.below(3) as u64, random.below(2) as i32);
     if random.below(4) == 0 {
-        request.pace = Pace::Asked { lead: random.below(3) };
+        request.pace = Pace::OnDemand { lead: random.below(3) };
     }
     request
 }
@@ -89,7 +90,7 @@ fn collect(stream: TokenStream) -> Vec<Token> {
     stream.filter_map(|event| token(event.unwrap())).collect()
 }
 
-/// A request that is being served, and what came of it so far.
+/// A request in progress, and its tokens so far.
 struct Open {
     idx: usize,
     stream: TokenStream,
@@ -108,7 +109,7 @@ impl Open {
 }
 
 #[test]
-fn any_load_gives_each_request_the_tokens_that_it_gets_alone() {
+fn any_load_gives_each_request_the_tokens_it_gets_alone() {
     let mut n_preempted = 0;
     for (idx, case) in CASES.into_iter().enumerate() {
         let model = Arc::new(Model::load(&ModelFiles::open(folder(case)).unwrap()).unwrap());
@@ -119,14 +120,14 @@ fn any_load_gives_each_request_the_tokens_that_it_gets_alone() {
         let want: Vec<_> = requests
             .iter()
             .map(|request| {
-                // One that evaluates everything itself: what was found must be what it would have computed.
+                // Alone, everything is evaluated: cached prefixes must match what it would have computed.
                 let sequence = alone.open(CONTEXT).unwrap();
                 let mut request = request.clone();
                 request.sequence = Some(sequence);
                 collect(alone.submit(request).unwrap())
             })
             .collect();
-        // Room for two to eight of them, and steps of a few tokens or many.
+        // Capacity for two to eight of them, and steps of few tokens or many.
         for (n_positions, max_tokens) in [(96, 7), (320, 48)] {
             let engine = engine(&model, n_positions, max_tokens);
             let mut open: Vec<Open> = Vec::new();
@@ -137,7 +138,7 @@ fn any_load_gives_each_request_the_tokens_that_it_gets_alone() {
                 let stream = engine.submit(request.clone()).unwrap();
                 open.push(Open { idx, stream, got: Vec::new() });
                 open.iter_mut().for_each(Open::peek);
-                // Some join when others are half way, and some leave.
+                // Some join while others are in progress, and some leave.
                 let at = random.below(open.len());
                 match random.below(8) {
                     0 | 1 => drop(open.swap_remove(at)),
@@ -151,14 +152,14 @@ fn any_load_gives_each_request_the_tokens_that_it_gets_alone() {
             assert_eq!(load.blocks.used, 0, "{case}: {load:?}");
         }
     }
-    assert!(n_preempted > 20, "the load was too light: {n_preempted}");
+    assert!(n_preempted > 20, "the load was too low: {n_preempted}");
 }
 
 #[test]
-fn penalties_over_the_whole_text_do_not_depend_on_neighbours_either() {
+fn penalties_over_the_whole_sequence_do_not_depend_on_neighbours() {
     const N_WANTED: [usize; 4] = [40, 340, 90, 300];
     let model = Arc::new(Model::load(&ModelFiles::open(folder("llama")).unwrap()).unwrap());
-    // More positions than the usual step has places for recent tokens.
+    // More positions than the default history capacity.
     let options =
         RunnerOptions { context: 384, n_positions: 4 * 384, kv_block: 16, ..RunnerOptions::default() };
     let runner = BackendRunner::new(CpuBackend::shared(1).unwrap(), model, options).unwrap();
@@ -183,18 +184,18 @@ fn penalties_over_the_whole_text_do_not_depend_on_neighbours_either() {
             .collect();
         while open.iter().any(|(_, _, said, n)| said.len() < *n) {
             let mut left: Vec<_> = open.iter_mut().filter(|(_, _, said, n)| said.len() < *n).collect();
-            let mut rows: Vec<FollowRow<'_>> = Vec::new();
+            let mut rows: Vec<DecodeRow<'_>> = Vec::new();
             for (session, row, said, n) in left.iter_mut().map(|text| &mut **text) {
-                let ahead = Ahead { n_tokens: *n - said.len(), end: &[] };
-                rows.push(FollowRow { sequence: session, token: said[said.len() - 1].0, row, ahead });
+                let ahead = Lookahead { n_tokens: *n - said.len(), end: &[] };
+                rows.push(DecodeRow { sequence: session, token: said[said.len() - 1].0, row, ahead });
             }
-            let choices = core.follow_rows(&mut rows, Sends::Ahead).unwrap().choices;
+            let choices = core.decode_rows(&mut rows, LaunchPolicy::LaunchAhead).unwrap().choices;
             drop(rows);
             for ((_, _, said, _), choice) in left.into_iter().zip(choices) {
                 said.extend(choice.map(|chosen| chosen.unwrap()).map(|c| (c.token, c.logprob.to_bits())));
             }
         }
-        core.settle();
+        core.drain();
         open.into_iter().map(|(_, _, said, _)| said).collect()
     };
     let want: Vec<Vec<Token>> = (0..4).flat_map(|idx| texts(&[idx])).collect();
@@ -203,7 +204,7 @@ fn penalties_over_the_whole_text_do_not_depend_on_neighbours_either() {
 }
 
 #[test]
-fn a_fork_goes_on_as_a_sequence_that_evaluated_everything_itself() {
+fn a_fork_continues_like_a_sequence_that_evaluated_everything_itself() {
     let model = Arc::new(Model::load(&ModelFiles::open(folder("llama")).unwrap()).unwrap());
     let engine = engine(&model, 4 * CONTEXT, 16);
     let one = engine.open(CONTEXT).unwrap();
@@ -218,12 +219,12 @@ fn a_fork_goes_on_as_a_sequence_that_evaluated_everything_itself() {
     let fork = engine.fork(&one, CONTEXT).unwrap();
     let got = ask(&fork, other.clone());
     assert_eq!(got, ask(&engine.open(CONTEXT).unwrap(), other));
-    // The first is as it was.
+    // The first is unchanged.
     assert_eq!(ask(&one, prompt), first);
 }
 
 #[test]
-fn the_most_probable_tokens_come_with_each_choice_of_those_who_ask() {
+fn top_logprobs_come_with_each_token_of_requests_that_ask_for_them() {
     let model = Arc::new(Model::load(&ModelFiles::open(folder("qwen2")).unwrap()).unwrap());
     let engine = engine(&model, 4 * CONTEXT, 16);
     let mut asks = Request::once(vec![3, 1, 4]);
@@ -235,7 +236,7 @@ fn the_most_probable_tokens_come_with_each_choice_of_those_who_ask() {
     for event in asks {
         if let TokenEvent::Token { token, logprob, top, .. } = event.unwrap() {
             assert_eq!(top.len(), 4);
-            assert_eq!(top[0].0, token, "greedy takes the most probable one");
+            assert_eq!(top[0].0, token, "greedy takes the most probable token");
             assert!((top[0].1 - logprob).abs() < 1e-4);
             assert!(top.is_sorted_by(|a, b| a.1 >= b.1));
             n += 1;

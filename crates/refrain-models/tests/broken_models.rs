@@ -1,4 +1,4 @@
-//! Files whose tensors are not those of their architecture: messages name the tensor as the files at hand do.
+//! Files whose tensors do not match their architecture: messages use the tensor names of the files at hand.
 
 mod common;
 
@@ -15,7 +15,7 @@ fn find<'t>(tensors: &'t mut [Tensor], name: &str) -> &'t mut Tensor {
     tensors.iter_mut().find(|t| t.name == name).unwrap()
 }
 
-/// The golden of `llama` as a folder, with each tensor as `change` gives it back.
+/// The `llama` golden as a folder, with tensors changed by `change`.
 fn folder_with(
     at: &Path,
     change: impl for<'t> Fn(&str, TensorView<'t>) -> Option<TensorView<'t>>,
@@ -30,7 +30,7 @@ fn folder_with(
 }
 
 #[test]
-fn a_missing_tensor_is_named_as_the_files_name_it() {
+fn a_missing_tensor_is_reported_by_its_name_in_the_files() {
     let files = convert("llama", |tensors| tensors.retain(|t| t.name != "blk.1.ffn_up.weight"));
     let error = Model::load(&files).unwrap_err();
     let text = "the model has no tensor \"blk.1.ffn_up.weight\", which a llama model of 2 layers needs";
@@ -54,7 +54,7 @@ fn a_tensor_of_another_shape_is_refused_with_both_shapes() {
     let error = Model::load(&files).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "tensor \"blk.0.ffn_up.weight\" is [48, 64], the model's sizes ask for [96, 64]"
+        "tensor \"blk.0.ffn_up.weight\" has shape [48, 64], the model's hyperparameters require [96, 64]"
     );
 
     let at = tempfile::tempdir().unwrap();
@@ -64,17 +64,20 @@ fn a_tensor_of_another_shape_is_refused_with_both_shapes() {
     });
     let error = error.unwrap_err();
     assert!(matches!(&error, ModelError::TensorShape { .. }), "{error}");
-    assert_eq!(error.to_string(), "tensor \"model.norm.weight\" is [8, 8], the model's sizes ask for [64]");
+    assert_eq!(
+        error.to_string(),
+        "tensor \"model.norm.weight\" has shape [8, 8], the model's hyperparameters require [64]"
+    );
 }
 
 #[test]
-fn a_weight_of_whole_numbers_is_refused() {
+fn an_integer_weight_is_refused() {
     let files = convert("qwen3", |tensors| find(tensors, "blk.1.attn_k_norm.weight").dtype = DType::I32);
     let error = Model::load(&files).unwrap_err();
     assert!(matches!(&error, ModelError::TensorType { dtype: DType::I32, .. }), "{error}");
     assert_eq!(
         error.to_string(),
-        "tensor \"blk.1.attn_k_norm.weight\" is of type I32, which no weight can be"
+        "tensor \"blk.1.attn_k_norm.weight\" has type I32, which is not a valid type for weights"
     );
 
     let at = tempfile::tempdir().unwrap();
@@ -84,6 +87,6 @@ fn a_weight_of_whole_numbers_is_refused() {
     });
     assert_eq!(
         error.unwrap_err().to_string(),
-        "tensor \"lm_head.weight\" is of type I32, which no weight can be"
+        "tensor \"lm_head.weight\" has type I32, which is not a valid type for weights"
     );
 }

@@ -1,4 +1,4 @@
-//! Models written to files and read again: the same logits in every form.
+//! Models written to files and read again have the same logits in every format.
 
 mod common;
 
@@ -9,7 +9,7 @@ use refrain_models::Model;
 use refrain_tensor::{DType, HostTensor, Shape};
 use std::path::Path;
 
-/// A vocabulary of bytes and one end of text, as large as the golden models' own or smaller.
+/// A vocabulary of bytes and one end-of-text token, at most as large as the golden models' own.
 fn vocabulary() -> VocabSpec {
     let letters: Vec<String> = ('!'..='~').map(String::from).collect();
     let tokens = letters.iter().map(String::as_str).chain(["<|endoftext|>"]);
@@ -29,7 +29,7 @@ fn all_logits(files: &ModelFiles, tokens: &[u32]) -> Vec<f32> {
     logits(&mut engine(files, 64, DType::F32, 2), tokens)
 }
 
-/// As a GGUF file, and as a folder unless the model has experts: those are refused.
+/// As a GGUF file, and as a folder unless the model has experts, which folders refuse.
 fn exported(model: &Model, at: &Path, dtype: DType) -> Vec<ModelFiles> {
     let gguf = at.join(format!("model-{}.gguf", dtype.name()));
     model.write_gguf(&gguf, dtype, &vocabulary()).unwrap();
@@ -45,7 +45,7 @@ fn exported(model: &Model, at: &Path, dtype: DType) -> Vec<ModelFiles> {
 }
 
 #[test]
-fn a_folder_written_in_both_forms_has_the_same_logits() {
+fn a_folder_written_in_both_formats_has_the_same_logits() {
     for case in CASES {
         let golden = golden(case);
         let at = tempfile::tempdir().unwrap();
@@ -57,7 +57,7 @@ fn a_folder_written_in_both_forms_has_the_same_logits() {
             assert!(refused.to_string().contains("cannot hold the recurrent layers"), "{case}: {refused}");
             continue;
         }
-        // Scores that are not scaled make more of what rounding does to the weights.
+        // Unscaled attention scores amplify the rounding of weights.
         let rounded = if case.starts_with("gemma4") { 6e-2 } else { 3e-2 };
         for (dtype, tolerance) in [(DType::F32, 1e-4), (DType::BF16, rounded)] {
             for files in exported(&model, at.path(), dtype) {
@@ -73,8 +73,8 @@ fn a_folder_written_in_both_forms_has_the_same_logits() {
 }
 
 #[test]
-fn a_gguf_file_written_in_both_forms_has_the_same_logits() {
-    // Llama 3's table of frequencies has no place in config.json, and YaRN's none in llama.cpp's keys.
+fn a_gguf_file_written_in_both_formats_has_the_same_logits() {
+    // config.json cannot represent Llama 3's frequency table, and llama.cpp's keys cannot represent YaRN.
     for case in ["llama", "llama-tied", "mistral-window", "qwen2", "qwen3", "gemma3"] {
         let golden = golden(case);
         let at = tempfile::tempdir().unwrap();
@@ -97,7 +97,7 @@ fn a_gguf_file_written_in_both_forms_has_the_same_logits() {
 }
 
 #[test]
-fn other_values_are_the_ones_that_are_written() {
+fn replaced_values_are_written() {
     let model = Model::load(&ModelFiles::open(folder("qwen3")).unwrap()).unwrap();
     let (idx, weight) =
         model.weights().iter().enumerate().find(|(_, w)| w.name == "output_norm.weight").unwrap();
@@ -117,7 +117,7 @@ fn other_values_are_the_ones_that_are_written() {
 }
 
 #[test]
-fn a_vocabulary_in_a_gguf_file_is_padded_to_the_models_rows() {
+fn a_gguf_vocabulary_is_padded_to_the_rows_of_the_embedding() {
     let at = tempfile::tempdir().unwrap();
     let model = Model::load(&ModelFiles::open(folder("llama")).unwrap()).unwrap();
     let files = exported(&model, at.path(), DType::F32);

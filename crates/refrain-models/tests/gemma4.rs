@@ -1,4 +1,4 @@
-//! What only Gemma 4 has: multimodal folders, and layers that attend to what another one wrote.
+//! Gemma 4 only: multimodal folders, and layers that attend to another layer's keys and values.
 
 mod common;
 
@@ -8,7 +8,7 @@ use refrain_models::{Head, KvSpec, Model, StepSpec};
 use refrain_tensor::DType;
 use safetensors::{SafeTensors, serialize};
 
-/// The golden of `gemma4-e2b` as the text part of a multimodal folder.
+/// The `gemma4-e2b` golden as the text part of a multimodal folder.
 fn multimodal() -> tempfile::TempDir {
     let (at, from) = (tempfile::tempdir().unwrap(), folder("gemma4-e2b"));
     let text: serde_json::Value =
@@ -36,7 +36,7 @@ fn the_text_part_of_a_multimodal_folder_has_the_logits_of_the_text_model() {
 }
 
 #[test]
-fn layers_that_share_keys_have_no_cache_and_no_matrices_for_them() {
+fn layers_that_share_keys_have_no_cache_and_no_key_matrices() {
     let model = Model::load(&ModelFiles::open(folder("gemma4-e2b")).unwrap()).unwrap();
     let kv = KvSpec { n_blocks: 2, kv_block: 32, max_blocks: 2, n_slots: 0, dtype: DType::F32 };
     let caches: Vec<(String, Vec<usize>)> = model

@@ -1,4 +1,4 @@
-//! The golden models as GGUF files: other names, neighbouring pairs in rotary embeddings, norms with their one added.
+//! The golden models as GGUF files: other names, adjacent rotary pairs, norm weights with one added.
 
 mod common;
 
@@ -17,10 +17,10 @@ fn a_model_converted_to_gguf_has_the_same_logits() {
 }
 
 #[test]
-fn rows_of_queries_in_another_order_would_be_noticed() {
+fn a_wrong_row_order_of_queries_is_detected() {
     let golden = golden("llama");
     let files = gguf::convert("llama", |tensors| {
-        // Two rows of one head, swapped.
+        // Swap two rows of one head.
         let q = tensors.iter_mut().find(|t| t.name == "blk.0.attn_q.weight").unwrap();
         let row = q.dims[1] * 4;
         let (a, b) = q.bytes[row..].split_at_mut(row);

@@ -1,4 +1,4 @@
-//! Logits of small random models against those of `transformers`, which `tools/goldens.py` recorded.
+//! Logits of small random models against those of `transformers`, recorded by `tools/goldens.py`.
 
 mod common;
 
@@ -23,7 +23,7 @@ fn logits_of_every_architecture_agree_with_transformers() {
 }
 
 #[test]
-fn a_config_in_the_older_spelling_gives_the_same_model() {
+fn a_config_in_the_old_format_gives_the_same_model() {
     for case in CASES {
         let copy = tempfile::tempdir().unwrap();
         std::fs::copy(folder(case).join("model.safetensors"), copy.path().join("model.safetensors")).unwrap();
@@ -36,14 +36,14 @@ fn a_config_in_the_older_spelling_gives_the_same_model() {
 }
 
 #[test]
-fn pieces_and_threads_do_not_change_a_bit() {
+fn chunks_and_threads_do_not_change_any_bit() {
     for case in CASES {
         let golden = golden(case);
         let whole = logits(&mut engine(folder(case), 64, DType::F32, 1), &golden.tokens);
         for (max_tokens, n_threads) in [(1, 1), (7, 2), (64, 4)] {
             let pieces = logits(&mut engine(folder(case), max_tokens, DType::F32, n_threads), &golden.tokens);
             let same = whole.iter().zip(&pieces).all(|(a, b)| a.to_bits() == b.to_bits());
-            assert!(same, "{case}: pieces of {max_tokens} tokens on {n_threads} threads differ");
+            assert!(same, "{case}: chunks of {max_tokens} tokens on {n_threads} threads differ");
         }
     }
 }
@@ -52,7 +52,7 @@ fn pieces_and_threads_do_not_change_a_bit() {
 fn a_cache_in_half_precision_stays_close() {
     for case in CASES {
         let golden = golden(case);
-        // BF16 has three bits less.
+        // BF16 has three fewer mantissa bits.
         for (dtype, most) in [(DType::F16, 5e-3), (DType::BF16, 4e-2)] {
             let got = logits(&mut engine(folder(case), 64, dtype, 2), &golden.tokens);
             let error = relative_error(&got, &golden.logits);

@@ -1,5 +1,5 @@
-//! LoRA against PyTorch and peft: losses, gradients and logits that `tools/lora_goldens.py` recorded, over float and over
-//! quantised weights, and adapters as files.
+//! LoRA against PyTorch and peft: losses, gradients and logits recorded by `tools/lora_goldens.py`, over
+//! float and quantised weights; and adapters as files.
 
 mod common;
 
@@ -9,7 +9,7 @@ use refrain_cpu::CpuBackend;
 use refrain_engine::{BackendRunner, Core, RunnerOptions};
 use refrain_formats::ModelFiles;
 use refrain_formats::hf::AdapterFolder;
-use refrain_graph::{Op, ValueOrigin, Plan, PlanOptions, fuse, join_sums};
+use refrain_graph::{Op, Plan, PlanOptions, ValueOrigin, fuse, join_sums};
 use refrain_models::{Adapter, LoraSpec, Model, ModelError, Targets, TrainPhase, TrainSpec};
 use refrain_tensor::{DType, Shape};
 use std::path::Path;
@@ -36,14 +36,14 @@ fn adapted(case: &str) -> Model {
     base(case).with_adapter(&adapter(case)).unwrap()
 }
 
-/// The first gradients of A and B by name, as an adapter's file has them.
+/// First gradients of A and B, under the names of an adapter file.
 fn gradients(bench: &Bench) -> Vec<(String, Vec<f32>)> {
     let sums = bench.states.params.iter().map(|param| {
         let values = bench.state(param.sum.unwrap());
         let shape = bench.states.states[param.value.idx()].ty.shape;
         (param.weight, refrain_tensor::HostTensor::from_f32(shape, &values).unwrap())
     });
-    // Gradients in the places of the weights are read back as an adapter's file has them.
+    // Put the gradients in place of the weights, and read them back in the layout of an adapter file.
     let gradients = bench.model.with_values(sums).unwrap().adapter().unwrap().unwrap();
     assert!(!gradients.parts.is_empty());
     let halves = gradients.parts.iter().flat_map(|part| {
@@ -62,7 +62,7 @@ fn check_gradients(case: &str, bench: &Bench, golden: &Golden) {
     }
 }
 
-/// The norm of what two tensors differ by, relative to the second one's.
+/// Norm of the difference of two tensors, relative to that of the second.
 fn distance(got: &[f32], want: &[f32]) -> f32 {
     let norm = |values: &mut dyn Iterator<Item = f32>| values.map(|v| v * v).sum::<f32>().sqrt();
     norm(&mut got.iter().zip(want).map(|(g, w)| g - w)) / norm(&mut want.iter().copied())
@@ -135,9 +135,9 @@ fn gradients_over_weights_decoded_to_bf16_are_as_exact_as_those_of_pytorch() {
     }
 }
 
-/// What backends that add to what is there compile.
+/// Backends that can accumulate into a destination compile this.
 #[test]
-fn what_an_adapter_adds_is_joined_with_the_product_it_is_added_to() {
+fn an_adapters_output_is_accumulated_into_the_product_it_is_added_to() {
     let spec = TrainSpec { accumulates: true, ..SPEC };
     let golden = golden("llama-q8_0");
     let mut n_joined = 0;
@@ -148,12 +148,13 @@ fn what_an_adapter_adds_is_joined_with_the_product_it_is_added_to() {
         n_joined = joined.nodes().iter().filter(adds).count();
         joined
     });
-    assert!(n_joined >= 14, "{n_joined} sums are joined, there are 14 adapters");
+    assert!(n_joined >= 14, "{n_joined} sums are joined, expected at least 14");
     bench.run(&golden, 0);
     check_gradients("llama-q8_0", &bench, &golden);
 }
 
-/// Each layer's weights are decoded where they are used, forward and backward, and are gone in between.
+/// Each layer's weights are decoded where they are used, in the forward and backward pass, and freed in
+/// between.
 #[test]
 fn decoded_weights_are_not_kept_for_the_backward_pass() {
     let model = adapted("llama-q4_k_m");
@@ -166,21 +167,22 @@ fn decoded_weights_are_not_kept_for_the_backward_pass() {
             && graph.value(node.inputs[0]).ty.dtype.is_quantized()
     };
     let decoded: Vec<_> = graph.nodes().iter().filter(of_weight).collect();
-    // Seven maps in two layers and the output, each forward and backward. What the first layer's queries, keys and values
-    // are made of comes from no adapter, so nobody wants its gradient.
+    // Seven maps in two layers and the output, each forward and backward. The inputs of the first layer's
+    // queries, keys and values do not depend on any adapter, so their gradients are not needed.
     assert_eq!(decoded.len(), 2 * 15 - 3);
     for node in &decoded {
         let readers = graph.nodes().iter().filter(|other| other.inputs.contains(&node.outputs[0])).count();
         assert!(readers <= 1, "{} is read {readers} times", node.label);
     }
-    // All at once would take 1.7 MB. In a step of one row nothing else counts but the largest two of 131 KB.
+    // All of them at once would take 1.7 MB. In a step of one row, only the two largest of 131 KB each
+    // matter.
     let small = model.train_graph(&TrainSpec { n_tokens: 1, ..spec }, TrainPhase::Update).unwrap();
     let plan = Plan::new(&fuse(&small.graph).unwrap(), PlanOptions::default()).unwrap();
     assert!(plan.arena_bytes() < 500_000, "{}", plan.arena_bytes());
 }
 
 #[test]
-fn only_the_adapter_is_a_state_and_the_base_stays_as_it_is_in_its_file() {
+fn only_the_adapter_is_a_state_and_the_base_keeps_its_file_layout() {
     let model = adapted("llama-q4_k_m");
     let states = model.train_states(&SPEC);
     assert!(states.states[1..].iter().all(|state| state.name.contains(".lora_")));
@@ -216,19 +218,19 @@ fn a_live_adapter_has_the_logits_of_peft() {
         let off = error(&logits_of(adapted(case), &golden), &golden.floats("f32.logits"));
         assert!(off < 1e-4, "{case}: {off:.2e}");
         let moved = error(&golden.floats("base.logits"), &golden.floats("f32.logits"));
-        assert!(moved > 1e-2, "{case}: the adapter changes the logits by {moved:.2e} only");
-        // With its scale in its matrices it is the same, and a step less for each.
+        assert!(moved > 1e-2, "{case}: the adapter changes the logits by only {moved:.2e}");
+        // With the scale folded into its matrices the result is the same, with one op less per adapter.
         let live = base(case).with_live_adapter(&adapter(case), 1.0).unwrap();
         let off = error(&logits_of(live.clone(), &golden), &golden.floats("f32.logits"));
         assert!(off < 1e-4, "{case} live: {off:.2e}");
         assert!(live.adapter().unwrap().is_none());
-        // At scale 0 it does nothing.
+        // At scale 0 it has no effect.
         let without = base(case).with_live_adapter(&adapter(case), 0.0).unwrap();
         let off = error(&logits_of(without, &golden), &golden.floats("base.logits"));
         assert!(off < 1e-4, "{case} without its adapter: {off:.2e}");
     }
     for case in QUANTISED {
-        // Products with quantised weights round their rows to 8 bits.
+        // Matrix products with quantised weights round their input rows to 8 bits.
         let golden = golden(case);
         let off = error(&logits_of(adapted(case), &golden), &golden.floats("f32.logits"));
         assert!(off < 5e-2, "{case}: {off:.2e}");
@@ -236,13 +238,13 @@ fn a_live_adapter_has_the_logits_of_peft() {
 }
 
 #[test]
-fn an_adapter_belongs_to_a_gguf_file_of_its_model_too() {
+fn an_adapter_fits_a_gguf_file_of_its_model_too() {
     let golden = golden("llama");
     let files = common::gguf::convert("llama", |_| {});
     let model = Model::load(&files).unwrap().with_adapter(&adapter("llama")).unwrap();
     let off = error(&logits_of(model.clone(), &golden), &golden.floats("f32.logits"));
     assert!(off < 1e-4, "{off:.2e}");
-    // The rows of queries and keys come back in the order of the file.
+    // The rows of queries and keys are returned in the order of the file.
     for (got, want) in model.adapter().unwrap().unwrap().parts.iter().zip(&adapter("llama").parts) {
         assert_eq!(got.module, want.module);
         assert_eq!(got.b.to_f32().unwrap(), want.b.to_f32().unwrap(), "{}", want.module);
@@ -275,7 +277,7 @@ fn merged_weights_have_the_logits_of_the_adapter() {
 }
 
 #[test]
-fn a_fresh_adapter_changes_nothing_and_depends_on_its_seed_alone() {
+fn a_fresh_adapter_changes_nothing_and_depends_only_on_its_seed() {
     let model = base("llama");
     let spec = LoraSpec { rank: 8, alpha: 16.0, rslora: false, dropout: 0.0, targets: Targets::All };
     let made = model.fresh_adapter(&spec, 7).unwrap();
@@ -287,7 +289,8 @@ fn a_fresh_adapter_changes_nothing_and_depends_on_its_seed_alone() {
     for (part, again) in made.parts.iter().zip(model.fresh_adapter(&spec, 7).unwrap().parts) {
         let a = part.a.to_f32().unwrap();
         assert_eq!(a, again.a.to_f32().unwrap());
-        // Uniform: a third of the square of its bound, which is one over the root of its inputs.
+        // Variance of a uniform distribution: a third of the squared bound, which is one over the square root
+        // of its number of inputs.
         let n_in = part.a.shape().dims()[1];
         let square = a.iter().map(|v| v * v).sum::<f32>() / a.len() as f32;
         assert!((square * 3.0 * n_in as f32 - 1.0).abs() < 0.15, "{}: {square}", part.module);
@@ -330,7 +333,7 @@ fn targets_choose_linear_maps_by_either_name() {
     let error = model.fresh_adapter(&spec("q_proj,qproj"), 0).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "no linear layer of the model is called \"qproj\"; there are q_proj, k_proj, v_proj, o_proj, gate_proj, \
+        "no linear layer of the model is named \"qproj\"; its linear layers are q_proj, k_proj, v_proj, o_proj, gate_proj, \
          up_proj, down_proj"
     );
     for rank in [0, 65] {
@@ -345,7 +348,7 @@ fn targets_choose_linear_maps_by_either_name() {
     }
 }
 
-/// An adapter's folder with its configuration changed.
+/// An adapter folder with one changed setting.
 fn with_setting(key: &str, value: serde_json::Value) -> tempfile::TempDir {
     let out = tempfile::tempdir().unwrap();
     let from = folder("llama").join("lora");
@@ -366,14 +369,14 @@ fn rank_stabilised_adapters_are_divided_by_the_root_of_the_rank() {
     let folder = with_setting("use_rslora", true.into());
     let golden = golden("llama");
     let stabilised = logits_of(attach(folder.path()).unwrap(), &golden);
-    // The same as twice the usual scale: the rank is 4.
+    // The rank is 4, so this equals twice the usual scale.
     let twice = base("llama").with_live_adapter(&adapter("llama"), 2.0).unwrap();
-    assert_eq!(stabilised, logits_of(twice, &golden), "four by the root of four is twice one");
+    assert_eq!(stabilised, logits_of(twice, &golden), "4 / sqrt(4) is twice 4 / 4");
     assert!(error(&stabilised, &golden.floats("f32.logits")) > 1e-2);
 }
 
 #[test]
-fn adapters_of_other_kinds_are_refused_by_name() {
+fn unsupported_kinds_of_adapters_are_refused_by_name() {
     let refused = [
         ("use_dora", true.into(), "DoRA"),
         ("peft_type", "IA3".into(), "only LoRA"),
@@ -396,16 +399,16 @@ fn adapters_of_other_kinds_are_refused_by_name() {
 }
 
 #[test]
-fn adapters_that_do_not_fit_say_why() {
+fn adapters_that_do_not_fit_are_refused_with_a_reason() {
     let case = |folder: &Path, says: &[&str]| {
         let error = attach(folder).unwrap_err();
         assert!(says.iter().all(|part| error.to_string().contains(part)), "{error}");
         assert!(error.hint().is_some(), "{error}");
     };
-    case(with_setting("r", 8.into()).path(), &["lora_a is [4, 96]", "[8, 96]"]);
-    // Of a model with other sizes.
-    case(&folder("llama-q4_k_m").join("lora"), &["lora_a is [4, 256]", "[4, 96]"]);
-    // Of one with more layers, and with other modules.
+    case(with_setting("r", 8.into()).path(), &["lora_a has shape [4, 96]", "[8, 96]"]);
+    // From a model with other sizes.
+    case(&folder("llama-q4_k_m").join("lora"), &["lora_a has shape [4, 256]", "[4, 96]"]);
+    // From a model with more layers, and one with other modules.
     let change = |from: &str, to: &str| {
         let mut other = adapter("llama");
         other.parts.iter_mut().for_each(|part| part.module = part.module.replace(from, to));
@@ -431,7 +434,7 @@ fn adapters_that_do_not_fit_say_why() {
 }
 
 #[test]
-fn halves_that_miss_their_other_half_and_tensors_of_other_kinds_are_refused() {
+fn missing_factors_and_foreign_tensors_are_refused() {
     let write = |names: &[&str]| {
         let out = with_setting("r", 4.into());
         let tensors: Vec<refrain_formats::hf::NewTensor> = names
@@ -456,7 +459,7 @@ fn halves_that_miss_their_other_half_and_tensors_of_other_kinds_are_refused() {
 }
 
 #[test]
-fn damaged_adapters_are_errors_and_nothing_else() {
+fn damaged_adapters_are_errors_not_panics() {
     let from = folder("llama").join("lora");
     let files = [AdapterFolder::CONFIG, AdapterFolder::WEIGHTS]
         .map(|name| (name, std::fs::read(from.join(name)).unwrap()));
@@ -470,7 +473,7 @@ fn damaged_adapters_are_errors_and_nothing_else() {
     for round in 0..400 {
         for (i, (name, bytes)) in files.iter().enumerate() {
             let mut bytes = bytes.clone();
-            // The header of the weights is where damage can do most.
+            // Damage to the header of the weights has the widest effect.
             let reach = if i == 0 { bytes.len() } else { 4096 };
             for _ in 0..usize::from(round % 2 == i) * 3 {
                 let at = random(reach);

@@ -1,4 +1,4 @@
-//! Models whose logits come out as NaN or infinity: an error that names the position, never a text.
+//! Models with NaN or infinite logits: generation fails with an error that names the position.
 
 use refrain_cpu::CpuBackend;
 use refrain_engine::{
@@ -51,7 +51,7 @@ fn runner(name: &'static str, change: fn(usize, f32) -> f32, kv_dtype: DType) ->
     BackendRunner::new(CpuBackend::new(1).unwrap(), model, options).unwrap()
 }
 
-/// What a prompt of three tokens and then token 7 come to.
+/// Evaluates a prompt of three tokens, then token 7.
 fn chosen(name: &'static str, change: fn(usize, f32) -> f32, kv_dtype: DType) -> Result<(), EngineError> {
     let mut core = Core::new(Box::new(runner(name, change, kv_dtype)), CONTEXT);
     let (mut sequence, mut row) = (core.open(), SamplingRow::new(&SamplingParams::greedy()));
@@ -67,20 +67,20 @@ fn position(error: &EngineError) -> usize {
 }
 
 #[test]
-fn a_single_weight_that_is_not_a_number_is_an_error_at_the_first_token_it_touches() {
+fn a_single_nan_weight_is_an_error_at_the_first_token_it_affects() {
     chosen("output_norm.weight", |_, w| w, DType::F16).unwrap();
     let all = chosen("output_norm.weight", |i, w| if i == 3 { f32::NAN } else { w }, DType::F16);
     assert_eq!(position(&all.unwrap_err()), 2);
     let infinite = chosen("output_norm.weight", |i, w| if i == 3 { f32::INFINITY } else { w }, DType::F16);
     assert_eq!(position(&infinite.unwrap_err()), 2);
-    // One logit of all.
+    // A single logit.
     let one = chosen("output.weight", |i, w| if i == 5 { f32::NAN } else { w }, DType::F16);
     assert_eq!(position(&one.unwrap_err()), 2);
 }
 
 #[test]
-fn a_token_that_is_met_while_decoding_is_named_by_its_position() {
-    // The row of token 7, which is 64 numbers wide or less in every golden.
+fn a_token_during_decoding_is_reported_by_its_position() {
+    // The embedding row of token 7: at most 64 elements wide in every golden.
     let change: fn(usize, f32) -> f32 = |i, w| if i / 32 == 14 || i / 64 == 7 { f32::NAN } else { w };
     let error = chosen("token_embd.weight", change, DType::F16).unwrap_err();
     assert_eq!(position(&error), 3);
@@ -88,7 +88,7 @@ fn a_token_that_is_met_while_decoding_is_named_by_its_position() {
 }
 
 #[test]
-fn values_that_a_cache_of_f16_cannot_hold_are_an_error_with_a_way_out() {
+fn values_that_overflow_an_f16_cache_are_an_error_with_a_hint() {
     let huge: fn(usize, f32) -> f32 = |_, w| 3e6 * w;
     let error = chosen("blk.0.attn_v.weight", huge, DType::F16).unwrap_err();
     assert_eq!(position(&error), 2);
@@ -99,7 +99,7 @@ fn values_that_a_cache_of_f16_cannot_hold_are_an_error_with_a_way_out() {
 }
 
 #[test]
-fn perplexity_fails_where_a_probability_is_not_a_number() {
+fn perplexity_fails_at_a_nan_probability() {
     let score = |change: fn(usize, f32) -> f32| {
         let runner = runner("output_norm.weight", change, DType::F16);
         let engine = Engine::new(Box::new(runner), EngineOptions::default()).unwrap();
@@ -110,5 +110,5 @@ fn perplexity_fails_where_a_probability_is_not_a_number() {
     };
     assert!(score(|_, w| w).unwrap().perplexity.is_finite());
     let error = score(|i, w| if i == 0 { f32::NAN } else { w }).unwrap_err();
-    assert_eq!(position(&error), 8, "the first that is scored");
+    assert_eq!(position(&error), 8, "the first scored token");
 }

@@ -1,4 +1,4 @@
-//! Training steps against PyTorch: ten losses and every gradient, which `tools/train_goldens.py` recorded.
+//! Training steps against PyTorch: ten losses and every gradient, recorded by `tools/train_goldens.py`.
 
 mod common;
 
@@ -37,7 +37,7 @@ fn gradients_of_every_architecture_agree_with_pytorch() {
                 let name = bench.model.hf_name(param.weight);
                 let off =
                     error(&bench.state(param.sum.unwrap()), &golden.floats(&format!("f32.grad.{name}")));
-                // Scores that are not scaled make steeper models.
+                // Unscaled attention scores make gradients steeper.
                 let most = if case.starts_with("gemma4") { 2e-5 } else { 1e-5 };
                 assert!(off < most, "{case}: gradient of {name} is off by {off:.2e}");
             }
@@ -45,7 +45,7 @@ fn gradients_of_every_architecture_agree_with_pytorch() {
     }
 }
 
-/// What backends that add to what is there compile; the reference runs the joined ops here.
+/// Backends that can accumulate into a destination compile these joined ops; here the reference runs them.
 #[test]
 fn joined_sums_have_the_gradients_of_pytorch() {
     for case in ["llama-tied", "gemma3"] {
@@ -96,8 +96,9 @@ fn ten_steps_have_the_losses_and_norms_of_pytorch() {
                 let name = bench.model.hf_name(param.weight);
                 let (got, want) = (bench.state(param.value), golden.floats(&format!("f32.last.{name}")));
                 let off = error(&got, &want);
-                // A gradient that is a millionth of the largest one is rounding, and AdamW takes a step by it all the same:
-                // of a thousand weights one may differ by that, and none by more than a tenth of a step.
+                // A gradient below a millionth of the largest is rounding noise, yet AdamW takes a full step
+                // for it: one weight in a thousand may differ by that, and none by more than a tenth of a
+                // step.
                 let largest = want.iter().fold(0f32, |m, w| m.max(w.abs()));
                 let n_off = got.iter().zip(&want).filter(|(g, w)| (*g - *w).abs() >= 1e-5 * largest).count();
                 let few = n_off * 1000 <= got.len();
@@ -118,8 +119,9 @@ fn ten_steps_in_bf16_have_the_losses_of_pytorch() {
         let mut bench = Bench::new(case, spec, TrainPhase::Update);
         let (exact, torch) = (golden.floats("f32.losses"), golden.floats("bf16.losses"));
         let strays = exact.iter().zip(&torch).fold(0f32, |most, (e, t)| most.max((t - e).abs() / e));
-        // Gemma 4 does not scale its scores, and PyTorch's losses in BF16 stray from its own in F32 by 2 %. Ours must be near
-        // those in F32. The steps of gemma4-e2b amplify rounding: there half again PyTorch's distance is the limit.
+        // Gemma 4 does not scale its scores, and PyTorch's BF16 losses differ from its F32 losses by 2 %.
+        // Ours must be close to F32. The steps of gemma4-e2b amplify rounding: its limit is 1.5 times
+        // PyTorch's distance.
         let (want, tolerance) = match case {
             "gemma4-e2b" => (exact, 1.5 * strays),
             case if case.starts_with("gemma4") => (exact, 1.5e-2),
@@ -135,11 +137,11 @@ fn ten_steps_in_bf16_have_the_losses_of_pytorch() {
     }
 }
 
-/// Those without a golden of training have all the same pieces, and text that is longer than the first training was.
+/// Architectures without a training golden use the same building blocks, and longer text.
 #[test]
 fn every_architecture_learns_or_is_refused_by_name() {
     let golden = Golden::of("llama");
-    // Its vocabulary is smaller than that of the batch.
+    // Its vocabulary is smaller than the batch's.
     for case in common::CASES.into_iter().filter(|case| *case != "gemma4-heads") {
         let spec = TrainSpec { n_context: 48, ..SPEC };
         let model = common::train::load(case);
@@ -154,7 +156,7 @@ fn every_architecture_learns_or_is_refused_by_name() {
     }
 }
 
-/// How far a tensor is off on average, relative to its largest magnitude.
+/// Mean error of a tensor, relative to its largest magnitude.
 fn rms_error(got: &[f32], want: &[f32]) -> f64 {
     assert_eq!(got.len(), want.len());
     let largest = want.iter().fold(0f32, |m, w| m.max(w.abs()));
@@ -162,10 +164,11 @@ fn rms_error(got: &[f32], want: &[f32]) -> f64 {
     (squares / got.len() as f64).sqrt() / f64::from(largest.max(1e-12))
 }
 
-/// Rounding to bf16 on the way moves single elements of PyTorch's own gradients by 5 to 20 % of the largest from those in
-/// F32, and all of them by 1.1 % on average. So tensors are compared as a whole, with PyTorch's and with those in F32.
+/// Rounding to bf16 moves individual elements of PyTorch's own gradients by 5 to 20 % of the largest from
+/// those in F32, and all of them by 1.1 % on average. So tensors are compared as a whole, with PyTorch's and
+/// with those in F32.
 #[test]
-fn gradients_in_bf16_are_as_near_to_those_in_f32_as_the_ones_of_pytorch() {
+fn gradients_in_bf16_are_as_close_to_f32_as_those_of_pytorch() {
     for case in CASES {
         let golden = Golden::of(case);
         let spec = TrainSpec { dtype: DType::BF16, masters: true, accumulates: true, ..SPEC };
@@ -176,19 +179,19 @@ fn gradients_in_bf16_are_as_near_to_those_in_f32_as_the_ones_of_pytorch() {
             let name = bench.model.hf_name(param.weight);
             let got = bench.state(param.sum.unwrap());
             let [torch, exact] = ["bf16", "f32"].map(|dtype| golden.floats(&format!("{dtype}.grad.{name}")));
-            // The gradient of a norm is a sum over all rows of products that nearly cancel.
+            // The gradient of a norm is a sum of nearly cancelling products over all rows.
             let limit = if name.contains("norm") { 5e-2 } else { 2e-2 };
             let off = rms_error(&got, &torch);
-            // Scores that are not scaled make PyTorch's gradients of these stray further: what counts is how far ours are
-            // from those in F32.
+            // Unscaled scores make PyTorch's gradients deviate further: what matters is how close ours are to
+            // those in F32.
             let is_steep = case.starts_with("gemma4");
             assert!(is_steep || off < limit, "{case}: gradient of {name} is {off:.2e} from PyTorch's");
             ours += rms_error(&got, &exact).powi(2);
             theirs += rms_error(&torch, &exact).powi(2);
         }
         let times = (ours / theirs).sqrt();
-        // 0.8 to 1.13 were found; 1.29 for the dense model of Gemma 4, whose scores are not scaled, and 1.40 for Gemma 2,
-        // whose scores and logits are capped.
+        // Measured: 0.8 to 1.13; 1.29 for the dense model of Gemma 4, whose scores are not scaled, and 1.40
+        // for Gemma 2, whose scores and logits are capped.
         let most = match case {
             "gemma4-dense" => 1.4,
             "gemma2" => 1.5,

@@ -1,74 +1,74 @@
-//! Attention: projections, norms of heads, rotation, scores, and the way back.
+//! Attention: projections, head norms, rotary embedding, scores, and the output projection.
 
 use super::Mixer;
 use crate::error::ModelError;
 use crate::state::{KvGeometry, LayerState};
-use crate::step::Step;
+use crate::step::StepBuilder;
 use crate::weights::{Linear, WeightTable};
 use refrain_formats::params::{LayerSizes, ModelConfig};
 use refrain_graph::{GraphError, ValueId, WeightId};
 
-/// Attention of grouped heads. Window, scale and soft cap are those of the configuration.
+/// Grouped-query attention. Window, scale and soft cap come from the configuration.
 #[derive(Debug)]
-pub(crate) struct Attention {
+pub(crate) struct AttentionLayer {
     pub head_dim: usize,
     pub q: Linear, // [n_heads * head_dim, hidden]
     pub q_norm: Option<HeadNorm>,
-    /// Of the result: it is multiplied by the sigmoid of this.
+    /// Output gate: the attention output is multiplied by its sigmoid.
     pub gate: Option<Linear>, // [n_heads * head_dim, hidden]
-    /// A layer without keys of its own attends to those of [`ModelConfig::kv_layer`].
+    /// `None` for a layer that attends to the keys and values of [`ModelConfig::kv_layer`].
     pub kv: Option<KeysValues>,
     pub o: Linear, // [hidden, n_heads * head_dim]
 }
 
-/// Keys and values of a layer that has its own.
+/// Key and value projections of a layer with its own KV cache.
 #[derive(Debug)]
 pub(crate) struct KeysValues {
     pub k: Linear, // [n_kv_heads * head_dim, hidden]
-    /// The same; without it values are the keys before norm and rotation.
+    /// Same shape. Without it, values are the keys before norm and rotation.
     pub v: Option<Linear>,
     pub k_norm: Option<HeadNorm>,
     pub v_norm: Option<HeadNorm>,
 }
 
-/// A norm of queries, keys or values.
+/// Norm of queries, keys or values.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct HeadNorm {
     pub weight: WeightId, // [head_dim], or [n_heads * head_dim]
     pub span: NormSpan,
 }
 
-/// What one norm is about.
+/// Elements that one norm covers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum NormSpan {
-    /// Each head by itself.
+    /// Each head separately.
     Head,
-    /// All heads of a row.
+    /// All heads of a row together.
     Row,
 }
 
-impl Attention {
-    /// Attention as the configuration describes it: with biases and norms of heads where it says so.
+impl AttentionLayer {
+    /// Attention as configured, with biases and per-head norms if the configuration has them.
     pub(crate) fn declare(w: &mut WeightTable<'_>, layer: usize) -> Result<Mixer, ModelError> {
-        let maps = Attention::projections(w, layer)?;
-        Attention::of(w, layer, maps, NormSpan::Head)
+        let maps = AttentionLayer::projections(w, layer)?;
+        AttentionLayer::of(w, layer, maps, NormSpan::Head)
     }
 
     /// The same with norms over all heads of a row.
     pub(crate) fn with_row_norms(w: &mut WeightTable<'_>, layer: usize) -> Result<Mixer, ModelError> {
-        let maps = Attention::projections(w, layer)?;
-        Attention::of(w, layer, maps, NormSpan::Row)
+        let maps = AttentionLayer::projections(w, layer)?;
+        AttentionLayer::of(w, layer, maps, NormSpan::Row)
     }
 
-    /// The same with queries, keys and values as one tensor in the file.
+    /// The same with queries, keys and values stored as one tensor.
     pub(crate) fn fused(w: &mut WeightTable<'_>, layer: usize) -> Result<Mixer, ModelError> {
-        let [q, kv] = Attention::rows(w.config, layer);
+        let [q, kv] = AttentionLayer::rows(w.config, layer);
         let parts = [("attn_q", q), ("attn_k", kv), ("attn_v", kv)];
         let maps = w.fused(layer, ["attn_qkv", "self_attn.qkv_proj"], parts, w.config.hidden)?;
-        Attention::of(w, layer, maps, NormSpan::Head)
+        AttentionLayer::of(w, layer, maps, NormSpan::Head)
     }
 
-    /// Rows of queries, and of keys and values.
+    /// Number of output rows of queries, and of keys and values.
     fn rows(c: &ModelConfig, layer: usize) -> [usize; 2] {
         let LayerSizes { n_kv_heads, head_dim, .. } = c.layer_sizes(layer);
         [c.n_heads * head_dim, n_kv_heads * head_dim]
@@ -76,7 +76,7 @@ impl Attention {
 
     fn projections(w: &mut WeightTable<'_>, layer: usize) -> Result<[Linear; 3], ModelError> {
         let c = w.config;
-        let [q, kv] = Attention::rows(c, layer);
+        let [q, kv] = AttentionLayer::rows(c, layer);
         Ok([
             w.linear(layer, "attn_q", [q, c.hidden], c.qkv_bias)?,
             w.linear(layer, "attn_k", [kv, c.hidden], c.qkv_bias)?,
@@ -92,7 +92,7 @@ impl Attention {
     ) -> Result<Mixer, ModelError> {
         let c = w.config;
         let head_dim = c.layer_sizes(layer).head_dim;
-        let [q_rows, kv_rows] = Attention::rows(c, layer);
+        let [q_rows, kv_rows] = AttentionLayer::rows(c, layer);
         let norm = |w: &mut WeightTable<'_>, name: &str, rows: usize| match (c.qk_norm, span) {
             (false, _) => Ok(None),
             (true, NormSpan::Head) => w.norm(layer, name, head_dim).map(Some),
@@ -103,18 +103,18 @@ impl Attention {
         let k_norm = as_norm(norm(w, "attn_k_norm", kv_rows)?);
         let o = w.linear(layer, "attn_output", [c.hidden, q_rows], c.attn_output_bias)?;
         let kv = Some(KeysValues { k, v: Some(v), k_norm, v_norm: None });
-        Ok(Mixer::Attention(Attention { head_dim, q, q_norm, gate: None, kv, o }))
+        Ok(Mixer::Attention(AttentionLayer { head_dim, q, q_norm, gate: None, kv, o }))
     }
 
-    /// The same with an output gate, which lies behind the query in the rows of each head (Qwen 3.5).
+    /// The same with an output gate, stored after the query in the rows of each head (Qwen 3.5).
     pub(crate) fn gated(w: &mut WeightTable<'_>, layer: usize) -> Result<Mixer, ModelError> {
         let c = w.config;
-        let [_, kv_rows] = Attention::rows(c, layer);
+        let [_, kv_rows] = AttentionLayer::rows(c, layer);
         let head_dim = c.layer_sizes(layer).head_dim;
         let [q, gate] = w.interleaved(layer, ["attn_q", "attn_q_gate"], [c.n_heads, head_dim, c.hidden])?;
         let k = w.linear(layer, "attn_k", [kv_rows, c.hidden], false)?;
         let v = w.linear(layer, "attn_v", [kv_rows, c.hidden], false)?;
-        let mut mixer = Attention::of(w, layer, [q, k, v], NormSpan::Head)?;
+        let mut mixer = AttentionLayer::of(w, layer, [q, k, v], NormSpan::Head)?;
         if let Mixer::Attention(attention) = &mut mixer {
             attention.gate = Some(gate);
         }
@@ -131,7 +131,12 @@ impl Attention {
         }
     }
 
-    pub(super) fn build(&self, step: &mut Step<'_>, layer: usize, h: ValueId) -> Result<ValueId, GraphError> {
+    pub(super) fn build(
+        &self,
+        step: &mut StepBuilder<'_>,
+        layer: usize,
+        h: ValueId,
+    ) -> Result<ValueId, GraphError> {
         let q = self.heads(step, h, self.q, self.q_norm, "attn_q")?;
         let own = match &self.kv {
             Some(kv) => {
@@ -152,7 +157,7 @@ impl Attention {
             }
             None => None,
         };
-        // Before the rotation, which is as good and keeps rotation and attention together.
+        // Scaling before the rotation is equivalent, and keeps rotation and attention adjacent for fusion.
         let q = step.tempered(q)?;
         let q = step.rope(q, layer)?;
         let own = match own {
@@ -171,10 +176,11 @@ impl Attention {
         step.linear(h, self.o, "attn_output")
     }
 
-    /// A linear map into heads `[n_tokens, n_heads, head_dim]`, its rows normed where the norm is about whole rows.
+    /// Applies a linear map and splits its output into heads `[n_tokens, n_heads, head_dim]`, after the norm
+    /// if it covers whole rows.
     fn heads(
         &self,
-        step: &mut Step<'_>,
+        step: &mut StepBuilder<'_>,
         h: ValueId,
         map: Linear,
         norm: Option<HeadNorm>,
@@ -190,10 +196,10 @@ impl Attention {
         step.as_heads(y, self.head_dim)
     }
 
-    /// The norm of each head by itself, where there is one.
+    /// Applies the per-head norm, if there is one.
     fn normed(
         &self,
-        step: &mut Step<'_>,
+        step: &mut StepBuilder<'_>,
         x: ValueId, // [n_tokens, n_heads, head_dim]
         norm: Option<HeadNorm>,
         label: &str,

@@ -1,21 +1,22 @@
-//! Gated DeltaNet: a short convolution over queries, keys and values, then the gated delta rule over a state of fixed size.
+//! Gated DeltaNet: a short convolution over queries, keys and values, then the gated delta rule over a
+//! fixed-size state.
 
 use super::Mixer;
 use crate::error::ModelError;
 use crate::state::{LayerState, SlotSpec};
-use crate::step::Step;
+use crate::step::StepBuilder;
 use crate::weights::{Linear, WeightTable};
 use refrain_formats::params::{DeltaNetSizes, VHeads};
 use refrain_graph::{Gate, GatedDelta, GraphError, KeyHeads, Op, Recurrent, ShortConv, ValueId, WeightId};
 use refrain_tensor::DType;
 
-/// A gated DeltaNet. `conv_dim` is `2 * n_key_heads * key_dim + n_heads * value_dim`.
+/// A gated DeltaNet layer. `conv_dim` is `2 * n_key_heads * key_dim + n_heads * value_dim`.
 #[derive(Debug)]
 pub(crate) struct DeltaNet {
     sizes: DeltaNetSizes,
     qkv: Linear,       // [conv_dim, hidden]
     z: Linear,         // [n_heads * value_dim, hidden]
-    gates: Linear,     // [2 * n_heads, hidden]: what decays, then what is learned
+    gates: Linear,     // [2 * n_heads, hidden]: alpha (decay), then beta (write strength)
     conv: WeightId,    // [conv_width * conv_dim]
     decay: WeightId,   // [n_heads]
     dt_bias: WeightId, // [n_heads]
@@ -23,11 +24,11 @@ pub(crate) struct DeltaNet {
     out: Linear,       // [hidden, n_heads * value_dim]
 }
 
-/// Added to the squares of queries and keys before the root.
+/// Added to the squared norms of queries and keys before the square root.
 const UNIT_EPS: f32 = 1e-6;
 
 impl DeltaNet {
-    /// A layer of the sizes of the configuration, under the names of Qwen 3.5.
+    /// Declares a layer with the configured sizes, under Qwen 3.5's names.
     pub(crate) fn declare(
         w: &mut WeightTable<'_>,
         layer: usize,
@@ -66,7 +67,12 @@ impl DeltaNet {
         ])
     }
 
-    pub(super) fn build(&self, step: &mut Step<'_>, layer: usize, h: ValueId) -> Result<ValueId, GraphError> {
+    pub(super) fn build(
+        &self,
+        step: &mut StepBuilder<'_>,
+        layer: usize,
+        h: ValueId,
+    ) -> Result<ValueId, GraphError> {
         let DeltaNetSizes { n_key_heads, n_heads, key_dim, value_dim, conv_width, v_heads, .. } = self.sizes;
         let (states, paging) = step.slots(layer);
         let qkv = step.linear(h, self.qkv, "attn_qkv")?;

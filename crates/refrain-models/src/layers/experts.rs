@@ -1,28 +1,29 @@
-//! Mixtures of experts: a router and, for each row, the experts that it chooses.
+//! Mixtures of experts: a router, and the experts it chooses for each row.
 
 use crate::error::ModelError;
-use crate::step::Step;
+use crate::step::StepBuilder;
 use crate::weights::WeightTable;
 use refrain_formats::params::{Activation, Experts};
 use refrain_graph::{
     ExpertActivation, ExpertGate, GraphError, MoeOp, Op, Route, RouteScore, ValueId, WeightId,
 };
 
-/// A router with its experts.
+/// A router and its experts.
 #[derive(Debug)]
 pub(crate) struct Mixture {
     pub router: WeightId, // [n_experts, hidden]
     pub route: Route,
-    /// A factor on the weight of each expert, where [`Route::scaled`]: `[n_experts]`
+    /// Factor on each expert's routing weight, for [`Route::scaled`]: `[n_experts]`
     pub scales: Option<WeightId>,
     pub gate: ExpertGate,
-    /// `[n_experts, ffn, hidden]` each; one of twice as many rows where [`ExpertGate::joined`].
+    /// `[n_experts, ffn, hidden]` each; a single weight with twice as many rows for [`ExpertGate::joined`].
     pub gate_up: Vec<WeightId>,
     pub down: WeightId, // [n_experts, hidden, ffn]
 }
 
 impl Mixture {
-    /// Experts with a softmax over all of them and gate and up apart, as most models have them.
+    /// Experts with separate gate and up projections, routed by a softmax over all experts, as in most
+    /// models.
     pub(crate) fn declare(
         w: &mut WeightTable<'_>,
         layer: usize,
@@ -44,7 +45,7 @@ impl Mixture {
         })
     }
 
-    /// Weights from a softmax over all experts.
+    /// Routing with weights from a softmax over all experts.
     pub(crate) fn route(experts: Experts) -> Route {
         Route {
             n_choices: experts.n_choices,
@@ -57,8 +58,13 @@ impl Mixture {
         }
     }
 
-    /// What the router makes of `r[n_tokens, hidden]`, done with `h[n_tokens, hidden]`.
-    pub(crate) fn build(&self, step: &mut Step<'_>, r: ValueId, h: ValueId) -> Result<ValueId, GraphError> {
+    /// Routes by `r[n_tokens, hidden]` and applies the chosen experts to `h[n_tokens, hidden]`.
+    pub(crate) fn build(
+        &self,
+        step: &mut StepBuilder<'_>,
+        r: ValueId,
+        h: ValueId,
+    ) -> Result<ValueId, GraphError> {
         let router = step.weight(self.router);
         let logits = step.builder.linear(r, router, None, "ffn_gate_inp")?;
         let mut inputs = vec![logits];

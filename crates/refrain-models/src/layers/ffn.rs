@@ -2,12 +2,12 @@
 
 use super::Mixture;
 use crate::error::ModelError;
-use crate::step::Step;
+use crate::step::StepBuilder;
 use crate::weights::{Linear, WeightTable};
 use refrain_formats::params::Activation;
 use refrain_graph::{Gate, GraphError, ValueId, WeightId};
 
-/// What a layer does to each row by itself.
+/// The feed-forward part of a layer, applied to each row independently.
 #[derive(Debug)]
 pub(crate) enum FeedForward {
     Gated(GatedFfn),
@@ -15,12 +15,12 @@ pub(crate) enum FeedForward {
     DenseAndExperts(Box<DenseAndExperts>),
 }
 
-/// A dense part and experts side by side (Gemma 4 26B-A4B): `norm(dense(h)) + norm(experts(norm(x)))`.
+/// A dense part and experts in parallel (Gemma 4 26B-A4B): `norm(dense(h)) + norm(experts(norm(x)))`.
 #[derive(Debug)]
 pub(crate) struct DenseAndExperts {
     pub dense: GatedFfn,
     pub after_dense: WeightId, // [hidden]
-    /// The norm of the residual that the router reads.
+    /// Norm of the residual for the router.
     pub before_router: WeightId, // [hidden]
     pub before_experts: WeightId, // [hidden]
     pub experts: Mixture,
@@ -37,12 +37,12 @@ pub(crate) struct GatedFfn {
 }
 
 impl FeedForward {
-    /// A gated one of the sizes and with the function of the configuration.
+    /// A gated part with the configured sizes and activation.
     pub(crate) fn gated(w: &mut WeightTable<'_>, layer: usize) -> Result<FeedForward, ModelError> {
         GatedFfn::declare(w, layer).map(FeedForward::Gated)
     }
 
-    /// The same with the gate and what is gated as one tensor in the file, in this order.
+    /// The same with up and gate projections stored as one tensor, gate first.
     pub(crate) fn fused(w: &mut WeightTable<'_>, layer: usize) -> Result<FeedForward, ModelError> {
         let ffn = w.config.layer_sizes(layer).ffn;
         let parts = [("ffn_gate", ffn), ("ffn_up", ffn)];
@@ -50,7 +50,7 @@ impl FeedForward {
         GatedFfn::of(w, layer, maps).map(FeedForward::Gated)
     }
 
-    /// Experts where the configuration has some, else a gated one.
+    /// Experts if the configuration has any, otherwise a gated part.
     pub(crate) fn of_config(w: &mut WeightTable<'_>, layer: usize) -> Result<FeedForward, ModelError> {
         match w.config.experts {
             Some(experts) => Ok(FeedForward::Experts(Mixture::declare(w, layer, experts)?)),
@@ -58,8 +58,13 @@ impl FeedForward {
         }
     }
 
-    /// The normed residual `h[n_tokens, hidden]` -> the same; `x` is the residual.
-    pub(super) fn build(&self, step: &mut Step<'_>, x: ValueId, h: ValueId) -> Result<ValueId, GraphError> {
+    /// Maps the normalised residual `h[n_tokens, hidden]` to the same shape; `x` is the residual itself.
+    pub(super) fn build(
+        &self,
+        step: &mut StepBuilder<'_>,
+        x: ValueId,
+        h: ValueId,
+    ) -> Result<ValueId, GraphError> {
         match self {
             FeedForward::Gated(ffn) => ffn.build(step, h),
             FeedForward::Experts(experts) => experts.build(step, h, h),
@@ -69,7 +74,7 @@ impl FeedForward {
 }
 
 impl DenseAndExperts {
-    fn build(&self, step: &mut Step<'_>, x: ValueId, h: ValueId) -> Result<ValueId, GraphError> {
+    fn build(&self, step: &mut StepBuilder<'_>, x: ValueId, h: ValueId) -> Result<ValueId, GraphError> {
         let dense = self.dense.build(step, h)?;
         let dense = step.norm(dense, self.after_dense, "post_ffn_norm_1")?;
         let r = step.norm(x, self.before_router, "ffn_router_norm")?;
@@ -89,7 +94,7 @@ impl GatedFfn {
         GatedFfn::of(w, layer, [gate, up])
     }
 
-    /// The rest of one whose gate and what is gated are declared.
+    /// Completes a gated part whose gate and up projections are declared.
     fn of(w: &mut WeightTable<'_>, layer: usize, [gate, up]: [Linear; 2]) -> Result<GatedFfn, ModelError> {
         let c = w.config;
         let function = match c.activation {
@@ -100,10 +105,10 @@ impl GatedFfn {
         Ok(GatedFfn { function, gate, up, down })
     }
 
-    fn build(&self, step: &mut Step<'_>, h: ValueId) -> Result<ValueId, GraphError> {
+    fn build(&self, step: &mut StepBuilder<'_>, h: ValueId) -> Result<ValueId, GraphError> {
         let up = step.linear(h, self.up, "ffn_up")?;
         let gate = step.linear(h, self.gate, "ffn_gate")?;
-        // As one node, so that the backward pass keeps the two products and nothing between.
+        // A single node, so that the backward pass keeps the two matrix products and no intermediate.
         let h = step.builder.gate(self.function, gate, up)?;
         step.linear(h, self.down, "ffn_down")
     }

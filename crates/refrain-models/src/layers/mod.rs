@@ -1,24 +1,25 @@
-//! The pieces that layers are made of.
+//! Building blocks of layers.
 //!
-//! An architecture is a [`Decoder`]: for each layer a [`Block`] of two branches, a mixer and a feed-forward part, with norms
-//! around them. Its file declares which pieces it has; the graph of a step follows from them, here and nowhere else.
+//! An architecture is a [`Decoder`]: each [`DecoderLayer`] has two branches, a mixer and a feed-forward part,
+//! with norms around them. The architecture's file declares its building blocks; the graph of a step is built
+//! from them here and nowhere else.
 
-mod attention; // queries, keys and values over a cache or among rows
-mod delta_net; // the gated delta rule over a state
+mod attention; // over a KV cache, or among the rows of a document
+mod delta_net; // gated delta rule over a recurrent state
 mod ffn; // feed-forward parts
 mod experts; // mixtures of experts
-mod short_conv; // a filter over a few rows
+mod short_conv; // gated short convolutions
 
-pub(crate) use attention::{Attention, HeadNorm, KeysValues, NormSpan};
+pub(crate) use attention::{AttentionLayer, HeadNorm, KeysValues, NormSpan};
 pub(crate) use delta_net::DeltaNet;
 pub(crate) use experts::Mixture;
 pub(crate) use ffn::{DenseAndExperts, FeedForward, GatedFfn};
-pub(crate) use short_conv::ShortConv;
+pub(crate) use short_conv::ShortConvLayer;
 
 use crate::error::ModelError;
 use crate::gemma4::{LayerInput, LayerInputs};
 use crate::state::LayerState;
-use crate::step::Step;
+use crate::step::StepBuilder;
 use crate::weights::WeightTable;
 use refrain_formats::params::ModelConfig;
 use refrain_graph::{GraphError, ValueId, WeightId};
@@ -26,43 +27,43 @@ use refrain_graph::{GraphError, ValueId, WeightId};
 /// The layers of a model.
 #[derive(Debug)]
 pub(crate) struct Decoder {
-    pub blocks: Vec<Block>,
-    /// What layers get besides the residual (Gemma 4).
+    pub blocks: Vec<DecoderLayer>,
+    /// The per-layer embedding (Gemma 4).
     pub layer_inputs: Option<LayerInputs>,
 }
 
-/// One layer: `x[n_tokens, hidden]` -> the same.
+/// One layer: maps `x[n_tokens, hidden]` to the same shape.
 #[derive(Debug)]
-pub(crate) struct Block {
+pub(crate) struct DecoderLayer {
     pub norms: Norms,
-    /// Whether the feed-forward part gets the rows that the mixer gets.
+    /// Whether the feed-forward part reads the same rows as the mixer.
     pub parallel: bool,
     pub mixer: Mixer,
     pub ffn: FeedForward,
-    /// A third branch, from this layer's slice of [`Decoder::layer_inputs`].
+    /// Third branch, fed by this layer's slice of [`Decoder::layer_inputs`].
     pub input: Option<LayerInput>,
-    /// Factor on the residual when the layer ends.
+    /// Factor on the residual at the end of the layer.
     pub output_scale: f32,
 }
 
-/// How the rows of a step see each other; a model may have several kinds of layers.
+/// Sequence mixing; a model may combine several kinds.
 #[derive(Debug)]
 pub(crate) enum Mixer {
-    Attention(Attention),
+    Attention(AttentionLayer),
     DeltaNet(DeltaNet),
-    ShortConv(ShortConv),
+    ShortConv(ShortConvLayer),
 }
 
-/// Where a layer norms its rows.
+/// Placement of a layer's norms.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Placement {
-    /// What enters a branch: `x + f(norm(x))`.
+    /// Before a branch: `x + f(norm(x))`.
     Pre,
-    /// What a branch adds: `x + norm(f(x))`.
+    /// After a branch: `x + norm(f(x))`.
     Post,
-    /// Both ends of a branch: `x + norm(f(norm(x)))`.
+    /// Before and after a branch: `x + norm(f(norm(x)))`.
     Sandwich,
-    /// What enters both branches, which run beside each other: `x + f(norm(x)) + g(norm(x))`.
+    /// One norm before both branches, which run in parallel: `x + f(norm(x)) + g(norm(x))`.
     Parallel,
 }
 
@@ -86,16 +87,16 @@ impl Placement {
 }
 
 impl Decoder {
-    /// Declares layer after layer, for architectures that have nothing besides.
+    /// Declares the layers one by one, for architectures without additional parts.
     pub(crate) fn of_blocks(
         w: &mut WeightTable<'_>,
-        block: impl Fn(&mut WeightTable<'_>, usize) -> Result<Block, ModelError>,
+        block: impl Fn(&mut WeightTable<'_>, usize) -> Result<DecoderLayer, ModelError>,
     ) -> Result<Decoder, ModelError> {
         let blocks = (0..w.config.n_layers).map(|layer| block(w, layer)).collect::<Result<_, _>>()?;
         Ok(Decoder { blocks, layer_inputs: None })
     }
 
-    /// What a layer keeps between steps.
+    /// State that a layer keeps between steps.
     pub(crate) fn state(&self, config: &ModelConfig, layer: usize) -> LayerState {
         match &self.blocks[layer].mixer {
             Mixer::Attention(attention) => attention.state(config, layer),
@@ -104,22 +105,22 @@ impl Decoder {
         }
     }
 
-    /// The table of which a step reads one row a token, and which therefore need not be on the device.
+    /// The table of which a step reads one row per token, and which therefore need not be on the device.
     pub(crate) fn token_table(&self) -> Option<WeightId> {
         self.layer_inputs.as_ref().map(|inputs| inputs.table)
     }
 }
 
-impl Block {
-    /// A layer of a mixer and a feed-forward part, with norms where `placement` has them. Weights get their ids in the
-    /// order of computation.
+impl DecoderLayer {
+    /// Declares a layer with a mixer, a feed-forward part, and norms as `placement` says. Weight ids follow
+    /// the order of computation.
     pub(crate) fn declare(
         w: &mut WeightTable<'_>,
         layer: usize,
         placement: Placement,
         mixer: impl FnOnce(&mut WeightTable<'_>, usize) -> Result<Mixer, ModelError>,
         ffn: impl FnOnce(&mut WeightTable<'_>, usize) -> Result<FeedForward, ModelError>,
-    ) -> Result<Block, ModelError> {
+    ) -> Result<DecoderLayer, ModelError> {
         let hidden = w.config.hidden;
         let parallel = placement == Placement::Parallel;
         let norm = |w: &mut WeightTable<'_>, name: &str, is_there: bool| match is_there {
@@ -133,10 +134,15 @@ impl Block {
         let ffn = ffn(w, layer)?;
         let after_ffn = norm(w, "post_ffw_norm", placement.after())?;
         let norms = Norms { before_mixer, after_mixer, before_ffn, after_ffn };
-        Ok(Block { norms, parallel, mixer, ffn, input: None, output_scale: 1.0 })
+        Ok(DecoderLayer { norms, parallel, mixer, ffn, input: None, output_scale: 1.0 })
     }
 
-    pub(crate) fn build(&self, step: &mut Step<'_>, layer: usize, x: ValueId) -> Result<ValueId, GraphError> {
+    pub(crate) fn build(
+        &self,
+        step: &mut StepBuilder<'_>,
+        layer: usize,
+        x: ValueId,
+    ) -> Result<ValueId, GraphError> {
         let norms = &self.norms;
         let mixed = step.residual_norm(x, norms.before_mixer, "attn_norm")?;
         let h = self.mixer.build(step, layer, mixed)?;
@@ -160,8 +166,8 @@ impl Block {
 }
 
 impl Mixer {
-    /// `h[n_tokens, hidden]` -> the same.
-    fn build(&self, step: &mut Step<'_>, layer: usize, h: ValueId) -> Result<ValueId, GraphError> {
+    /// Maps `h[n_tokens, hidden]` to the same shape.
+    fn build(&self, step: &mut StepBuilder<'_>, layer: usize, h: ValueId) -> Result<ValueId, GraphError> {
         match self {
             Mixer::Attention(attention) => attention.build(step, layer, h),
             Mixer::DeltaNet(net) => net.build(step, layer, h),

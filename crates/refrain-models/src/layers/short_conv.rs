@@ -3,14 +3,14 @@
 use super::Mixer;
 use crate::error::ModelError;
 use crate::state::{LayerState, SlotSpec};
-use crate::step::Step;
+use crate::step::StepBuilder;
 use crate::weights::{Linear, WeightTable};
 use refrain_graph::{Binary, GraphError, Op, Recurrent, ValueId, WeightId};
 use refrain_tensor::DType;
 
-/// `out(after(h) * conv(before(h) * x(h)))`, each channel filtered by itself.
+/// `out(after(h) * conv(before(h) * x(h)))`, with a separate filter per channel.
 #[derive(Debug)]
-pub(crate) struct ShortConv {
+pub(crate) struct ShortConvLayer {
     width: usize,
     before: Linear, // [hidden, hidden]
     after: Linear,  // [hidden, hidden]
@@ -19,15 +19,15 @@ pub(crate) struct ShortConv {
     out: Linear,    // [hidden, hidden]
 }
 
-impl ShortConv {
-    /// A layer under the names of LFM2, where the three maps are one matrix.
+impl ShortConvLayer {
+    /// Declares a layer under LFM2's names, where the three maps are one matrix.
     pub(crate) fn declare(w: &mut WeightTable<'_>, layer: usize, width: usize) -> Result<Mixer, ModelError> {
         let hidden = w.config.hidden;
         let parts = ["shortconv.before", "shortconv.after", "shortconv.x"].map(|part| (part, hidden));
         let [before, after, x] = w.fused(layer, ["shortconv.in_proj", "conv.in_proj"], parts, hidden)?;
         let conv = w.filters(layer, ["shortconv.conv.weight", "conv.conv.weight"], [hidden, width])?;
         let out = w.linear(layer, "shortconv.out_proj", [hidden, hidden], false)?;
-        Ok(Mixer::ShortConv(ShortConv { width, before, after, x, conv, out }))
+        Ok(Mixer::ShortConv(ShortConvLayer { width, before, after, x, conv, out }))
     }
 
     pub(super) fn state(&self, hidden: usize) -> LayerState {
@@ -35,7 +35,12 @@ impl ShortConv {
         LayerState::Slots(vec![SlotSpec { name: "conv_state", dims, dtype: DType::F32 }])
     }
 
-    pub(super) fn build(&self, step: &mut Step<'_>, layer: usize, h: ValueId) -> Result<ValueId, GraphError> {
+    pub(super) fn build(
+        &self,
+        step: &mut StepBuilder<'_>,
+        layer: usize,
+        h: ValueId,
+    ) -> Result<ValueId, GraphError> {
         let (states, paging) = step.slots(layer);
         let before = step.linear(h, self.before, "conv_in")?;
         let after = step.linear(h, self.after, "conv_after")?;

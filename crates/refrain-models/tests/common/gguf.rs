@@ -1,4 +1,4 @@
-//! Golden folders rewritten as GGUF files, with the names, keys and changes to weights of llama.cpp's converter.
+//! Golden folders rewritten as GGUF files, with the names, keys and weight changes of llama.cpp's converter.
 
 use super::folder;
 use refrain_formats::ModelFiles;
@@ -6,7 +6,7 @@ use refrain_formats::gguf::{Array, Gguf, GgufWriter};
 use refrain_tensor::{Bytes, DType, Shape};
 use serde_json::Value;
 
-/// A tensor on its way into the file.
+/// A tensor to be written to the file.
 #[derive(Clone, Debug)]
 pub(crate) struct Tensor {
     pub(crate) name: String,
@@ -15,11 +15,11 @@ pub(crate) struct Tensor {
     pub(crate) bytes: Vec<u8>,
 }
 
-/// A golden as GGUF; `change` may alter the tensors.
+/// A golden as GGUF; `change` may modify the tensors.
 pub(crate) fn convert(case: &str, change: impl FnOnce(&mut Vec<Tensor>)) -> ModelFiles {
     let config: Value =
         serde_json::from_slice(&std::fs::read(folder(case).join("config.json")).unwrap()).unwrap();
-    // Of a multimodal model the text part: its towers go to a file of their own.
+    // Only the text part of a multimodal model: its towers go to a file of their own.
     let config = config.get("text_config").unwrap_or(&config).clone();
     let arch = case_arch(case);
     let mut writer = GgufWriter::new();
@@ -43,7 +43,7 @@ pub(crate) fn convert(case: &str, change: impl FnOnce(&mut Vec<Tensor>)) -> Mode
 
 fn case_arch(case: &str) -> &str {
     match case.split('-').next() {
-        // Files of Mistral say llama, those of OLMo 3 its predecessor's name.
+        // Mistral files use the architecture llama, OLMo 3 files that of its predecessor.
         Some("mistral") => "llama",
         Some("olmo3") => "olmo2",
         Some(arch) => arch,
@@ -54,14 +54,14 @@ fn case_arch(case: &str) -> &str {
 fn metadata(writer: &mut GgufWriter, arch: &str, config: &Value) {
     let number = |key: &str| config[key].as_u64().unwrap() as u32;
     writer.set("general.architecture", arch).unwrap();
-    let mut set = |key: &str, value: refrain_formats::gguf::Value| {
+    let mut set = |key: &str, value: refrain_formats::gguf::MetadataValue| {
         writer.set(&format!("{arch}.{key}"), value).unwrap();
     };
     set("block_count", number("num_hidden_layers").into());
     set("context_length", number("max_position_embeddings").into());
     set("embedding_length", number("hidden_size").into());
     set("attention.head_count", number("num_attention_heads").into());
-    // Gemma 4 has these for each layer.
+    // Gemma 4 has these per layer.
     let alike = !matches!(arch, "gemma4" | "lfm2");
     if config["use_double_wide_mlp"] != true && arch != "lfm2" {
         set("feed_forward_length", number("intermediate_size").into());
@@ -82,13 +82,13 @@ fn metadata(writer: &mut GgufWriter, arch: &str, config: &Value) {
     if let Some(window) = config["sliding_window"].as_u64() {
         set("attention.sliding_window", (window as u32).into());
     }
-    // Converters write 0 for Phi 3 without a window, and no pattern but for OLMo 3.
+    // Converters write 0 for Phi 3 without a window, and a pattern only for OLMo 3.
     if arch == "phi3" && config["sliding_window"].is_null() {
         set("attention.sliding_window", 0u32.into());
     }
     if arch == "olmo2" && config["sliding_window"].is_u64() {
         let slides = Array::Bool(slides(config).into());
-        set("attention.sliding_window_pattern", refrain_formats::gguf::Value::Array(slides));
+        set("attention.sliding_window_pattern", refrain_formats::gguf::MetadataValue::Array(slides));
     }
     for (key, name) in [
         ("embedding_multiplier", "embedding_scale"),
@@ -112,7 +112,7 @@ fn metadata(writer: &mut GgufWriter, arch: &str, config: &Value) {
         let per_token = if arch == "gemma4" { "top_k_experts" } else { "num_experts_per_tok" };
         set("expert_used_count", number(per_token).into());
         set("expert_feed_forward_length", number("moe_intermediate_size").into());
-        // No key means that they do.
+        // The default is true.
         if config["norm_topk_prob"] == false {
             set("expert_weights_norm", false.into());
         }
@@ -120,7 +120,7 @@ fn metadata(writer: &mut GgufWriter, arch: &str, config: &Value) {
     let rope = &config["rope_parameters"];
     let rope = rope.get("full_attention").unwrap_or(rope);
     set("rope.freq_base", (rope["rope_theta"].as_f64().unwrap() as f32).into());
-    // The scaling of Llama 3 is in a tensor.
+    // Llama 3's scaling is stored as a tensor.
     if let kind @ ("linear" | "yarn") = rope["rope_type"].as_str().unwrap() {
         set("rope.scaling.type", kind.into());
         set("rope.scaling.factor", (rope["factor"].as_f64().unwrap() as f32).into());
@@ -152,21 +152,21 @@ fn metadata(writer: &mut GgufWriter, arch: &str, config: &Value) {
     }
 }
 
-/// Whether each layer slides.
+/// Whether each layer uses a sliding window.
 fn slides(config: &Value) -> Vec<bool> {
     let types = config["layer_types"].as_array().unwrap();
     types.iter().map(|kind| kind == "sliding_attention").collect()
 }
 
-/// A size of one layer: from its own entry, or the usual one.
+/// A size of one layer: from its own entry, or the model's.
 fn layer_size(config: &Value, layer: usize, key: &str) -> u32 {
     let own = &config["per_layer_config"][layer.to_string()][key];
     own.as_u64().or(config[key].as_u64()).unwrap() as u32
 }
 
-/// What differs between layers: sizes of layers that see all have the plain names.
+/// Per-layer sizes: those of full-attention layers have the plain names.
 fn gemma4_metadata(writer: &mut GgufWriter, config: &Value) {
-    use refrain_formats::gguf::Value as Meta;
+    use refrain_formats::gguf::MetadataValue as Meta;
     let mut set = |key: &str, value: Meta| {
         writer.set(&format!("gemma4.{key}"), value).unwrap();
     };
@@ -196,9 +196,9 @@ fn gemma4_metadata(writer: &mut GgufWriter, config: &Value) {
     set("final_logit_softcapping", (config["final_logit_softcapping"].as_f64().unwrap() as f32).into());
 }
 
-/// Heads of keys for each layer, none for convolutions; the feed-forward size as it is.
+/// KV heads per layer, 0 for convolutions; the effective feed-forward size.
 fn lfm2_metadata(writer: &mut GgufWriter, config: &Value) {
-    use refrain_formats::gguf::{Array, Value as Meta};
+    use refrain_formats::gguf::{Array, MetadataValue as Meta};
     let number = |key: &str| config[key].as_u64().unwrap() as u32;
     let kinds = config["layer_types"].as_array().unwrap();
     let heads = kinds.iter().map(|kind| if kind == "conv" { 0 } else { number("num_key_value_heads") });
@@ -208,7 +208,7 @@ fn lfm2_metadata(writer: &mut GgufWriter, config: &Value) {
     writer.set("lfm2.feed_forward_length", ffn.next_multiple_of(number("block_multiple_of"))).unwrap();
 }
 
-/// Sizes of recurrent layers. Dimensions of images are of no interest to text.
+/// Sizes of recurrent layers. Vision dimensions do not matter for text.
 fn qwen35_metadata(writer: &mut GgufWriter, config: &Value) {
     let number = |key: &str| config[key].as_u64().unwrap() as u32;
     let interval =
@@ -225,8 +225,8 @@ fn qwen35_metadata(writer: &mut GgufWriter, config: &Value) {
     }
 }
 
-/// A tensor of a recurrent layer as the converter leaves it: heads of values in tiles, the decay as it is used, a filter
-/// without its middle dimension.
+/// A tensor of a recurrent layer as the converter writes it: value heads in tiles, the decay in its final
+/// form, filters without their middle dimension.
 fn qwen35_tensor(name: &str, config: &Value, dims: &mut Vec<usize>, values: &mut [f32]) {
     let number = |key: &str| config[key].as_u64().unwrap() as usize;
     let (n_keys, n_values) = (number("linear_num_key_heads"), number("linear_num_value_heads"));
@@ -243,7 +243,7 @@ fn qwen35_tensor(name: &str, config: &Value, dims: &mut Vec<usize>, values: &mut
     }
     let width = values.len() / dims[0];
     let part = name.split('.').nth(2).unwrap_or_default();
-    // First row of the heads, rows of a head, elements of a row.
+    // First row of the heads, rows per head, elements per row.
     let (first, rows) = match part {
         "attn_qkv" | "ssm_conv1d" => (keys, value_dim),
         "attn_gate" => (0, value_dim),
@@ -259,7 +259,8 @@ fn qwen35_tensor(name: &str, config: &Value, dims: &mut Vec<usize>, values: &mut
     tile(&mut values[first * width..], n_keys, n_values, rows * width);
 }
 
-/// Heads that are grouped by key head, as tiles: the first of each key head, then the second of each.
+/// Reorders heads grouped by key head into tiles: the first of every key head, then the second of every key
+/// head.
 fn tile(values: &mut [f32], n_keys: usize, n_values: usize, head_len: usize) {
     let grouped = values.to_vec();
     let each = n_values / n_keys;
@@ -269,7 +270,7 @@ fn tile(values: &mut [f32], n_keys: usize, n_values: usize, head_len: usize) {
     }
 }
 
-/// Divisors for layers that see all: pairs that do not turn have one that stops them.
+/// Divisors of full-attention layers: pairs that do not rotate get one that stops them.
 fn gemma4_divisors(config: &Value) -> Vec<f32> {
     let layer = slides(config).iter().position(|slides| !slides).unwrap();
     let n_pairs = layer_size(config, layer, "head_dim") as usize / 2;
@@ -282,7 +283,7 @@ fn tensors(case: &str, arch: &str, config: &Value) -> Vec<Tensor> {
     let files = ModelFiles::open(folder(case)).unwrap();
     let n_heads = |key: &str| config[key].as_u64().unwrap() as usize;
     let mut tensors = Vec::new();
-    // Experts in the order of their numbers.
+    // Experts in order of their index.
     let mut infos: Vec<_> = files.tensors().iter().collect();
     infos.sort_by_key(|info| expert_name(info.name()));
     for info in infos {
@@ -292,7 +293,7 @@ fn tensors(case: &str, arch: &str, config: &Value) -> Vec<Tensor> {
         let tensor = files.tensor(info.name()).unwrap();
         let mut dims = tensor.shape().dims().to_vec();
         let mut values = tensor.to_f32().unwrap();
-        // Experts lie in one tensor, behind one another.
+        // All experts are in one tensor, in order.
         if let Some((name, expert)) = expert_name(info.name()) {
             match tensors.iter_mut().find(|t: &&mut Tensor| t.name == name) {
                 Some(all) => {
@@ -346,7 +347,8 @@ fn float(name: &str, dims: Vec<usize>, values: &[f32]) -> Tensor {
     Tensor { name: name.into(), dtype: DType::F32, dims, bytes }
 }
 
-/// The rows of each head in the order 0, h/2, 1, h/2 + 1, ...: elements that are rotated together become neighbours.
+/// The rows of each head in the order 0, h/2, 1, h/2 + 1, ...: elements that are rotated together become
+/// adjacent.
 fn neighbours(values: &[f32], n_heads: usize, n_rows: usize, n_cols: usize) -> Vec<f32> {
     let head = n_rows / n_heads;
     let from = |row: usize| row / head * head + (row % head) % 2 * (head / 2) + (row % head) / 2;
@@ -371,7 +373,7 @@ fn llama3_factors(rope: &Value, head_dim: usize) -> Vec<f32> {
     (0..head_dim / 2).map(|i| factor_of(i) as f32).collect()
 }
 
-/// The tensor that has an expert's matrix, and which expert that is.
+/// The tensor that holds an expert's matrix, and the expert's index.
 fn expert_name(hf: &str) -> Option<(String, usize)> {
     let (layer, rest) = hf.strip_prefix("model.layers.")?.split_once(".mlp.experts.")?;
     let (expert, part) = rest.split_once('.')?;
@@ -455,7 +457,7 @@ fn gguf_name(hf: &str, arch: &str) -> String {
         "mlp.up_proj" => "ffn_up",
         "mlp.down_proj" => "ffn_down",
         "mlp.gate" => "ffn_gate_inp",
-        other => panic!("{other} has no name in GGUF files"),
+        other => panic!("{other} has no GGUF name"),
     };
     format!("blk.{layer}.{name}.{kind}")
 }

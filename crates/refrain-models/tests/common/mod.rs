@@ -1,5 +1,5 @@
-//! The golden models, as folders and as GGUF files, and the logits that are expected of them.
-#![allow(dead_code)] // Each test file uses its part.
+//! The golden models as folders and GGUF files, and their expected logits.
+#![allow(dead_code)] // Each test file uses a part of it.
 
 pub(crate) mod gguf;
 pub(crate) mod train;
@@ -78,7 +78,7 @@ pub(crate) fn engine(files: &ModelFiles, max_tokens: usize, kv_dtype: DType, n_t
     Core::new(Box::new(runner), 64)
 }
 
-/// All logits, in pieces of at most `max_tokens`.
+/// All logits, in chunks of at most `max_tokens`.
 pub(crate) fn logits(engine: &mut Core, tokens: &[u32]) -> Vec<f32> {
     let mut session = engine.open();
     let mut all = Vec::new();

@@ -1,4 +1,4 @@
-//! Training steps on the CPU, beside what PyTorch found.
+//! Training steps on the CPU, compared with PyTorch.
 
 use super::folder;
 use refrain_cpu::CpuBackend;
@@ -9,7 +9,7 @@ use refrain_tensor::{DType, HostTensor, quant};
 use safetensors::SafeTensors;
 use std::path::Path;
 
-/// What PyTorch found.
+/// Results recorded from PyTorch.
 pub(crate) struct Golden {
     bytes: Vec<u8>,
 }
@@ -35,8 +35,8 @@ impl Golden {
         }
     }
 
-    /// How far apart two runs in F32 may be at each step: `least`, or where steps amplify rounding four times the largest
-    /// distance so far between PyTorch's runs in F32 and in F64.
+    /// Allowed difference between two F32 runs at each step: `least`, or, where steps amplify rounding, four
+    /// times the largest distance so far between PyTorch's F32 and F64 runs.
     pub(crate) fn amplified(&self, name: &str, least: f32) -> Vec<f32> {
         let single = self.floats(&format!("f32.{name}"));
         let tensors = SafeTensors::deserialize(&self.bytes).unwrap();
@@ -70,7 +70,7 @@ impl Golden {
     }
 }
 
-/// A model that learns, on the CPU.
+/// A model in training, on the CPU.
 pub(crate) struct Bench {
     backend: CpuBackend,
     pub(crate) model: Model,
@@ -104,7 +104,7 @@ impl Bench {
         Bench::with(case, spec, phase, |graph| graph)
     }
 
-    /// With something done to the step's graph.
+    /// The same with a transformation of the step's graph.
     pub(crate) fn with(
         case: &str,
         spec: TrainSpec,
@@ -114,7 +114,7 @@ impl Bench {
         Bench::of(load(case), spec, phase, change)
     }
 
-    /// The same of any model.
+    /// The same for any model.
     pub(crate) fn of(
         model: Model,
         spec: TrainSpec,
@@ -139,13 +139,13 @@ impl Bench {
         Bench { backend, model, states, held, weights, compiled, step }
     }
 
-    /// Steps that run the obvious version of their op.
+    /// Steps that run the reference implementation of their op.
     pub(crate) fn slow_steps(&self) -> Vec<String> {
         let slow = self.compiled.kernels().filter(|(_, kernel)| *kernel == "reference");
         slow.map(|(label, _)| label.to_owned()).collect()
     }
 
-    /// Runs a step on the golden's batch: its loss.
+    /// Runs a step on the golden's batch and returns its loss.
     pub(crate) fn run(&mut self, golden: &Golden, step: usize) -> f32 {
         let inputs = self.step.inputs.clone();
         let mut control = ControlBlock::new(self.backend.plan(&self.compiled).control());
@@ -190,7 +190,7 @@ pub(crate) const SPEC: TrainSpec = TrainSpec {
     recompute: false,
 };
 
-/// How far a tensor is off, relative to its largest magnitude.
+/// Maximum error of a tensor, relative to its largest magnitude.
 pub(crate) fn error(got: &[f32], want: &[f32]) -> f32 {
     assert_eq!(got.len(), want.len());
     let largest = want.iter().fold(0f32, |m, w| m.max(w.abs()));
