@@ -117,6 +117,277 @@ fn nesting_without_end_does_not_overflow_the_stack() {
     assert_eq!(render(source).unwrap(), "");
 }
 
+/// Renders on a thread, so that a hang fails this test alone.
+fn render_in_time(source: &str) -> Result<String, ChatError> {
+    let (sender, receiver) = std::sync::mpsc::channel();
+    let owned = source.to_owned();
+    std::thread::spawn(move || sender.send(render(&owned)));
+    let limit = std::time::Duration::from_secs(60);
+    receiver.recv_timeout(limit).unwrap_or_else(|_| panic!("no result after {limit:?}: {source}"))
+}
+
+/// A loop that applies `step` to `ns.x`, which starts as `start`.
+fn growing(start: &str, step: &str) -> String {
+    format!(
+        "{{% set ns = namespace(x={start}) %}}{{% for i in range(99999) %}}\
+         {{% set ns.x = {step} %}}{{% endfor %}}{{{{ ns.x | length }}}}"
+    )
+}
+
+#[test]
+fn values_that_grow_run_out_of_memory() {
+    for (start, step) in [
+        ("'x'", "ns.x ~ ns.x"),
+        ("'x'", "ns.x + ns.x"),
+        ("'x'", "ns.x * 1000"),
+        ("'x'", "ns.x | replace('x', 'xx')"),
+        ("'x'", "ns.x.replace('', ns.x)"),
+        ("'x'", "[ns.x, ns.x] | join(ns.x)"),
+        ("'x'", "ns.x.join([ns.x, ns.x, ns.x])"),
+        ("'x\n'", "ns.x | indent(ns.x) ~ ns.x"),
+        ("'x'", "'%s%s' % (ns.x, ns.x)"),
+        ("'x'", "'{}{}'.format(ns.x, ns.x)"),
+        ("'x'", "'%s%s' | format(ns.x, ns.x)"),
+        ("'<'", "ns.x | escape | escape ~ ns.x"),
+        ("[1]", "ns.x + ns.x"),
+        ("[1]", "ns.x * 1000"),
+        ("[1]", "(ns.x | list) + ns.x"),
+        ("(1,)", "ns.x + ns.x"),
+        ("'x'", "(ns.x | list | string) ~ ns.x"),
+        ("'x'", "ns.x | tojson | tojson ~ ns.x"),
+        ("'x'", "(ns.x ~ ns.x)[:]"),
+    ] {
+        let error = render_in_time(&growing(start, step)).unwrap_err();
+        assert!(matches!(error, ChatError::OutOfMemory { .. }), "{step}: {error}");
+        assert!(error.to_string().starts_with("chat template needs more than "), "{error}");
+    }
+}
+
+#[test]
+fn output_and_captures_count_as_memory() {
+    let text = "x".repeat(30_000);
+    let endless = format!("{{% for i in range(99999) %}}{text}{{% endfor %}}");
+    for source in [
+        endless.clone(),
+        format!("{{% set x %}}{endless}{{% endset %}}"),
+        format!("{{% filter upper %}}{endless}{{% endfilter %}}"),
+        format!("{{% macro m() %}}{endless}{{% endmacro %}}{{{{ m() }}}}"),
+        "{% set x = 'x' %}".to_owned() + &"{% set x %}{{ x }}{{ x }}{% endset %}".repeat(60),
+        "{% set x = 'x' %}".to_owned() + &"{% set x = x ~ x %}".repeat(60),
+        "{{ ".to_owned() + &"('x' * 9999999) ~ ".repeat(60) + "'' }}",
+    ] {
+        let error = render_in_time(&source).unwrap_err();
+        assert!(matches!(error, ChatError::OutOfMemory { .. }), "{error}");
+    }
+}
+
+#[test]
+fn memory_that_is_released_can_be_used_again() {
+    let source = "{% for i in range(2000) %}{% set x = 'x' * 1000000 %}{% endfor %}ok";
+    assert!(matches!(render_in_time(source), Err(ChatError::Runaway { .. })));
+    let source = "{% for i in range(500) %}{% set x = 'x' * 1000000 %}{% endfor %}ok";
+    assert_eq!(render_in_time(source).unwrap(), "ok");
+}
+
+#[test]
+fn a_long_conversation_has_more_room() {
+    let template = ChatTemplate::new(
+        "{% for m in messages %}{% set c = m.content | trim %}<{{ m.role }}>{{ c }}</>{% endfor %}",
+        SpecialTexts::default(),
+    )
+    .unwrap();
+    let messages = vec![Message::new("user", "x".repeat(1 << 20)); 100];
+    let text = template.render(&messages, &RenderOptions::default()).unwrap();
+    assert_eq!(text.len(), 100 * ((1 << 20) + 9));
+}
+
+#[test]
+fn values_inside_each_other_neither_overflow_nor_hang() {
+    let nest = |step: &str, end: &str| {
+        format!(
+            "{{% set ns = namespace(x=[1]) %}}{{% for i in range(99999) %}}\
+             {{% set ns.x = {step} %}}{{% endfor %}}{end}"
+        )
+    };
+    for source in [
+        nest("[ns.x]", "{{ ns.x }}"),
+        nest("{'x': ns.x}", "{{ ns.x | tojson }}"),
+        nest("[ns.x, ns.x]", "{{ ns.x }}"),
+        nest("(ns.x, loop)", "{{ ns.x }}"),
+    ] {
+        let error = render_in_time(&source).unwrap_err();
+        assert!(matches!(error, ChatError::TooDeep { .. }), "{error}");
+    }
+    // Thirty levels of shared lists are small in memory and a billion items when written out.
+    let shared =
+        "{% set ns = namespace(x=[1]) %}{% for i in range(30) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}";
+    for end in ["{{ ns.x }}", "{{ ns.x | tojson }}", "{{ ns.x ~ '' }}", "{{ [ns.x] == [ns.x] }}"] {
+        assert!(render_in_time(&format!("{shared}{end}")).is_err(), "{end}");
+    }
+}
+
+#[test]
+fn a_namespace_in_itself_is_no_recursion() {
+    let own = "{% set ns = namespace() %}{% set ns.ns = ns %}{% set ns.list = [ns] %}";
+    for end in [
+        "{{ ns }}",
+        "{{ ns.list }}",
+        "{{ ns ~ ns }}",
+        "{{ ns.ns == ns }}",
+        "{{ ns.list == ns.list }}",
+        "{{ ns.list | join(',') }}",
+        "{{ [ns] | sort }}",
+    ] {
+        render_in_time(&format!("{own}{end}")).unwrap();
+    }
+    assert!(matches!(render_in_time(&format!("{own}{{{{ ns | tojson }}}}")), Err(ChatError::Render { .. })));
+}
+
+#[test]
+fn recursion_without_end_is_too_deep() {
+    for source in [
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+        "{% macro a() %}{{ b() }}{% endmacro %}{% macro b() %}{{ a() }}{% endmacro %}{{ a() }}",
+        "{% set ns = namespace() %}{% macro m() %}{{ ns.m() }}{% endmacro %}{% set ns.m = m %}{{ m() }}",
+        "{% macro m() %}{{ caller() }}{% call m() %}x{% endcall %}{% endmacro %}{% call m() %}y{% endcall %}",
+        "{% for x in [1] recursive %}{{ loop([1]) }}{% endfor %}",
+    ] {
+        let error = render_in_time(source).unwrap_err();
+        assert!(
+            matches!(error, ChatError::TooDeep { .. } | ChatError::OutOfMemory { .. }),
+            "{source}: {error}"
+        );
+    }
+}
+
+#[test]
+fn an_unusable_template_fails_only_when_it_is_rendered() {
+    let long = " ".repeat(1 << 20);
+    for source in ["{% if %}", long.as_str()] {
+        let error = ChatTemplate::new(source, SpecialTexts::default()).unwrap_err();
+        let template = ChatTemplate::deferred(source, SpecialTexts::default());
+        let rendered = template.render(&[Message::new("user", "Hi")], &RenderOptions::default());
+        assert_eq!(rendered, Err(error));
+    }
+    let template = ChatTemplate::deferred("{{ messages[0].content }}", SpecialTexts::default());
+    assert_eq!(template.render(&[Message::new("user", "Hi")], &RenderOptions::default()).unwrap(), "Hi");
+}
+
+#[test]
+fn hints_name_no_flags() {
+    for source in ["{% if %}", "{{ nothing.at.all }}", "{{ raise_exception('no') }}"] {
+        assert!(!render(source).unwrap_err().hint().unwrap().contains("--"));
+    }
+}
+
+#[test]
+fn expressions_follow_jinja() {
+    for (source, text) in [
+        (
+            "{{ 7 // 2 }} {{ -7 // 2 }} {{ -7 % 3 }} {{ 2 ** 10 }} {{ 7 / 2 }} {{ 1 + 1.5 }}",
+            "3 -4 2 1024 3.5 2.5",
+        ),
+        ("{{ 1 < 2 < 3 }} {{ 1 < 2 > 3 }} {{ 'a' in 'cat' }} {{ 4 not in [1, 2] }}", "True False True True"),
+        (
+            "{{ [1, 2, 3][-1] }} {{ [1, 2, 3, 4][1:3] }} {{ [1, 2, 3][::-1] }} {{ 'abc'[::-1] }}",
+            "3 [2, 3] [3, 2, 1] cba",
+        ),
+        ("{{ 'héllo'[1:3] }} {{ 'abc'[5:] }}|{{ 'abc'[-2:] }} {{ (1, 2) + (3,) }}", "él |bc (1, 2, 3)"),
+        ("{{ none or 'x' }} {{ '' and 'y' }}|{{ not 0 }} {{ true ~ none ~ 1.0 }}", "x |True TrueNone1.0"),
+        ("{{ 'a' if false }}|{{ 'a' if false else 'b' if true else 'c' }}", "|b"),
+        (
+            "{% set a, b = [1, 2] %}{{ a }}{{ b }}{% for k, v in {'x': 1}.items() %}{{ k }}={{ v }}{% endfor %}",
+            "12x=1",
+        ),
+        (
+            "{% for x in [3, 1, 2] if x > 1 %}{{ loop.index }}/{{ loop.length }}:{{ x }} {% endfor %}",
+            "1/2:3 2/2:2 ",
+        ),
+        ("{% for x in [] %}a{% else %}empty{% endfor %}", "empty"),
+        (
+            "{% for x in [1, 2, 3] %}{{ loop.previtem }}<{{ x }}>{{ loop.nextitem }}{{ loop.cycle('a', 'b') }} {% endfor %}",
+            "<1>2a 1<2>3b 2<3>a ",
+        ),
+        (
+            "{% set x = 1 %}{% for i in [1] %}{% set x = 2 %}{% endfor %}{{ x }}{% if true %}{% set x = 3 %}{% endif %}{{ x }}",
+            "13",
+        ),
+        (
+            "{% macro m(a, b='B', c=a) %}{{ a }}{{ b }}{{ c }}{% endmacro %}{{ m(1) }} {{ m(1, c=2) }} {{ m(*[1, 2], **{'c': 3}) }}",
+            "1B1 1B2 123",
+        ),
+        (
+            "{% set y = 5 %}{% macro m() %}{{ y }}{% endmacro %}{% for i in [1] %}{% set y = 6 %}{{ m() }}{% endfor %}",
+            "5",
+        ),
+        ("{% macro m() %}<{{ caller('x') }}>{% endmacro %}{% call(v) m() %}[{{ v }}]{% endcall %}", "<[x]>"),
+        ("{% for n in [[1, [2]]] recursive %}{% for m in n %}{{ m }};{% endfor %}{% endfor %}", "1;[2];"),
+        ("{% with a = 1, b = 2 %}{{ a + b }}{% endwith %}{{ a is defined }}", "3False"),
+        ("{% filter upper %}a{{ 'b' }}{% endfilter %}{% set t | trim %} x {% endset %}[{{ t }}]", "AB[x]"),
+        (
+            "{{ [1, 2, 3] | map('string') | join('-') }} {{ messages | map(attribute='role') | list }}",
+            "1-2-3 ['user']",
+        ),
+        ("{{ [1, 2, 3, 4] | select('even') | list }} {{ [0, 1] | reject | list }}", "[2, 4] [0]"),
+        (
+            "{{ messages | selectattr('role', 'equalto', 'user') | list | length }}{{ messages | rejectattr('role', 'in', ['user']) | list }}",
+            "1[]",
+        ),
+        (
+            "{{ {'b': 1, 'a': 2} | dictsort }} {{ ['b', 'A', 'c'] | sort }} {{ [3, 1, 2] | sort(reverse=true) }}",
+            "[('a', 2), ('b', 1)] ['A', 'b', 'c'] [3, 2, 1]",
+        ),
+        (
+            "{{ [1, 2, 2, 1] | unique | list }} {{ [1, 5, 3] | max }} {{ [1, 5, 3] | min }} {{ [1, 2] | sum }}",
+            "[1, 2] 5 1 3",
+        ),
+        (
+            "{{ [1, 2, 3, 4, 5] | batch(2) | list }} {{ [1, 2, 3] | slice(2) | list }}",
+            "[[1, 2], [3, 4], [5]] [[1, 2], [3]]",
+        ),
+        (
+            "{% for k, v in [{'t': 1}, {'t': 2}, {'t': 1}] | groupby('t') %}{{ k }}:{{ v | length }} {% endfor %}",
+            "1:2 2:1 ",
+        ),
+        (
+            "{{ 'a b  c'.split() }} {{ 'a,b,c'.split(',', 1) }} {{ 'a,b,c'.rsplit(',', 1) }}",
+            "['a', 'b', 'c'] ['a', 'b,c'] ['a,b', 'c']",
+        ),
+        (
+            "{{ 'xxaxx'.strip('x') }} {{ ' a '.lstrip() }}|{{ 'hello world' | title }} {{ 'hELLO' | capitalize }}",
+            "a a |Hello World Hello",
+        ),
+        (
+            "{{ 'aXbX'.replace('X', '-', 1) }} {{ 'abc'.find('c') }} {{ 'abc'.find('z') }} {{ 'abab'.count('ab') }}",
+            "a-bX 2 -1 2",
+        ),
+        (
+            "{{ '%s is %d, %.2f%%' | format('x', 3, 1.5) }} {{ '{} {1} {n:>3}|{m:03d}'.format('a', 'b', n='c', m=7) }}",
+            "x is 3, 1.50% a b   c|007",
+        ),
+        ("{{ 'a\nb\n\nc' | indent(2) }}", "a\n  b\n\n  c"),
+        (
+            "{{ '3' | int + 1 }} {{ 'x' | int(9) }} {{ '1.5' | float }} {{ 2.567 | round(2) }} {{ -3 | abs }}",
+            "4 9 1.5 2.57 3",
+        ),
+        ("{{ x | default('d') }} {{ '' | default('d', true) }} {{ none | default('d') }}", "d d None"),
+        (
+            "{{ 'a' is string }} {{ {} is mapping }} {{ [] is sequence }} {{ 1 is number }} {{ true is boolean }} {{ x is undefined }} {{ none is none }} {{ 'ab' is startingwith('a') }}",
+            "True True True True True True True True",
+        ),
+        (
+            "{{ dict(a=1, b=2) }} {{ namespace(a=1).a }} {{ range(1, 6, 2) | list }} {{ range(3, 0, -1) | list }}",
+            "{'a': 1, 'b': 2} 1 [1, 3, 5] [3, 2, 1]",
+        ),
+        (
+            "{{ 'x<y' | escape }} {{ 'a-b' | upper | lower }} {{ ['a', 'b'] | first }}{{ ['a', 'b'] | last }} {{ 'abc' | reverse }}",
+            "x&lt;y a-b ab cba",
+        ),
+    ] {
+        assert_eq!(render(source).unwrap_or_else(|e| panic!("{source}: {e}")), text, "{source}");
+    }
+}
+
 #[test]
 fn templates_cannot_reach_other_files() {
     assert!(render("{% include 'Cargo.toml' %}").is_err());

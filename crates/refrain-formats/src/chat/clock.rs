@@ -36,9 +36,9 @@ impl Civil {
             Ok(since) => i64::try_from(since.as_secs()).unwrap_or(i64::MAX),
             Err(before) => i64::try_from(before.duration().as_secs()).map_or(i64::MIN, |s| -s),
         };
-        // Ten thousand years either way: what a calendar can sensibly print.
+        // Ten thousand years either way, the range that four-digit calendars can print.
         let seconds = seconds.clamp(-315_000_000_000, 315_000_000_000);
-        let (days, rest) = (seconds.div_euclid(86_400), seconds.rem_euclid(86_400));
+        let (days, of_day) = (seconds.div_euclid(86_400), seconds.rem_euclid(86_400));
         let (mut year, mut left) = (1970 + days.div_euclid(146_097) * 400, days.rem_euclid(146_097));
         while left >= days_in_year(year) {
             left -= days_in_year(year);
@@ -56,9 +56,9 @@ impl Civil {
             day: left as usize + 1,
             weekday: (days + 4).rem_euclid(7) as usize, // 1970-01-01 was a Thursday
             day_of_year,
-            hour: rest / 3600,
-            minute: rest / 60 % 60,
-            second: rest % 60,
+            hour: of_day / 3600,
+            minute: of_day / 60 % 60,
+            second: of_day % 60,
         }
     }
 }
@@ -80,7 +80,7 @@ fn days_in_month(year: i64, month: usize) -> i64 {
     }
 }
 
-/// Formats a time as C's `strftime` does in the C locale; unknown codes stay as they are.
+/// Formats a time as C's `strftime` does in the C locale. Unknown codes are copied unchanged.
 pub(super) fn strftime(time: SystemTime, format: &str) -> String {
     use std::fmt::Write as _;
     let t = Civil::new(time);
@@ -141,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn dates_come_out_as_python_writes_them() {
+    fn dates_print_as_python_prints_them() {
         assert_eq!(strftime(at(0), "%d %b %Y, %A %H:%M:%S"), "01 Jan 1970, Thursday 00:00:00");
         assert_eq!(strftime(at(951_782_400), "%F %j %a"), "2000-02-29 060 Tue");
         assert_eq!(strftime(at(1_721_999_130), "%B %e, %y %I:%M %p %%"), "July 26, 24 01:05 PM %");
@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn unknown_codes_and_a_lone_percent_stay() {
+    fn unknown_codes_and_a_trailing_percent_are_kept() {
         assert_eq!(strftime(at(0), "%Q 100%"), "%Q 100%");
     }
 }

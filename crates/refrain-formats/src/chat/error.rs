@@ -1,9 +1,6 @@
 //! Errors of chat templates.
 
-use std::error::Error as _;
-use std::fmt;
-
-/// What can go wrong between a conversation and its prompt.
+/// An error between a conversation and its prompt.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ChatError {
@@ -12,15 +9,15 @@ pub enum ChatError {
     Syntax {
         /// Line in the template, counted from 1.
         line: usize,
-        /// What the parser objects to.
+        /// The parser's complaint.
         reason: String,
     },
-    /// The template fails while it renders this conversation.
+    /// The template fails on this conversation.
     #[error("chat template fails at line {line}: {reason}")]
     Render {
         /// Line in the template, counted from 1.
         line: usize,
-        /// What went wrong there.
+        /// The failed operation.
         reason: String,
     },
     /// The template itself rejects the conversation (`raise_exception`).
@@ -31,11 +28,27 @@ pub enum ChatError {
         /// The template author's words.
         reason: String,
     },
-    /// The template runs longer than any sensible one.
+    /// The template takes too many steps.
     #[error("chat template stopped after {steps} steps (line {line})")]
     Runaway {
-        /// The bound on steps.
+        /// The limit on steps.
         steps: u64,
+        /// Line it had reached, counted from 1.
+        line: usize,
+    },
+    /// The template holds too much memory at once.
+    #[error("chat template needs more than {limit_bytes} bytes of memory (line {line})")]
+    OutOfMemory {
+        /// The limit on live bytes.
+        limit_bytes: usize,
+        /// Line it had reached, counted from 1.
+        line: usize,
+    },
+    /// Macro calls, expressions or values are nested too deeply.
+    #[error("chat template is nested more than {limit} levels deep (line {line})")]
+    TooDeep {
+        /// The limit on levels.
+        limit: usize,
         /// Line it had reached, counted from 1.
         line: usize,
     },
@@ -44,10 +57,10 @@ pub enum ChatError {
     TooLong {
         /// Bytes of the source.
         len: usize,
-        /// The bound on them.
+        /// The limit on them.
         limit: usize,
     },
-    /// The system has no room for the template engine.
+    /// No address space for the stack of the template engine.
     #[error("cannot reserve {need_bytes} bytes of stack for the chat template")]
     NoStack {
         /// Address space needed.
@@ -56,58 +69,69 @@ pub enum ChatError {
 }
 
 impl ChatError {
-    /// What the user can do about it.
+    /// An action that may help.
     pub fn hint(&self) -> Option<&'static str> {
         match self {
             Self::Refused { .. } => {
                 Some("change the conversation (many templates want user and assistant to alternate)")
             }
-            _ => Some("complete the raw prompt without the chat template (--raw)"),
+            _ => Some("complete a raw prompt, without the chat template"),
         }
     }
 
     pub(super) fn syntax(error: &minijinja::Error) -> Self {
-        Self::Syntax { line: error.line().unwrap_or(1), reason: reason(error) }
-    }
-
-    pub(super) fn render(error: &minijinja::Error, steps: u64) -> Self {
-        // The deepest error says what happened; the ones around it only which construct it happened in.
-        let mut deepest = error;
-        let mut raised = None;
-        let mut source = error.source();
-        while let Some(current) = source {
-            if let Some(inner) = current.downcast_ref::<minijinja::Error>() {
-                deepest = inner;
-            }
-            if let Some(inner) = current.downcast_ref::<Raised>() {
-                raised = Some(inner.0.clone());
-            }
-            source = current.source();
-        }
-        let line = deepest.line().or(error.line()).unwrap_or(1);
-        match raised {
-            Some(reason) => Self::Refused { line, reason },
-            None if deepest.kind() == minijinja::ErrorKind::OutOfFuel => Self::Runaway { steps, line },
-            None => Self::Render { line, reason: reason(deepest) },
-        }
+        let reason = match error.detail() {
+            Some(detail) => format!("{}: {detail}", error.kind()),
+            None => error.kind().to_string(),
+        };
+        Self::Syntax { line: error.line().unwrap_or(1), reason }
     }
 }
 
-fn reason(error: &minijinja::Error) -> String {
-    match error.detail() {
-        Some(detail) => format!("{}: {detail}", error.kind()),
-        None => error.kind().to_string(),
-    }
-}
-
-/// Marks an error made by a template's own `raise_exception`.
+/// The end of a rendering before its last statement.
 #[derive(Debug)]
-pub(super) struct Raised(pub(super) String);
+pub(super) struct Stop {
+    kind: StopKind,
+    line: Option<usize>,
+}
 
-impl fmt::Display for Raised {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
+#[derive(Debug)]
+pub(super) enum StopKind {
+    Failed { reason: String },
+    Refused { reason: String },
+    Steps { limit: u64 },
+    Memory { limit_bytes: usize },
+    Depth { limit: usize },
+}
+
+impl Stop {
+    /// A failure of the template.
+    pub(super) fn failed(reason: impl Into<String>) -> Self {
+        StopKind::Failed { reason: reason.into() }.into()
+    }
+
+    /// The line, unless a deeper one is known already.
+    pub(super) fn at(mut self, line: u32) -> Self {
+        self.line.get_or_insert(line as usize);
+        self
     }
 }
 
-impl std::error::Error for Raised {}
+impl From<StopKind> for Stop {
+    fn from(kind: StopKind) -> Self {
+        Self { kind, line: None }
+    }
+}
+
+impl From<Stop> for ChatError {
+    fn from(Stop { kind, line }: Stop) -> Self {
+        let line = line.unwrap_or(1);
+        match kind {
+            StopKind::Failed { reason } => Self::Render { line, reason },
+            StopKind::Refused { reason } => Self::Refused { line, reason },
+            StopKind::Steps { limit } => Self::Runaway { steps: limit, line },
+            StopKind::Memory { limit_bytes } => Self::OutOfMemory { limit_bytes, line },
+            StopKind::Depth { limit } => Self::TooDeep { limit, line },
+        }
+    }
+}

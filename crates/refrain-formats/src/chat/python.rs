@@ -1,83 +1,96 @@
 //! Values as Python writes them: `str()`, `repr()` and `json.dumps()`.
 //!
-//! Templates are written against Jinja on Python, so `{{ true }}` must say `True`, and `tojson` must put the blanks
-//! where `json.dumps` puts them: models saw exactly that text.
+//! Templates are written for Jinja on Python: `{{ true }}` must print `True`, and `tojson` must put its spaces where
+//! `json.dumps` puts them. Models were trained on exactly that text.
 
-use minijinja::value::{Kwargs, Value, ValueKind};
-use minijinja::{Error, ErrorKind};
-use serde_json::Value as Json;
+use super::budget::Budget;
+use super::error::Stop;
+use super::value::{TextBuilder, Val};
 
-/// `str(value)`.
-pub(super) fn to_str(value: &Value) -> String {
-    if let Some(text) = value.as_str() {
-        return text.to_owned();
-    }
-    match value.kind() {
-        ValueKind::Undefined => String::new(),
-        ValueKind::None | ValueKind::Bool | ValueKind::Number | ValueKind::Seq | ValueKind::Map => {
-            match serde_json::to_value(value) {
-                Ok(json) => repr(&json),
-                Err(_) => value.to_string(),
-            }
-        }
-        _ => value.to_string(),
+/// Writes `str(value)`.
+pub(super) fn write_str(out: &mut TextBuilder<'_>, value: &Val, budget: &Budget) -> Result<(), Stop> {
+    match value.as_str() {
+        Some(text) => out.push_str(text),
+        None => write_repr(out, value, budget),
     }
 }
 
-fn repr(json: &Json) -> String {
-    match json {
-        Json::Null => "None".to_owned(),
-        Json::Bool(true) => "True".to_owned(),
-        Json::Bool(false) => "False".to_owned(),
-        Json::Number(number) => number_text(number),
-        Json::String(text) => quoted(text),
-        Json::Array(items) => {
-            let items: Vec<String> = items.iter().map(repr).collect();
-            format!("[{}]", items.join(", "))
+/// `str(value)`; strings are shared, not copied.
+pub(super) fn to_str(value: &Val, budget: &Budget) -> Result<Val, Stop> {
+    if value.as_str().is_some() {
+        return Ok(value.clone());
+    }
+    let mut out = TextBuilder::new(budget)?;
+    write_repr(&mut out, value, budget)?;
+    Ok(out.finish())
+}
+
+/// Writes `repr(value)`; nothing for an undefined value.
+pub(super) fn write_repr(out: &mut TextBuilder<'_>, value: &Val, budget: &Budget) -> Result<(), Stop> {
+    budget.step()?;
+    match value {
+        Val::Undefined => Ok(()),
+        Val::None => out.push_str("None"),
+        Val::Bool(true) => out.push_str("True"),
+        Val::Bool(false) => out.push_str("False"),
+        Val::Int(number) => out.push_str(&number.to_string()),
+        Val::Float(number) => out.push_str(&float_text(*number)),
+        Val::Literal(_) | Val::Str(_) => write_quoted(out, value.as_str().unwrap_or_default()),
+        Val::List(list) => {
+            out.push(if list.is_tuple { '(' } else { '[' })?;
+            for (idx, item) in list.items.iter().enumerate() {
+                if idx > 0 {
+                    out.push_str(", ")?;
+                }
+                write_repr(out, item, budget)?;
+            }
+            out.push_str(match (list.is_tuple, list.items.len()) {
+                (true, 1) => ",)",
+                (true, _) => ")",
+                (false, _) => "]",
+            })
         }
-        Json::Object(map) => {
-            let items: Vec<String> = map.iter().map(|(k, v)| format!("{}: {}", quoted(k), repr(v))).collect();
-            format!("{{{}}}", items.join(", "))
+        Val::Map(map) => {
+            out.push('{')?;
+            for (idx, (key, value)) in map.entries.iter().enumerate() {
+                if idx > 0 {
+                    out.push_str(", ")?;
+                }
+                write_repr(out, key, budget)?;
+                out.push_str(": ")?;
+                write_repr(out, value, budget)?;
+            }
+            out.push('}')
+        }
+        Val::Namespace(_) | Val::Macro(_) | Val::Loop(_) | Val::Function(_) => {
+            out.push_str(&format!("<{}>", value.kind()))
         }
     }
 }
 
 /// A string literal: single quotes unless only those occur in the text.
-fn quoted(text: &str) -> String {
-    use std::fmt::Write as _;
+fn write_quoted(out: &mut TextBuilder<'_>, text: &str) -> Result<(), Stop> {
     let quote = if text.contains('\'') && !text.contains('"') { '"' } else { '\'' };
-    let mut out = String::with_capacity(text.len() + 2);
-    out.push(quote);
+    out.push(quote)?;
     for c in text.chars() {
         match c {
             '\\' => out.push_str("\\\\"),
             '\n' => out.push_str("\\n"),
             '\r' => out.push_str("\\r"),
             '\t' => out.push_str("\\t"),
-            c if c == quote => {
-                out.push('\\');
-                out.push(c);
-            }
-            c if (c as u32) < 0x20 || c as u32 == 0x7f => {
-                // Writing to a String cannot fail.
-                let _ = write!(out, "\\x{:02x}", c as u32);
-            }
+            c if c == quote => out.push('\\').and_then(|()| out.push(c)),
+            c if (c as u32) < 0x20 || c as u32 == 0x7f => out.push_str(&format!("\\x{:02x}", c as u32)),
             c => out.push(c),
-        }
+        }?;
     }
-    out.push(quote);
-    out
-}
-
-fn number_text(number: &serde_json::Number) -> String {
-    match number.as_f64() {
-        Some(x) if number.is_f64() => float_text(x),
-        _ => number.to_string(),
-    }
+    out.push(quote)
 }
 
 /// `repr(float)`: the shortest digits that read back, an exponent below 1e-4 and from 1e16.
-fn float_text(x: f64) -> String {
+pub(super) fn float_text(x: f64) -> String {
+    if !x.is_finite() {
+        return if x.is_nan() { "nan".into() } else { (if x > 0.0 { "inf" } else { "-inf" }).into() };
+    }
     let scientific = format!("{x:e}");
     let Some((digits, exponent)) = scientific.split_once('e') else {
         return scientific;
@@ -93,95 +106,91 @@ fn float_text(x: f64) -> String {
     }
 }
 
-/// How `json.dumps` is asked to write.
-struct Style {
-    ensure_ascii: bool,
-    indent: Option<usize>,
-    sort_keys: bool,
-    item_separator: String,
-    key_separator: String,
+/// Arguments of `json.dumps`.
+pub(super) struct JsonStyle {
+    pub(super) ensure_ascii: bool,
+    pub(super) indent: Option<usize>,
+    pub(super) sort_keys: bool,
+    pub(super) item_separator: String,
+    pub(super) key_separator: String,
 }
 
-/// The `tojson` filter: `json.dumps(value, ensure_ascii=False, ..)`, without HTML escapes.
-pub(super) fn tojson(value: &Value, kwargs: Kwargs) -> Result<Value, Error> {
-    let json = serde_json::to_value(value).map_err(|e| {
-        Error::new(ErrorKind::BadSerialization, "tojson cannot write this value").with_source(e)
-    })?;
-    let indent: Option<usize> = kwargs.get("indent")?;
-    let separators: Option<Vec<String>> = kwargs.get("separators")?;
-    let (item, key) = match separators.as_deref() {
-        None => (if indent.is_some() { "," } else { ", " }, ": "),
-        Some([item, key]) => (item.as_str(), key.as_str()),
-        Some(other) => {
-            let detail = format!("tojson takes two separators, got {}", other.len());
-            return Err(Error::new(ErrorKind::InvalidOperation, detail));
+/// Writes `json.dumps(value)`, without HTML escapes.
+pub(super) fn write_json(
+    out: &mut TextBuilder<'_>,
+    value: &Val,
+    style: &JsonStyle,
+    depth: usize,
+    budget: &Budget,
+) -> Result<(), Stop> {
+    budget.step()?;
+    match value {
+        Val::None => out.push_str("null"),
+        Val::Bool(value) => out.push_str(if *value { "true" } else { "false" }),
+        Val::Int(number) => out.push_str(&number.to_string()),
+        Val::Float(number) => out.push_str(&float_text(*number)),
+        Val::Literal(_) | Val::Str(_) => {
+            write_json_string(out, value.as_str().unwrap_or_default(), style.ensure_ascii)
         }
-    };
-    let style = Style {
-        ensure_ascii: kwargs.get::<Option<bool>>("ensure_ascii")?.unwrap_or(false),
-        indent: indent.map(|n| n.min(64)),
-        sort_keys: kwargs.get::<Option<bool>>("sort_keys")?.unwrap_or(false),
-        item_separator: item.to_owned(),
-        key_separator: key.to_owned(),
-    };
-    kwargs.assert_all_used()?;
-    let mut out = String::new();
-    dump(&mut out, &json, &style, 0);
-    Ok(Value::from(out))
-}
-
-fn dump(out: &mut String, json: &Json, style: &Style, depth: usize) {
-    match json {
-        Json::Null => out.push_str("null"),
-        Json::Bool(b) => out.push_str(if *b { "true" } else { "false" }),
-        Json::Number(number) => out.push_str(&number_text(number)),
-        Json::String(text) => dump_string(out, text, style),
-        Json::Array(items) if items.is_empty() => out.push_str("[]"),
-        Json::Array(items) => {
-            out.push('[');
-            for (i, item) in items.iter().enumerate() {
-                separate(out, style, i, depth + 1);
-                dump(out, item, style, depth + 1);
+        Val::List(list) if list.items.is_empty() => out.push_str("[]"),
+        Val::List(list) => {
+            out.push('[')?;
+            for (idx, item) in list.items.iter().enumerate() {
+                separate(out, style, idx, depth + 1)?;
+                write_json(out, item, style, depth + 1, budget)?;
             }
-            new_line(out, style, depth);
-            out.push(']');
+            new_line(out, style, depth)?;
+            out.push(']')
         }
-        Json::Object(map) if map.is_empty() => out.push_str("{}"),
-        Json::Object(map) => {
-            let mut entries: Vec<_> = map.iter().collect();
+        Val::Map(map) if map.entries.is_empty() => out.push_str("{}"),
+        Val::Map(map) => {
+            let _charge = budget.charge(map.entries.len() * size_of::<&(Val, Val)>())?;
+            let mut entries: Vec<_> = map.entries.iter().collect();
             if style.sort_keys {
-                entries.sort_by(|a, b| a.0.cmp(b.0));
+                entries.sort_by(|a, b| a.0.as_str().cmp(&b.0.as_str()));
             }
-            out.push('{');
-            for (i, (key, value)) in entries.into_iter().enumerate() {
-                separate(out, style, i, depth + 1);
-                dump_string(out, key, style);
-                out.push_str(&style.key_separator);
-                dump(out, value, style, depth + 1);
+            out.push('{')?;
+            for (idx, (key, value)) in entries.into_iter().enumerate() {
+                separate(out, style, idx, depth + 1)?;
+                match key.as_str() {
+                    Some(key) => write_json_string(out, key, style.ensure_ascii)?,
+                    None => {
+                        out.push('"')?;
+                        write_json(out, key, style, depth, budget)?;
+                        out.push('"')?;
+                    }
+                }
+                out.push_str(&style.key_separator)?;
+                write_json(out, value, style, depth + 1, budget)?;
             }
-            new_line(out, style, depth);
-            out.push('}');
+            new_line(out, style, depth)?;
+            out.push('}')
+        }
+        Val::Undefined | Val::Namespace(_) | Val::Macro(_) | Val::Loop(_) | Val::Function(_) => {
+            Err(Stop::failed(format!("tojson cannot write a value of type {}", value.kind())))
         }
     }
 }
 
-fn separate(out: &mut String, style: &Style, index: usize, depth: usize) {
-    if index > 0 {
-        out.push_str(&style.item_separator);
+fn separate(out: &mut TextBuilder<'_>, style: &JsonStyle, idx: usize, depth: usize) -> Result<(), Stop> {
+    if idx > 0 {
+        out.push_str(&style.item_separator)?;
     }
-    new_line(out, style, depth);
+    new_line(out, style, depth)
 }
 
-fn new_line(out: &mut String, style: &Style, depth: usize) {
-    if let Some(indent) = style.indent {
-        out.push('\n');
-        out.extend(std::iter::repeat_n(' ', indent * depth));
+fn new_line(out: &mut TextBuilder<'_>, style: &JsonStyle, depth: usize) -> Result<(), Stop> {
+    match style.indent {
+        Some(indent) => {
+            out.push('\n')?;
+            out.repeat(" ", indent * depth)
+        }
+        None => Ok(()),
     }
 }
 
-fn dump_string(out: &mut String, text: &str, style: &Style) {
-    use std::fmt::Write as _;
-    out.push('"');
+fn write_json_string(out: &mut TextBuilder<'_>, text: &str, ensure_ascii: bool) -> Result<(), Stop> {
+    out.push('"')?;
     for c in text.chars() {
         match c {
             '"' => out.push_str("\\\""),
@@ -191,26 +200,25 @@ fn dump_string(out: &mut String, text: &str, style: &Style) {
             '\t' => out.push_str("\\t"),
             '\u{8}' => out.push_str("\\b"),
             '\u{c}' => out.push_str("\\f"),
-            c if (c as u32) < 0x20 || (style.ensure_ascii && !c.is_ascii()) => {
-                for unit in c.encode_utf16(&mut [0; 2]) {
-                    // Writing to a String cannot fail.
-                    let _ = write!(out, "\\u{unit:04x}");
-                }
-            }
+            c if (c as u32) < 0x20 || (ensure_ascii && !c.is_ascii()) => c
+                .encode_utf16(&mut [0; 2])
+                .iter()
+                .try_for_each(|unit| out.push_str(&format!("\\u{unit:04x}"))),
             c => out.push(c),
-        }
+        }?;
     }
-    out.push('"');
+    out.push('"')
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use minijinja::value::Serde;
-    use serde_json::json;
+    use serde_json::{Value as Json, json};
 
     fn python(value: Json) -> String {
-        to_str(&Value::from(Serde(value)))
+        let budget = Budget::new(0);
+        let value = Val::from_json(&budget, &value, 0).unwrap();
+        to_str(&value, &budget).unwrap().as_str().unwrap().to_owned()
     }
 
     #[test]

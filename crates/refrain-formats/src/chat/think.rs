@@ -1,6 +1,6 @@
-//! The thinking part of a reply, told apart while the reply streams in.
+//! Separates thinking from the answer while a reply streams in.
 
-/// Whether a piece of a reply is thinking or the answer.
+/// Kind of a reply's part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PartKind {
     /// Between the tags.
@@ -9,16 +9,16 @@ pub enum PartKind {
     Answer,
 }
 
-/// A piece of a reply; the tags themselves are in no part.
+/// A part of a reply, without the tags.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Part {
-    /// Which side of the tags the text was on.
+    /// Whether it is thinking or the answer.
     pub kind: PartKind,
     /// Its text, never empty.
     pub text: String,
 }
 
-/// The texts that open and close a thinking part.
+/// Texts that open and close a thinking part.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ThinkTags {
     /// Opens the thinking part.
@@ -28,7 +28,7 @@ pub struct ThinkTags {
 }
 
 impl ThinkTags {
-    /// The tags of the model whose chat template wrote a prompt, known by what the template puts around turns.
+    /// Returns the tags of the model whose chat template wrote `prompt`, recognised by its turn markers.
     pub fn of_prompt(prompt: &str) -> ThinkTags {
         match prompt.contains("<|turn>") {
             // Gemma 4.
@@ -46,46 +46,46 @@ impl Default for ThinkTags {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum FilterState {
-    /// Nothing but white space so far: a thinking part may still open.
+    /// Only white space so far: a thinking part may still open.
     Start,
-    /// After the opening tag; line ends right behind it are dropped.
+    /// After the opening tag; line ends that follow it are dropped.
     Opened,
     Thinking,
-    /// After the closing tag; line ends right behind it are dropped.
+    /// After the closing tag; line ends that follow it are dropped.
     Closed,
     Answer,
 }
 
-/// Splits a streamed reply into thinking and answer, however the text is cut into pieces.
+/// Splits a streamed reply into thinking and answer. The result does not depend on how the text is cut into deltas.
 ///
-/// A thinking part is recognised only at the start of the reply: an answer that talks about `<think>` stays as it is.
-/// Line ends between the tags and their texts belong to the markup and are dropped.
+/// A thinking part is recognised only at the start of the reply: an answer that mentions `<think>` is left unchanged.
+/// Line ends next to the tags belong to the markup and are dropped.
 #[derive(Debug, Clone)]
 pub struct ThinkFilter {
     tags: ThinkTags,
     state: FilterState,
-    held: String, // text whose meaning the next piece decides
+    held: String, // text whose kind depends on the next delta
 }
 
 impl ThinkFilter {
-    /// A filter for a reply that starts outside a thinking part.
+    /// Creates a filter for a reply that starts outside a thinking part.
     pub fn new(tags: ThinkTags) -> Self {
         Self { tags, state: FilterState::Start, held: String::new() }
     }
 
-    /// A filter for the reply to `prompt`: templates of some models open the thinking part in the prompt already.
+    /// Creates a filter for the reply to `prompt`. Some templates open the thinking part in the prompt.
     pub fn for_prompt(tags: ThinkTags, prompt: &str) -> Self {
         let opened = !tags.open.trim_end().is_empty() && prompt.trim_end().ends_with(tags.open.trim_end());
         let state = if opened { FilterState::Opened } else { FilterState::Start };
         Self { tags, state, held: String::new() }
     }
 
-    /// Whether the text so far ends inside a thinking part.
+    /// Returns whether the text so far ends inside a thinking part.
     pub fn is_thinking(&self) -> bool {
         matches!(self.state, FilterState::Opened | FilterState::Thinking)
     }
 
-    /// Takes the next piece of the reply and returns what can be told by now.
+    /// Takes the next delta of the reply and returns the parts that are decided by now.
     pub fn push(&mut self, text: &str) -> Vec<Part> {
         self.held.push_str(text);
         let mut parts = Vec::new();
@@ -93,7 +93,7 @@ impl ThinkFilter {
         parts
     }
 
-    /// Ends the reply and returns what was still held back.
+    /// Ends the reply and returns the text that was held back.
     pub fn finish(mut self) -> Option<Part> {
         let kind = match self.state {
             FilterState::Opened | FilterState::Closed => return None,
@@ -104,7 +104,7 @@ impl ThinkFilter {
         (!text.is_empty()).then_some(Part { kind, text })
     }
 
-    /// Moves on by one state; false when the rest has to wait for more text.
+    /// Advances by one state. Returns false if the remaining text must wait for more.
     fn step(&mut self, parts: &mut Vec<Part>) -> bool {
         match self.state {
             FilterState::Start => {
@@ -143,25 +143,25 @@ impl ThinkFilter {
     }
 
     fn step_thinking(&mut self, parts: &mut Vec<Part>) -> bool {
-        if let Some(at) = self.held.find(self.tags.close.as_str()) {
-            let rest = self.held.split_off(at + self.tags.close.len());
-            self.held.truncate(at);
+        if let Some(start) = self.held.find(self.tags.close.as_str()) {
+            let after = self.held.split_off(start + self.tags.close.len());
+            self.held.truncate(start);
             self.held.truncate(self.held.trim_end_matches(['\n', '\r']).len());
-            emit(parts, PartKind::Thinking, std::mem::replace(&mut self.held, rest));
+            emit(parts, PartKind::Thinking, std::mem::replace(&mut self.held, after));
             self.state = FilterState::Closed;
             return true;
         }
-        // Line ends and the start of a closing tag wait: together they may be markup.
+        // Hold back line ends and the start of a closing tag: they may be markup.
         let n_tag = (1..=self.tags.close.len().min(self.held.len()))
             .rev()
             .find(|&n| {
-                let at = self.held.len() - n;
-                self.held.is_char_boundary(at) && self.tags.close.starts_with(&self.held[at..])
+                let start = self.held.len() - n;
+                self.held.is_char_boundary(start) && self.tags.close.starts_with(&self.held[start..])
             })
             .unwrap_or(0);
-        let sure = self.held[..self.held.len() - n_tag].trim_end_matches(['\n', '\r']).len();
-        let rest = self.held.split_off(sure);
-        emit(parts, PartKind::Thinking, std::mem::replace(&mut self.held, rest));
+        let decided = self.held[..self.held.len() - n_tag].trim_end_matches(['\n', '\r']).len();
+        let undecided = self.held.split_off(decided);
+        emit(parts, PartKind::Thinking, std::mem::replace(&mut self.held, undecided));
         false
     }
 }
