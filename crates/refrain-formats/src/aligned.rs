@@ -1,10 +1,10 @@
-//! Bytes moved to where their elements may lie.
+//! Alignment of tensor data.
 
 use refrain_tensor::{Bytes, DType};
 
-/// The bytes themselves where they are aligned for the elements of a dtype, else a copy that is.
+/// Returns the bytes if they are aligned for the elements of a dtype, otherwise an aligned copy.
 ///
-/// Mapped GGUF files always are; bytes built into a program and tensors of careless safetensors writers may not be.
+/// Mapped GGUF files are always aligned. Bytes built into a program and tensors of some safetensors writers may not be.
 pub(crate) fn aligned(bytes: Bytes, dtype: DType) -> Bytes {
     let align = if dtype.is_quantized() { 2 } else { dtype.block_bytes() };
     if bytes.as_slice().as_ptr().addr().is_multiple_of(align) {

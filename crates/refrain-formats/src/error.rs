@@ -1,4 +1,4 @@
-//! What can be wrong with model files. Every error names the file and the place, and most know a way out.
+//! Errors of model files. Each names the file and the location in it, and most have a hint.
 
 use crate::gguf::{GgufFault, GgufLocation};
 use crate::hf::HfFault;
@@ -6,28 +6,28 @@ use crate::params::ParamsFault;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// What went wrong while reading or writing model files.
+/// An error while reading or writing model files.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FormatError {
-    /// The operating system refused.
+    /// The operating system reported an error.
     #[error("cannot {verb} {}", path.display())]
     Io {
-        /// What was tried: "open", "read", "map", "write", "list".
+        /// Attempted operation: "open", "read", "map", "write", "list".
         verb: &'static str,
         /// File or folder.
         path: PathBuf,
-        /// Its answer.
+        /// Error of the operating system.
         #[source]
         source: io::Error,
     },
     /// A folder, a pipe or a device where a file is needed.
     #[error("{} is not a regular file", path.display())]
     NotAFile {
-        /// What was named.
+        /// The path.
         path: PathBuf,
     },
-    /// A file without content.
+    /// An empty file.
     #[error("{} is empty (0 bytes)", path.display())]
     Empty {
         /// The file.
@@ -38,9 +38,9 @@ pub enum FormatError {
     Gguf {
         /// The file, or the name given to bytes in memory.
         file: PathBuf,
-        /// Where in the file.
+        /// Location in the file.
         place: GgufLocation,
-        /// What is wrong there.
+        /// The fault.
         fault: Box<GgufFault>,
     },
     /// A file of a Hugging Face folder that cannot be used.
@@ -48,15 +48,15 @@ pub enum FormatError {
     Hf {
         /// The file or folder.
         file: PathBuf,
-        /// What is wrong there.
+        /// The fault.
         fault: Box<HfFault>,
     },
-    /// Hyperparameters that no model can have, or that are not supported.
+    /// Hyperparameters that are impossible or not supported.
     #[error("{}: {fault}", file.display())]
     Params {
         /// The file they were read from.
         file: PathBuf,
-        /// What is wrong with them.
+        /// The fault.
         fault: Box<ParamsFault>,
     },
     /// Neither a GGUF file nor a folder with a model.
@@ -67,7 +67,7 @@ pub enum FormatError {
         /// Its first bytes, at most four.
         magic: Vec<u8>,
     },
-    /// A folder in which no model was found.
+    /// A folder without a model.
     #[error(
         "{} holds no model: looked for config.json with model.safetensors, and for *.gguf; found {}",
         path.display(), listing(found)
@@ -75,7 +75,7 @@ pub enum FormatError {
     NoModelInFolder {
         /// The folder.
         path: PathBuf,
-        /// Some of the names in it.
+        /// Names of its files.
         found: Vec<String>,
     },
     /// A folder with more than one model.
@@ -89,32 +89,32 @@ pub enum FormatError {
 }
 
 impl FormatError {
-    /// An error of the operating system on `path`.
+    /// Wraps an error of the operating system on `path`.
     pub(crate) fn io(verb: &'static str, path: &Path, source: io::Error) -> FormatError {
         FormatError::Io { verb, path: path.to_owned(), source }
     }
 
-    /// A fault in a GGUF file.
+    /// Wraps a fault in a GGUF file.
     pub(crate) fn gguf(file: &Path, place: GgufLocation, fault: GgufFault) -> FormatError {
         FormatError::Gguf { file: file.to_owned(), place, fault: Box::new(fault) }
     }
 
-    /// A fault in a Hugging Face folder.
+    /// Wraps a fault in a Hugging Face folder.
     pub(crate) fn hf(file: &Path, fault: HfFault) -> FormatError {
         FormatError::Hf { file: file.to_owned(), fault: Box::new(fault) }
     }
 
-    /// A fault in hyperparameters.
+    /// Wraps a fault in hyperparameters.
     pub(crate) fn params(file: &Path, fault: ParamsFault) -> FormatError {
         FormatError::Params { file: file.to_owned(), fault: Box::new(fault) }
     }
 
-    /// What the user can do about it.
+    /// An action that may help.
     pub fn hint(&self) -> Option<String> {
         match self {
             FormatError::Io { path, source, .. } => match source.kind() {
                 io::ErrorKind::NotFound => {
-                    Some("check the path; a name without a file needs a pull first".into())
+                    Some("check the path; a model that is not on this machine must be pulled first".into())
                 }
                 io::ErrorKind::PermissionDenied => {
                     Some(format!("give yourself read permission: chmod u+r {}", path.display()))
@@ -123,21 +123,21 @@ impl FormatError {
                 _ => None,
             },
             FormatError::NotAFile { .. } => {
-                Some("name a file on disk; models are mapped into memory, not read from pipes".into())
+                Some("use a file on disk: models are mapped into memory and cannot be read from pipes".into())
             }
             FormatError::Empty { .. } => {
-                Some("the download or copy did not finish; fetch the file again".into())
+                Some("the download or copy is incomplete; fetch the file again".into())
             }
             FormatError::Gguf { fault, .. } => fault.hint(),
             FormatError::Hf { fault, .. } => fault.hint(),
             FormatError::Params { fault, .. } => fault.hint(),
             FormatError::NotAModel { magic, .. } => Some(not_a_model_hint(magic).into()),
             FormatError::NoModelInFolder { .. } => {
-                Some("name a .gguf file, or a folder with config.json and *.safetensors".into())
+                Some("use a .gguf file, or a folder with config.json and *.safetensors".into())
             }
             FormatError::SeveralModels { path, models } => {
                 let first = models.first().map(String::as_str).unwrap_or_default();
-                Some(format!("name one of them, for example {}", path.join(first).display()))
+                Some(format!("use one of them, for example {}", path.join(first).display()))
             }
         }
     }
@@ -152,7 +152,7 @@ fn gguf_message(file: &Path, place: &GgufLocation, fault: &GgufFault) -> String 
     }
 }
 
-/// Names joined for a message, cut off where it would get long.
+/// Joins names for a message and cuts off long lists.
 pub(crate) fn listing(names: &[String]) -> String {
     const SHOWN: usize = 8;
     match names.len() {
@@ -162,7 +162,7 @@ pub(crate) fn listing(names: &[String]) -> String {
     }
 }
 
-/// Text from a file, made fit for one line of a message.
+/// Quotes text from a file for a message: escaped, on one line, at most 80 characters.
 pub(crate) fn quoted(text: &str) -> String {
     const SHOWN: usize = 80;
     match text.char_indices().nth(SHOWN) {
@@ -177,7 +177,7 @@ pub(crate) fn first_bytes(magic: &[u8]) -> String {
 
 fn not_a_model_hint(magic: &[u8]) -> &'static str {
     match magic {
-        [b'P', b'K', 3, 4] => "this is a zip archive; unpack it, the model is inside",
+        [b'P', b'K', 3, 4] => "this is a zip archive; unpack it first",
         [0x1f, 0x8b, ..] => "this is a gzip archive; unpack it first",
         [b'v', b'e', b'r', b's'] => {
             "this looks like a Git LFS pointer; fetch the file itself with: git lfs pull"
@@ -186,9 +186,9 @@ fn not_a_model_hint(magic: &[u8]) -> &'static str {
         | [b'g', b'g', b'j', b't']
         | [b't', b'j', b'g', b'g']
         | [b'l', b'm', b'g', b'g'] => {
-            "this is a GGML file from before GGUF; convert the original model again"
+            "this is a GGML file, the predecessor of GGUF; convert the original model again"
         }
-        [b'<', ..] => "this looks like a web page; the download did not fetch the file",
-        _ => "name a .gguf file, or a folder with config.json and *.safetensors",
+        [b'<', ..] => "this looks like a web page; download the file itself",
+        _ => "use a .gguf file, or a folder with config.json and *.safetensors",
     }
 }

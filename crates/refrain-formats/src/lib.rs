@@ -1,9 +1,10 @@
 //! GGUF, safetensors, tokenizers and chat templates.
 //!
 //! Invariant: this crate knows no device and no network.
-#![deny(unsafe_code)] // but for `mmap`
+#![deny(unsafe_code)] // except in `mmap`
 
 mod aligned;
+mod display;
 mod error;
 pub mod gguf;
 pub mod hf;
@@ -12,6 +13,7 @@ pub mod params;
 mod source;
 mod table;
 
+pub use display::display_name;
 pub use error::FormatError;
 pub use source::ModelFiles;
 pub use table::TensorInfo;

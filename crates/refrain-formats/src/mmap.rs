@@ -1,4 +1,4 @@
-//! Files mapped into memory: the one place of this crate with `unsafe`.
+//! Memory-mapped files: the only module of this crate with `unsafe`.
 
 use crate::FormatError;
 use memmap2::Mmap;
@@ -16,7 +16,7 @@ impl Mapped {
     /// Maps a regular file for reading.
     pub(crate) fn open(path: &Path) -> Result<Mapped, FormatError> {
         let meta = std::fs::metadata(path).map_err(|e| FormatError::io("open", path, e))?;
-        // Asked before the file is opened: opening a pipe waits for its other end.
+        // Checked before the file is opened, because opening a pipe blocks until its other end is opened.
         require_file(path, &meta)?;
         let file = File::open(path).map_err(|e| FormatError::io("open", path, e))?;
         let meta = file.metadata().map_err(|e| FormatError::io("read", path, e))?;
@@ -35,20 +35,19 @@ impl Mapped {
         }
     }
 
-    /// Asks the system to read the whole file ahead. Advice only: a refusal changes nothing but speed.
+    /// Asks the system to prefetch the whole file. This is advice: a refusal only costs speed.
     pub(crate) fn prefetch(&self) {
         #[cfg(unix)]
         if let Some(map) = &self.0
             && let Err(error) = map.map.advise(memmap2::Advice::WillNeed)
         {
-            tracing::debug!(%error, "the system does not read ahead");
+            tracing::debug!(%error, "the system refused to prefetch a file");
         }
     }
 }
 
 impl Mapped {
-    /// Tells the system that the file's pages will hardly be read any more, so that they need not stay resident. They
-    /// are read again from the file when they are.
+    /// Lets the system drop the file's resident pages. Later reads load them again.
     pub(crate) fn release(&self) {
         if let Some(map) = &self.0 {
             map.release(0..map.map.len());
@@ -56,7 +55,7 @@ impl Mapped {
     }
 }
 
-/// A file's mapping, as tensors share it.
+/// A file's mapping, shared by its tensors.
 #[derive(Debug)]
 struct Mapping {
     map: Mmap,
@@ -73,7 +72,7 @@ impl Owner for Mapping {
     fn release(&self, range: Range<usize>) {
         #[cfg(unix)]
         if let Err(error) = dont_need(&self.map, range) {
-            tracing::debug!(%error, "the system keeps the pages of a file");
+            tracing::debug!(%error, "the system refused to drop the pages of a file");
         }
         #[cfg(not(unix))]
         let _ = range;
@@ -84,15 +83,15 @@ impl Owner for Mapping {
     }
 
     fn evict(&self, range: Range<usize>) {
-        // First out of the mapping: the system's cache keeps what is mapped.
+        // Unmap the pages first: the page cache keeps mapped pages.
         self.release(range.clone());
         if let Err(error) = drop_cached(&self.file, range) {
-            tracing::debug!(%error, "the system keeps a file in its cache");
+            tracing::debug!(%error, "the system refused to drop a file from its cache");
         }
     }
 }
 
-/// Takes whole pages of a file out of the system's cache. Pages that other processes have mapped stay.
+/// Drops whole pages of a file from the page cache. Pages that other processes have mapped stay.
 #[cfg(target_os = "linux")]
 #[allow(unsafe_code)]
 fn drop_cached(file: &File, range: Range<usize>) -> std::io::Result<()> {
@@ -100,7 +99,7 @@ fn drop_cached(file: &File, range: Range<usize>) -> std::io::Result<()> {
     let too_large = |_| std::io::Error::from(std::io::ErrorKind::InvalidInput);
     let start = libc::off_t::try_from(range.start).map_err(too_large)?;
     let len = libc::off_t::try_from(range.len()).map_err(too_large)?;
-    // SAFETY: the call reads no memory of this process and changes none; `file` keeps the descriptor open.
+    // SAFETY: the call neither reads nor writes memory of this process; `file` keeps the descriptor open.
     match unsafe { libc::posix_fadvise(file.as_raw_fd(), start, len, libc::POSIX_FADV_DONTNEED) } {
         0 => Ok(()),
         code => Err(std::io::Error::from_raw_os_error(code)),
@@ -116,9 +115,8 @@ fn drop_cached(_file: &File, _range: Range<usize>) -> std::io::Result<()> {
 #[allow(unsafe_code)]
 fn dont_need(map: &Mmap, range: Range<usize>) -> std::io::Result<()> {
     let range = range.start.min(map.len())..range.end.min(map.len());
-    // SAFETY: the advice may change what memory holds only where it is private or was written to. `map` below maps
-    // files shared and for reading only, so a dropped page comes back from the file with the bytes it had, and
-    // slices into it stay valid.
+    // SAFETY: the advice can change the content only of private or written pages. `map` below maps files shared and
+    // read-only, so a dropped page is loaded again with the same bytes, and slices into it stay valid.
     unsafe { map.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, range.start, range.len()) }
 }
 
@@ -132,11 +130,11 @@ pub(crate) fn require_file(path: &Path, meta: &std::fs::Metadata) -> Result<(), 
 
 #[allow(unsafe_code)]
 fn map(file: &File) -> std::io::Result<Mmap> {
-    // SAFETY: a mapping is sound while nobody writes to or shortens the file underneath. The mapping is read-only,
-    // so nothing in this process writes through it; that other processes leave a model file alone while it is in
-    // use is asked of the user, as every program that maps weights must. To keep the damage of a breach small, no
-    // reader relies on a byte keeping its value: text is copied out before it is checked, and tensor data have no
-    // invalid bit patterns. A file that is shortened ends the process with SIGBUS; it cannot corrupt memory.
+    // SAFETY: a mapping is sound while nobody writes to or truncates the file. The mapping is read-only, so nothing in
+    // this process writes through it. The user must ensure that other processes leave a model file alone while it is
+    // in use, as for every program that maps weights. To limit the damage of a violation, no reader relies on a byte
+    // keeping its value: text is copied before it is checked, and tensor data have no invalid bit patterns. Reading a
+    // truncated file ends the process with SIGBUS; it cannot corrupt memory.
     unsafe { Mmap::map(file) }
 }
 
@@ -145,7 +143,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn released_and_evicted_bytes_read_as_before() {
+    fn released_and_evicted_pages_keep_their_content() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("weights");
         let content: Vec<u8> = (0..100_000u32).map(|i| ((i * 31) >> 3) as u8).collect();

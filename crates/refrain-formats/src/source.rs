@@ -1,4 +1,4 @@
-//! The front door: a path becomes an open model, whatever its format.
+//! Opens a model by path, in any supported format.
 
 use crate::gguf::{Gguf, SplitName};
 use crate::hf::HfFolder;
@@ -34,7 +34,7 @@ impl ModelFiles {
         open_file(path)
     }
 
-    /// Where the model lies: the (first) GGUF file or the folder.
+    /// Path of the model: the first GGUF file or the folder.
     pub fn path(&self) -> &Path {
         match self {
             ModelFiles::Gguf(gguf) => gguf.path(),
@@ -42,7 +42,7 @@ impl ModelFiles {
         }
     }
 
-    /// What a model needs to know of itself.
+    /// Reads the model's hyperparameters.
     pub fn config(&self) -> Result<ModelConfig, FormatError> {
         match self {
             ModelFiles::Gguf(gguf) => ModelConfig::from_gguf(gguf),
@@ -50,7 +50,7 @@ impl ModelFiles {
         }
     }
 
-    /// How the authors want the model to be sampled.
+    /// Reads the sampling settings that the authors recommend.
     pub fn generation_defaults(&self) -> Result<GenerationDefaults, FormatError> {
         match self {
             ModelFiles::Gguf(gguf) => GenerationDefaults::from_gguf(gguf.metadata()),
@@ -74,7 +74,7 @@ impl ModelFiles {
         }
     }
 
-    /// What is known of a tensor.
+    /// Returns the table entry of a tensor.
     pub fn tensor_info(&self, name: &str) -> Option<&TensorInfo> {
         match self {
             ModelFiles::Gguf(gguf) => gguf.tensor_info(name),
@@ -82,12 +82,12 @@ impl ModelFiles {
         }
     }
 
-    /// Whether there is a tensor of that name.
+    /// Returns whether a tensor of this name exists.
     pub fn has_tensor(&self, name: &str) -> bool {
         self.tensor_info(name).is_some()
     }
 
-    /// A tensor over the bytes of its file.
+    /// Returns a tensor as a view of its file.
     pub fn tensor(&self, name: &str) -> Result<HostTensor, FormatError> {
         match self {
             ModelFiles::Gguf(gguf) => gguf.tensor(name),
@@ -95,8 +95,8 @@ impl ModelFiles {
         }
     }
 
-    /// Lets the system drop the pages of the weight files, once weights are elsewhere; what is still needed is read
-    /// again.
+    /// Lets the system drop the resident pages of the weight files once the weights have been copied. Later reads
+    /// load them again.
     pub fn release(&self) {
         match self {
             ModelFiles::Gguf(gguf) => gguf.release(),
@@ -104,7 +104,7 @@ impl ModelFiles {
         }
     }
 
-    /// Asks the system to read the weights ahead.
+    /// Asks the system to prefetch the weights.
     pub fn prefetch(&self) {
         match self {
             ModelFiles::Gguf(gguf) => gguf.prefetch(),
@@ -120,7 +120,7 @@ fn open_file(path: &Path) -> Result<ModelFiles, FormatError> {
     if magic.is_empty() {
         return Err(FormatError::Empty { path: path.to_owned() });
     }
-    // A file cut off inside the magic number is still best explained by the GGUF reader.
+    // The GGUF reader has the best message for a file cut off inside the magic number.
     if gguf::MAGIC.starts_with(&magic) {
         return Gguf::open(path).map(ModelFiles::Gguf);
     }
@@ -137,7 +137,7 @@ fn open_folder(path: &Path) -> Result<ModelFiles, FormatError> {
     let has_weights =
         names.iter().any(|n| n.ends_with(".safetensors") || n.ends_with(".safetensors.index.json"));
     let models = gguf_models(path, &names);
-    // A folder with both is a Hugging Face folder with a converted copy beside it; the whole of it is asked for.
+    // A folder with both is a Hugging Face folder that also holds a converted copy.
     match models.as_slice() {
         [] => {}
         _ if has_weights && names.iter().any(|n| n == "config.json") => {}
@@ -150,7 +150,7 @@ fn open_folder(path: &Path) -> Result<ModelFiles, FormatError> {
     Err(FormatError::NoModelInFolder { path: path.to_owned(), found: names })
 }
 
-/// One name per GGUF model: parts of a split one count once, under the first that is there.
+/// Returns one name per GGUF model. A split model is listed once, under its first existing part.
 fn gguf_models(folder: &Path, names: &[String]) -> Vec<String> {
     let mut models = BTreeMap::new();
     for name in names.iter().filter(|n| n.ends_with(".gguf")) {
@@ -160,7 +160,7 @@ fn gguf_models(folder: &Path, names: &[String]) -> Vec<String> {
     models.into_values().collect()
 }
 
-/// The names in a folder that are text, sorted.
+/// Returns the sorted UTF-8 names in a folder.
 pub(crate) fn names_in(folder: &Path) -> Result<Vec<String>, FormatError> {
     let fail = |e| FormatError::io("list", folder, e);
     let mut names = Vec::new();

@@ -1,11 +1,11 @@
-//! The tensors of a model, found by name, whatever format they are stored in.
+//! Tensors of a model by name, in any format.
 
 use refrain_tensor::{Bytes, DType, HostTensor, Shape};
 
-/// Which of a model's files.
+/// Index of one of a model's files.
 pub(crate) type FileIdx = u32;
 
-/// What is known of a tensor before its bytes are touched.
+/// Entry of the tensor table.
 #[derive(Debug, Clone)]
 pub struct TensorInfo {
     pub(crate) name: Box<str>,
@@ -32,17 +32,17 @@ impl TensorInfo {
         self.shape
     }
 
-    /// Where its bytes begin, from the start of its file.
+    /// Offset of its bytes from the start of its file.
     pub fn offset(&self) -> u64 {
         self.offset
     }
 
-    /// How many bytes it takes.
+    /// Size in bytes.
     pub fn n_bytes(&self) -> u64 {
         self.n_bytes
     }
 
-    /// The tensor over the bytes of its file; `None` when it does not lie in them.
+    /// Returns the tensor as a view of its file; `None` if it is out of bounds.
     pub(crate) fn view(&self, file: &Bytes) -> Option<HostTensor> {
         let start = usize::try_from(self.offset).ok()?;
         let end = start.checked_add(usize::try_from(self.n_bytes).ok()?)?;
@@ -59,7 +59,7 @@ pub(crate) struct TensorTable {
 }
 
 impl TensorTable {
-    /// Sorts the names; the error is the first pair of one name.
+    /// Builds the index by name. The error is the first pair of tensors with the same name.
     pub(crate) fn new(tensors: Vec<TensorInfo>) -> Result<TensorTable, Box<[TensorInfo; 2]>> {
         let mut by_name: Vec<u32> = (0..tensors.len() as u32).collect();
         let name = |i: u32| &tensors[i as usize].name;

@@ -186,3 +186,62 @@ proptest! {
         }
     }
 }
+
+fn with_steps(part: &str, list: &str, steps: Vec<Value>) -> Result<Tokenizer, TokenizerError> {
+    let kind = json!({"type": "Sequence", list: steps});
+    let mut file = sentence_piece_json();
+    file[part] = kind;
+    Tokenizer::from_files(file.to_string().as_bytes(), None)
+}
+
+fn replace(pattern: Value, content: &str) -> Value {
+    json!({"type": "Replace", "pattern": pattern, "content": content})
+}
+
+#[test]
+fn replacing_nothing_is_refused() {
+    for pattern in [json!({"String": ""}), json!({"Regex": ""})] {
+        let error = with_steps("normalizer", "normalizers", vec![replace(pattern, "x")]).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "tokenizer.json has a normalizer that is not supported: Replace with an empty pattern"
+        );
+    }
+}
+
+#[test]
+fn replacing_matches_of_no_length_does_not_panic() {
+    for pattern in ["a*", "^", "$", "\\b", "(?=x)", "|", "(?<!\\n)^"] {
+        for content in ["", "x", "▁▁"] {
+            let step = replace(json!({"Regex": pattern}), content);
+            if let Ok(tokenizer) = with_steps("normalizer", "normalizers", vec![step]) {
+                for text in ["", "a", "the é hello\n x", "▁ 中"] {
+                    let _ = tokenizer.encode(text, true, true);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn steps_that_multiply_a_text_are_refused() {
+    let big = "y".repeat(1000);
+    let chain = |n: usize| {
+        (0..n)
+            .map(|i| replace(json!({"String": if i % 2 == 0 { "x" } else { "y" }}), &big))
+            .collect::<Vec<_>>()
+    };
+    let message = |part, list, steps| with_steps(part, list, steps).unwrap_err().to_string();
+    let text = message("normalizer", "normalizers", chain(2));
+    assert!(text.ends_with("growth of a text by 1000000, at most 64 is allowed"), "{text}");
+    let nested = vec![json!({"type": "Sequence", "normalizers": chain(2)})];
+    assert_eq!(message("normalizer", "normalizers", nested), text);
+    let text = message("normalizer", "normalizers", vec![json!({"type": "NFC"}); 1000]);
+    assert!(text.ends_with("1000 steps, at most 32 are allowed"), "{text}");
+    let bytes =
+        json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false});
+    let text = message("pre_tokenizer", "pretokenizers", vec![bytes; 20]);
+    assert!(text.ends_with("growth of a text by 1048576, at most 64 is allowed"), "{text}");
+    let text = message("normalizer", "normalizers", vec![json!({"type": "Prepend", "prepend": big})]);
+    assert!(text.ends_with("1000 bytes before a text, at most 256 are allowed"), "{text}");
+}

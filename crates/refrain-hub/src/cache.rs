@@ -1,8 +1,7 @@
 //! One repository's folder in the hub's cache.
 //!
-//! The layout is that of the Hugging Face tools, which share the cache: contents lie in `blobs` under their
-//! checksums, `snapshots/COMMIT` holds links to them under their names, and `refs/BRANCH` names a commit.
-//! Locks lie where those tools look for them, too.
+//! The layout is that of the Hugging Face tools, which share the cache: `blobs` holds contents by checksum,
+//! `snapshots/COMMIT` holds links to them by name, and `refs/BRANCH` names a commit. The locks are shared too.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -12,7 +11,7 @@ use crate::disk::{self, Checksum, Lock};
 use crate::error::HubError;
 use crate::name::RepoName;
 
-/// The ending of a download that is not complete.
+/// Suffix of an incomplete download.
 pub(crate) const INCOMPLETE: &str = ".incomplete";
 
 /// One repository's folder in the hub's cache.
@@ -52,7 +51,7 @@ impl RepoCache {
         self.folder.join("snapshots").join(commit)
     }
 
-    /// The snapshot that a branch, tag or commit means here.
+    /// Returns the local snapshot of a branch, tag or commit.
     pub(crate) fn current_snapshot(&self, revision: &str) -> Option<PathBuf> {
         let named = fs::read_to_string(self.folder.join("refs").join(revision)).ok();
         let commit = named.as_deref().map_or(revision, str::trim);
@@ -60,20 +59,20 @@ impl RepoCache {
         Some(self.snapshot(commit)).filter(|folder| folder.is_dir())
     }
 
-    /// Whether a file's content is here, as a blob or, where links are not to be had, in the snapshot itself.
+    /// Returns whether a file's content is cached: as a blob or, on systems without links, in the snapshot itself.
     pub(crate) fn has(&self, commit: &str, path: &str, checksum: &Checksum, bytes: u64) -> bool {
         let is_whole =
             |path: PathBuf| fs::metadata(path).is_ok_and(|meta| meta.is_file() && meta.len() == bytes);
         is_whole(self.blob(checksum)) || is_whole(self.snapshot(commit).join(path))
     }
 
-    /// Puts a complete blob into the snapshot under its name.
+    /// Links a complete blob into the snapshot under its name.
     pub(crate) fn link(&self, commit: &str, path: &str, checksum: &Checksum) -> Result<(), HubError> {
         let link = self.snapshot(commit).join(path);
         let blob = self.blob(checksum);
         let in_place = match fs::read_link(&link) {
             Ok(target) => target.file_name() == blob.file_name() && link.is_file(),
-            // Without links, the snapshot holds the content.
+            // On systems without links, the snapshot holds the content.
             Err(_) => link.is_file() && !blob.exists(),
         };
         if in_place {
@@ -84,8 +83,8 @@ impl RepoCache {
         }
         let up = "../".repeat(path.split('/').count() + 1);
         let target = format!("{up}blobs/{}", checksum.hex());
-        // Made beside and moved over, so that a reader finds the old or the new link, never none.
-        let temporary = disk::temporary_beside(&link);
+        // Created under a temporary name and renamed, so that a reader always finds the old or the new link.
+        let temporary = disk::temporary_name(&link);
         let moved = match symlink(&target, &temporary) {
             Ok(()) => fs::rename(&temporary, &link),
             Err(_) => fs::rename(&blob, &link),
@@ -96,9 +95,9 @@ impl RepoCache {
         })
     }
 
-    /// Notes which commit a branch is at.
+    /// Records the commit of a branch.
     pub(crate) fn write_ref(&self, revision: &str, commit: &str) -> Result<(), HubError> {
-        // A commit needs no name.
+        // A commit needs no ref.
         if revision == commit {
             return Ok(());
         }
@@ -112,7 +111,7 @@ impl RepoCache {
         disk::write_atomically(&path, commit.as_bytes())
     }
 
-    /// Downloads that are not complete, with their sizes.
+    /// Returns incomplete downloads with their sizes.
     pub(crate) fn incomplete_files(&self) -> Vec<(PathBuf, u64)> {
         let Ok(entries) = fs::read_dir(self.blobs()) else {
             return Vec::new();
@@ -121,12 +120,12 @@ impl RepoCache {
         incomplete.filter_map(|entry| Some((entry.path(), entry.metadata().ok()?.len()))).collect()
     }
 
-    /// Whether no snapshot holds a file.
+    /// Returns whether no snapshot holds a file.
     pub(crate) fn is_empty(&self) -> bool {
         disk::files_below(&self.folder.join("snapshots")).is_empty()
     }
 
-    /// Removes the whole repository and returns how many files and bytes that freed.
+    /// Removes the whole repository and returns the number of freed files and bytes.
     pub(crate) fn remove_all(&self) -> Result<(usize, u64), HubError> {
         let _locks = self.lock_everything()?;
         let n_files = disk::files_below(&self.blobs()).len();
@@ -135,7 +134,7 @@ impl RepoCache {
         Ok((n_files, bytes))
     }
 
-    /// Removes some files from every snapshot, and the blobs that nothing links to any more.
+    /// Removes files from every snapshot, and the blobs that are no longer linked.
     pub(crate) fn remove_files(&self, files: &[String]) -> Result<(usize, u64), HubError> {
         let _locks = self.lock_everything()?;
         let snapshots: Vec<_> = fs::read_dir(self.folder.join("snapshots"))
@@ -157,8 +156,8 @@ impl RepoCache {
             n_files += 1;
         }
         for snapshot in &snapshots {
-            for left in disk::files_below(snapshot) {
-                if let Ok(target) = fs::read_link(snapshot.join(left)) {
+            for file in disk::files_below(snapshot) {
+                if let Ok(target) = fs::read_link(snapshot.join(file)) {
                     orphans.remove(&self.blobs().join(target.file_name().unwrap_or_default()));
                 }
             }
@@ -170,7 +169,7 @@ impl RepoCache {
         Ok((n_files, freed))
     }
 
-    /// Holds the locks of all blobs here, so that nothing is removed under a running pull.
+    /// Takes the locks of all blobs, so that nothing is removed during a pull.
     fn lock_everything(&self) -> Result<Vec<Lock>, HubError> {
         let Ok(entries) = fs::read_dir(&self.locks) else {
             return Ok(Vec::new());

@@ -1,13 +1,13 @@
-//! The short names: well-known small models, where they come from and under which terms.
+//! Short names of well-known small models, with their sources and licences.
 
 use std::fmt;
 
-/// The terms a model comes under.
+/// Licence of a model.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Licence {
     /// The licence's name, such as `apache-2.0`.
     pub name: String,
-    /// Where its text is, if the source says so.
+    /// Address of its text, if known.
     pub url: Option<String>,
 }
 
@@ -20,36 +20,36 @@ impl fmt::Display for Licence {
     }
 }
 
-/// A short name and what it stands for.
+/// A short name and its model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CatalogueEntry {
     /// The full short name, such as `smollm2:135m`.
     pub name: &'static str,
     /// Other spellings, such as `smollm2`.
     pub aliases: &'static [&'static str],
-    /// One line about the model.
+    /// Description in one line.
     pub about: &'static str,
     /// The repository on the hub that holds it as GGUF.
     pub repo: &'static str,
-    /// The quantisation taken from that repository.
+    /// The quantisation to pull from that repository.
     pub quant: &'static str,
     /// Name of the licence.
     pub licence: &'static str,
-    /// Where the licence's text is.
+    /// Address of the licence's text.
     pub licence_url: &'static str,
-    /// Packages of the Python package index that hold the model; tried before the hub.
+    /// Packages of the Python package index that contain the model; tried before the hub.
     pub package: Option<PackageSource>,
 }
 
 impl CatalogueEntry {
-    /// The licence as a value of its own.
+    /// Returns the licence.
     #[must_use]
     pub fn licence(&self) -> Licence {
         Licence { name: self.licence.to_owned(), url: Some(self.licence_url.to_owned()) }
     }
 
-    /// The folder of this model in Refrain's own store: the name without the colon, which not every
-    /// file system takes.
+    /// Returns the model's folder in Refrain's own store: the name without the colon, which some file systems do not
+    /// allow.
     #[must_use]
     pub fn folder(&self) -> String {
         self.name.replace(':', "-")
@@ -59,34 +59,34 @@ impl CatalogueEntry {
 /// A model inside wheels of a Python package index.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PackageSource {
-    /// The parts, in the order in which they are joined.
+    /// The parts, in order of concatenation.
     pub parts: &'static [PackagePart],
-    /// The name of the joined file.
+    /// Name of the joined file.
     pub file: &'static str,
-    /// Bytes of the joined file.
+    /// Size of the joined file in bytes.
     pub bytes: u64,
     /// SHA-256 of the joined file, in lower-case hexadecimal.
     pub sha256: &'static str,
 }
 
 impl PackageSource {
-    /// Bytes of all wheels together.
+    /// Returns the total size of all wheels in bytes.
     #[must_use]
     pub fn wheel_bytes(&self) -> u64 {
         self.parts.iter().map(|part| part.wheel_bytes).sum()
     }
 }
 
-/// One wheel and the file in it.
+/// A wheel and the file in it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PackagePart {
     /// The package's name.
     pub package: &'static str,
-    /// The version the checksum was taken from.
+    /// The version with the pinned checksum.
     pub version: &'static str,
     /// The file inside the wheel.
     pub member: &'static str,
-    /// Bytes of the wheel, for progress and for the check of free space.
+    /// Size of the wheel in bytes, for progress and the check of free space.
     pub wheel_bytes: u64,
 }
 
@@ -313,7 +313,7 @@ pub const CATALOGUE: &[CatalogueEntry] = &[
     ),
 ];
 
-/// The entry of a short name, in any letter case.
+/// Returns the entry of a short name, ignoring case.
 #[must_use]
 pub fn lookup(name: &str) -> Option<&'static CatalogueEntry> {
     CATALOGUE.iter().find(|entry| {
@@ -321,16 +321,16 @@ pub fn lookup(name: &str) -> Option<&'static CatalogueEntry> {
     })
 }
 
-/// The short name nearest to a mistyped one, if one is near enough to be meant.
+/// Returns the short name closest to a mistyped one, if it is similar enough.
 #[must_use]
 pub fn nearest(name: &str) -> Option<&'static str> {
     let names = CATALOGUE.iter().flat_map(|entry| entry.aliases.iter().copied().chain([entry.name]));
     nearest_of(name, names)
 }
 
-/// The candidate nearest to `name`, if one is near enough to be meant.
+/// Returns the candidate closest to `name`, if it is similar enough.
 pub(crate) fn nearest_of<S: AsRef<str>>(name: &str, candidates: impl IntoIterator<Item = S>) -> Option<S> {
-    // Below this, a suggestion confuses more often than it helps: `hello` is not `llama3.2`.
+    // Below this similarity, suggestions confuse more than they help: `hello` is not `llama3.2`.
     const NEAR_ENOUGH: f64 = 0.7;
     let name = name.to_ascii_lowercase();
     candidates
@@ -367,7 +367,7 @@ mod tests {
     }
 
     #[test]
-    fn typos_find_the_name_that_was_meant() {
+    fn typos_find_the_closest_name() {
         assert_eq!(nearest("smolm2"), Some("smollm2"));
         assert_eq!(nearest("SmolLM2:135"), Some("smollm2:135m"));
         assert_eq!(nearest("lama3.2:1b"), Some("llama3.2:1b"));
@@ -377,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn words_that_are_no_names_get_no_suggestion() {
+    fn unrelated_words_get_no_suggestion() {
         for word in ["hello", "", "once", "Once upon a time", "stories"] {
             assert_eq!(nearest(word), None, "{word}");
         }

@@ -12,18 +12,18 @@ use sha2::{Digest as _, Sha256};
 use crate::error::{HubError, is_disk_full};
 use crate::progress::{Progress, ProgressEvent};
 
-/// The disk that downloads are written to. Tests put a full one in its place.
+/// The disk that downloads are written to. Tests substitute a full one.
 pub trait Disk: Send + Sync {
-    /// Bytes that may still be written below `path`, which need not exist; `None` if that is unknown.
+    /// Returns the free bytes below `path`, which need not exist; `None` if unknown.
     fn free_bytes(&self, path: &Path) -> Option<u64>;
 
-    /// Opens a file for writing at its end, creating it if need be.
+    /// Opens a file for appending, creating it if necessary.
     fn append(&self, path: &Path) -> io::Result<Box<dyn DiskFile>>;
 }
 
 /// A file being written.
 pub trait DiskFile: Write {
-    /// Puts everything written so far on the disk itself.
+    /// Flushes everything written so far to the device.
     fn sync(&mut self) -> io::Result<()>;
 }
 
@@ -58,9 +58,9 @@ fn free_bytes_at(_folder: &Path) -> Option<u64> {
     None
 }
 
-/// Refuses before the first byte if what is needed cannot fit.
+/// Fails before the first byte is written if a download cannot fit.
 pub(crate) fn require_space(disk: &dyn Disk, path: &Path, need: u64) -> Result<(), HubError> {
-    // Folders, links and the lock files need a little too.
+    // For folders, links and lock files.
     const MARGIN_BYTES: u64 = 1 << 20;
     match disk.free_bytes(path) {
         Some(free) if need > 0 && free < need.saturating_add(MARGIN_BYTES) => Err(HubError::NoSpace {
@@ -72,7 +72,7 @@ pub(crate) fn require_space(disk: &dyn Disk, path: &Path, need: u64) -> Result<(
     }
 }
 
-/// What a failed write means: a full disk, or anything else.
+/// Converts the error of a write: a full disk, or anything else.
 pub(crate) fn write_error(disk: &dyn Disk, path: &Path, need: u64, source: io::Error) -> HubError {
     if is_disk_full(&source) {
         HubError::NoSpace { need, free: disk.free_bytes(path), path: path.to_owned() }
@@ -81,17 +81,17 @@ pub(crate) fn write_error(disk: &dyn Disk, path: &Path, need: u64, source: io::E
     }
 }
 
-/// A checksum to hold a file against.
+/// Expected checksum of a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Checksum {
-    /// SHA-256 of the content: large files.
+    /// SHA-256 of the content, for large files.
     Sha256(String),
-    /// Git's name for the content: small files.
+    /// Git's object name, for small files.
     GitBlob(String),
 }
 
 impl Checksum {
-    /// Reads a checksum by its length; anything but lower-case hexadecimal is none.
+    /// Parses a checksum, whose kind follows from its length. Only lower-case hexadecimal is accepted.
     pub(crate) fn parse(text: &str) -> Option<Self> {
         let hex = text.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b));
         match text.len() {
@@ -101,7 +101,7 @@ impl Checksum {
         }
     }
 
-    /// The hexadecimal digits; the hub's cache names blobs by them.
+    /// Returns the hexadecimal digits, which name blobs in the hub's cache.
     pub(crate) fn hex(&self) -> &str {
         match self {
             Self::Sha256(hex) | Self::GitBlob(hex) => hex,
@@ -115,7 +115,7 @@ impl Checksum {
         }
     }
 
-    /// A hasher for a file of `bytes` bytes.
+    /// Returns a hasher for a file of `bytes` bytes.
     pub(crate) fn hasher(&self, bytes: u64) -> Hasher {
         match self {
             Self::Sha256(_) => Hasher::Sha256(Sha256::new()),
@@ -142,7 +142,7 @@ impl Hasher {
         }
     }
 
-    /// Feeds a file that is already here and returns its length.
+    /// Hashes an existing file and returns its length.
     pub(crate) fn update_from(&mut self, path: &Path) -> io::Result<u64> {
         let mut file = File::open(path)?;
         let mut buffer = vec![0; COPY_BYTES];
@@ -166,12 +166,12 @@ impl Hasher {
     }
 }
 
-/// The size of a copying step.
+/// Buffer size for copying.
 pub(crate) const COPY_BYTES: usize = 256 * 1024;
 
-/// Writes a small file so that a reader sees the old or the new one, never half of it.
+/// Writes a small file atomically: readers see the old or the new content.
 pub(crate) fn write_atomically(path: &Path, content: &[u8]) -> Result<(), HubError> {
-    let temporary = temporary_beside(path);
+    let temporary = temporary_name(path);
     let write = || {
         let mut file = File::create(&temporary)?;
         file.write_all(content)?;
@@ -184,8 +184,8 @@ pub(crate) fn write_atomically(path: &Path, content: &[u8]) -> Result<(), HubErr
     })
 }
 
-/// A name beside `path` that no other thread or process uses.
-pub(crate) fn temporary_beside(path: &Path) -> PathBuf {
+/// Returns a unique temporary name next to `path`.
+pub(crate) fn temporary_name(path: &Path) -> PathBuf {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     let mut name = path.file_name().unwrap_or_default().to_owned();
     name.push(format!(".{}-{}.tmp", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed)));
@@ -196,7 +196,7 @@ pub(crate) fn create_dir(path: &Path) -> Result<(), HubError> {
     fs::create_dir_all(path).map_err(HubError::write(path))
 }
 
-/// Removes a file; one that is not there is as good as removed.
+/// Removes a file, if it exists.
 pub(crate) fn remove_file(path: &Path) -> Result<(), HubError> {
     match fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(HubError::write(path)(error)),
@@ -204,27 +204,27 @@ pub(crate) fn remove_file(path: &Path) -> Result<(), HubError> {
     }
 }
 
-/// An exclusive lock between processes, held until dropped. The system releases it if the process dies.
+/// An exclusive lock between processes, held until it is dropped. The system releases it if the process dies.
 #[derive(Debug)]
 pub(crate) struct Lock {
     _file: File,
 }
 
 impl Lock {
-    /// Waits for the lock, telling the watcher once that it has to.
+    /// Waits for the lock and reports the wait once.
     pub(crate) fn wait(path: &Path, what: &str, progress: &mut dyn Progress) -> Result<Self, HubError> {
         const POLL: Duration = Duration::from_millis(50);
         let file = open_lock(path)?;
-        let mut told = false;
+        let mut reported = false;
         loop {
             match file.try_lock() {
                 Ok(()) => return Ok(Self { _file: file }),
                 Err(TryLockError::Error(error)) => return Err(HubError::write(path)(error)),
                 Err(TryLockError::WouldBlock) if progress.cancelled() => return Err(HubError::Cancelled),
                 Err(TryLockError::WouldBlock) => {
-                    if !told {
+                    if !reported {
                         progress.on(ProgressEvent::Waiting { file: what });
-                        told = true;
+                        reported = true;
                     }
                     std::thread::sleep(POLL);
                 }
@@ -232,7 +232,7 @@ impl Lock {
         }
     }
 
-    /// Takes the lock, or says that another process has it.
+    /// Takes the lock, or fails if another process holds it.
     pub(crate) fn now(path: &Path) -> Result<Self, HubError> {
         let file = open_lock(path)?;
         match file.try_lock() {
@@ -250,8 +250,7 @@ fn open_lock(path: &Path) -> Result<File, HubError> {
     OpenOptions::new().create(true).truncate(false).write(true).open(path).map_err(HubError::write(path))
 }
 
-/// All plain files below `folder`, as `/`-separated names relative to it, sorted. Links to files count
-/// if their target is there.
+/// Returns all files below `folder`, sorted, as `/`-separated relative names. Links count if their target exists.
 pub(crate) fn files_below(folder: &Path) -> Vec<String> {
     const MAX_DEPTH: usize = 6;
     fn walk(folder: &Path, prefix: &str, depth: usize, found: &mut Vec<String>) {
@@ -275,7 +274,7 @@ pub(crate) fn files_below(folder: &Path) -> Vec<String> {
     found
 }
 
-/// The sizes of all files below a folder, links not followed.
+/// Returns the total size of all files below a folder, without following links.
 pub(crate) fn bytes_below(folder: &Path) -> u64 {
     let Ok(entries) = fs::read_dir(folder) else {
         return 0;
@@ -288,11 +287,11 @@ pub(crate) fn bytes_below(folder: &Path) -> u64 {
     entries.flatten().map(size).sum()
 }
 
-/// A folder that is removed when the value is dropped.
+/// A temporary folder, removed on drop.
 pub(crate) struct ScratchDir(pub(crate) PathBuf);
 
 impl ScratchDir {
-    /// An empty folder at `path`; what an earlier, broken-off run left there goes.
+    /// Creates an empty folder at `path`, removing leftovers of an interrupted run.
     pub(crate) fn create(path: PathBuf) -> Result<Self, HubError> {
         match fs::remove_dir_all(&path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {

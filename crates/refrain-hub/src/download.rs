@@ -1,4 +1,4 @@
-//! Fetches one file of the hub: continued where it broke off, checked, then moved into place.
+//! Downloads one file of the hub: resumes a partial download, verifies it, then moves it into place.
 
 use std::fs;
 use std::io::{self, Read};
@@ -14,7 +14,7 @@ use crate::http::{Client, RequestFailure, given_up};
 use crate::name::RepoName;
 use crate::progress::{Progress, ProgressEvent};
 
-/// A file to fetch.
+/// A file to download.
 pub(crate) struct DownloadJob<'a> {
     pub(crate) repo: &'a RepoName,
     pub(crate) commit: &'a str,
@@ -24,13 +24,13 @@ pub(crate) struct DownloadJob<'a> {
     pub(crate) checksum: &'a Checksum,
 }
 
-/// Why an attempt did not complete the file.
+/// Reason why an attempt did not complete the file.
 enum Setback {
-    /// The connection broke; what came is good, the rest can follow.
+    /// The connection broke. The received bytes are good, and the download can resume.
     Broken(RequestFailure),
-    /// What came is wrong; it must be fetched anew.
-    Spoilt(HubError),
-    /// Nothing will help.
+    /// The received bytes are wrong. The download must restart.
+    Corrupt(HubError),
+    /// A permanent error.
     Final(HubError),
 }
 
@@ -40,7 +40,7 @@ impl From<HubError> for Setback {
     }
 }
 
-/// Fetches the file unless it is here, and leaves it as a blob.
+/// Downloads the file as a blob, unless it is already cached.
 pub(crate) fn fetch(
     client: &Client,
     disk: &dyn Disk,
@@ -50,7 +50,7 @@ pub(crate) fn fetch(
 ) -> Result<(), HubError> {
     disk::create_dir(&cache.blobs())?;
     let _lock = Lock::wait(&cache.lock(job.checksum), job.path, progress)?;
-    // Another process may have fetched it while this one waited.
+    // Another process may have downloaded it during the wait.
     if cache.has(job.commit, job.path, job.checksum, job.bytes) {
         return Ok(());
     }
@@ -70,26 +70,26 @@ fn fetch_with_retries(
     partial: &mut Partial<'_>,
     progress: &mut dyn Progress,
 ) -> Result<(), HubError> {
-    // With so much of it fetched by one connection, the next failure counts as a first one.
+    // An attempt that received this much resets the count of failures.
     const GOOD_PROGRESS_BYTES: u64 = 16 << 20;
-    let (mut n_failures, mut spoilt_before) = (0, false);
+    let (mut n_failures, mut was_corrupt) = (0, false);
     loop {
         let len_before = partial.len;
         match attempt(client, job, partial, progress) {
             Ok(()) => return Ok(()),
             Err(Setback::Final(error) | Setback::Broken(RequestFailure::Final(error))) => return Err(error),
-            Err(Setback::Spoilt(error)) => {
+            Err(Setback::Corrupt(error)) => {
                 partial.restart()?;
-                if spoilt_before {
-                    // What is known to be wrong shall not be continued by a later pull.
+                if was_corrupt {
+                    // A later pull must not resume from wrong bytes.
                     disk::remove_file(&partial.path)?;
                     return Err(error);
                 }
-                spoilt_before = true;
+                was_corrupt = true;
                 progress.on(ProgressEvent::Restart { file: job.path, because: &error.to_string() });
                 progress.on(ProgressEvent::At { done: 0 });
             }
-            Err(Setback::Broken(RequestFailure::Passing { because, status, pause })) => {
+            Err(Setback::Broken(RequestFailure::Temporary { because, status, pause })) => {
                 if partial.len.saturating_sub(len_before) >= GOOD_PROGRESS_BYTES {
                     n_failures = 0;
                 }
@@ -100,7 +100,7 @@ fn fetch_with_retries(
                     }
                     let file = job.path.to_owned();
                     let (got, want) = (partial.len, job.bytes);
-                    return Err(HubError::BrokenOff { file, got, want, attempts: n_failures, because });
+                    return Err(HubError::Interrupted { file, got, want, attempts: n_failures, because });
                 }
                 client.pause(job.path, n_failures, client.retry.attempts, &because, pause, progress)?;
             }
@@ -108,7 +108,7 @@ fn fetch_with_retries(
     }
 }
 
-/// One connection: from where the file ends here to its end, then the checksum.
+/// Makes one attempt: requests the missing bytes, then verifies the checksum.
 fn attempt(
     client: &Client,
     job: &DownloadJob<'_>,
@@ -126,7 +126,7 @@ fn attempt(
     if got == job.checksum.hex() {
         return Ok(());
     }
-    Err(Setback::Spoilt(HubError::DigestMismatch {
+    Err(Setback::Corrupt(HubError::DigestMismatch {
         file: job.path.to_owned(),
         algorithm: job.checksum.algorithm(),
         got,
@@ -134,14 +134,14 @@ fn attempt(
     }))
 }
 
-/// Holds the answer against what was asked for. `false`: the server begins from the start, and so do we.
+/// Checks the response against the request. `false`: the server sends the file from the start, so the download restarts.
 fn accept(
     job: &DownloadJob<'_>,
     partial: &mut Partial<'_>,
     response: &Response<Body>,
 ) -> Result<bool, Setback> {
     let mismatch =
-        |got| Setback::Spoilt(HubError::SizeMismatch { file: job.path.to_owned(), got, want: job.bytes });
+        |got| Setback::Corrupt(HubError::SizeMismatch { file: job.path.to_owned(), got, want: job.bytes });
     let header = |name| response.headers().get(name).and_then(|value| value.to_str().ok());
     let length: Option<u64> = header("content-length").and_then(|text| text.trim().parse().ok());
     match response.status() {
@@ -151,7 +151,7 @@ fn accept(
             _ => {
                 partial.restart()?;
                 Err(Setback::Broken(RequestFailure::broken(
-                    "the server sent another range than was asked for",
+                    "the server sent a different range than requested",
                 )))
             }
         },
@@ -172,7 +172,7 @@ fn accept(
     }
 }
 
-/// The start and, if told, the whole length in `bytes 5-9/10`.
+/// Parses the start and, if present, the total length of `bytes 5-9/10`.
 fn content_range(text: &str) -> Option<(u64, Option<u64>)> {
     let (range, total) = text.trim().strip_prefix("bytes ")?.split_once('/')?;
     Some((range.split_once('-')?.0.trim().parse().ok()?, total.trim().parse().ok()))
@@ -199,7 +199,7 @@ fn receive(
             break;
         }
         if partial.len + n as u64 > job.bytes {
-            return Err(Setback::Spoilt(HubError::TooLong { file: job.path.to_owned(), want: job.bytes }));
+            return Err(Setback::Corrupt(HubError::TooLong { file: job.path.to_owned(), want: job.bytes }));
         }
         partial.write(&buffer[..n], job.bytes)?;
         progress.on(ProgressEvent::At { done: partial.len });
@@ -210,13 +210,13 @@ fn receive(
     Ok(())
 }
 
-/// The part of the file that is here, and its checksum so far.
+/// The downloaded part of the file and its checksum so far.
 struct Partial<'a> {
     disk: &'a dyn Disk,
     path: PathBuf,
     file: Box<dyn DiskFile>,
     len: u64,
-    /// `None` once it has been taken for the comparison.
+    /// `None` after it was finished for the comparison.
     hasher: Option<Hasher>,
     checksum: &'a Checksum,
     total: u64,
@@ -234,7 +234,7 @@ impl<'a> Partial<'a> {
         Ok(Self { disk, path, file, len, hasher: Some(hasher), checksum: job.checksum, total: job.bytes })
     }
 
-    /// Throws away what is here.
+    /// Discards the downloaded part.
     fn restart(&mut self) -> Result<(), HubError> {
         disk::remove_file(&self.path)?;
         let reopened = self.disk.append(&self.path);
@@ -260,7 +260,7 @@ mod tests {
     use super::content_range;
 
     #[test]
-    fn content_ranges_are_read() {
+    fn content_ranges_are_parsed() {
         assert_eq!(content_range("bytes 5-9/10"), Some((5, Some(10))));
         assert_eq!(content_range("bytes 5-9/*"), Some((5, None)));
         for bad in ["", "bytes", "bytes */10", "items 1-2/3", "bytes x-9/10"] {

@@ -1,7 +1,7 @@
-//! The one place where environment variables are read.
+//! Environment variables, which are read only here.
 //!
-//! [`Env::read`] looks at the process once; everything else takes an [`Env`], which tests build by hand
-//! with [`Env::rooted`]. The documentation's table is generated from [`ENV_VARS`].
+//! [`Env::read`] reads the process environment once; everything else takes an [`Env`], which tests create with
+//! [`Env::rooted`]. The table in the documentation is generated from [`ENV_VARS`].
 
 use std::ffi::OsString;
 use std::fmt;
@@ -16,9 +16,9 @@ pub const DEFAULT_ENDPOINT: &str = "https://huggingface.co";
 pub struct EnvVar {
     /// The variable's name.
     pub name: &'static str,
-    /// What it changes.
+    /// Effect of the variable.
     pub meaning: &'static str,
-    /// What holds when it is not set.
+    /// Default value.
     pub default: &'static str,
 }
 
@@ -26,7 +26,7 @@ const fn var(name: &'static str, meaning: &'static str, default: &'static str) -
     EnvVar { name, meaning, default }
 }
 
-/// Every environment variable that Refrain looks at.
+/// All environment variables that Refrain reads.
 pub const ENV_VARS: &[EnvVar] = &[
     var("HF_ENDPOINT", "hub to pull from; a mirror, or `http://` for one of your own", DEFAULT_ENDPOINT),
     var("HF_TOKEN", "access token for private and gated models; sent to the endpoint's host only", "none"),
@@ -58,7 +58,7 @@ pub const ENV_VARS: &[EnvVar] = &[
 pub struct Token(String);
 
 impl Token {
-    /// A token, or `None` if the text is empty or could not stand in an HTTP header.
+    /// Creates a token; `None` if the text is empty or not valid in an HTTP header.
     #[must_use]
     pub fn new(text: &str) -> Option<Self> {
         let text = text.trim();
@@ -76,18 +76,18 @@ impl fmt::Debug for Token {
     }
 }
 
-/// What the environment says: read once, then passed around.
+/// Settings from the environment.
 #[derive(Debug, Clone)]
 pub struct Env {
-    /// The hub's address, without a slash at the end.
+    /// The hub's address, without a trailing slash.
     pub hf_endpoint: String,
     /// The access token, from the variable or from its file.
     pub hf_token: Option<Token>,
-    /// The hub's cache folder (`models--owner--repo` folders lie in it).
+    /// The hub's cache folder, which contains the `models--owner--repo` folders.
     pub hf_cache: PathBuf,
     /// The folder of Refrain's own store.
     pub refrain_home: PathBuf,
-    /// No network access at all.
+    /// Whether network access is forbidden.
     pub offline: bool,
     /// The pip program to use instead of looking for one.
     pub pip: Option<PathBuf>,
@@ -95,9 +95,9 @@ pub struct Env {
     pub nvrtc: Option<PathBuf>,
     /// The log filter.
     pub log: Option<String>,
-    /// Colours are unwanted.
+    /// Whether colours are off.
     pub no_color: bool,
-    /// The HTTP client looks for a proxy in the process environment.
+    /// Whether the HTTP client looks for a proxy in the process environment.
     pub use_proxy: bool,
 }
 
@@ -110,7 +110,7 @@ impl Env {
         Self { use_proxy: true, ..Self::from_lookup(lookup, std::env::home_dir()) }
     }
 
-    /// An environment whose folders all lie in `dir`, online, without token or proxy.
+    /// Returns an environment with all folders inside `dir`, online, without token or proxy.
     #[must_use]
     pub fn rooted(dir: &Path) -> Self {
         Self {
@@ -136,7 +136,7 @@ impl Env {
         let hf_home = path("HF_HOME").unwrap_or_else(|| caches.join("huggingface"));
         let token_path = path("HF_TOKEN_PATH").unwrap_or_else(|| hf_home.join("token"));
         let token = text("HF_TOKEN").or_else(|| read_short_file(&token_path));
-        // Both are asked, so that neither hides a typo in the other.
+        // Either variable suffices, so that a typo in one does not hide the other.
         let offline = [text("REFRAIN_OFFLINE"), text("HF_HUB_OFFLINE")];
         let endpoint = text("HF_ENDPOINT").unwrap_or_else(|| DEFAULT_ENDPOINT.to_owned());
         Self {
@@ -154,7 +154,7 @@ impl Env {
     }
 }
 
-/// The values that the Hugging Face tools take for true.
+/// Returns whether the Hugging Face tools treat a value as true.
 fn is_true(value: &str) -> bool {
     ["1", "on", "yes", "true"].iter().any(|yes| value.trim().eq_ignore_ascii_case(yes))
 }
@@ -179,16 +179,16 @@ mod tests {
 
     #[test]
     fn the_table_lists_exactly_what_is_read() {
-        let asked = RefCell::new(BTreeSet::new());
+        let requested = RefCell::new(BTreeSet::new());
         let look = |name| {
-            asked.borrow_mut().insert(name);
+            requested.borrow_mut().insert(name);
             None
         };
         let _ = Env::from_lookup(look, None);
         // The proxy variables are read by the HTTP client.
         let table: BTreeSet<_> =
             ENV_VARS.iter().map(|v| v.name).filter(|name| !name.ends_with("_PROXY")).collect();
-        assert_eq!(asked.into_inner(), table);
+        assert_eq!(requested.into_inner(), table);
     }
 
     #[test]

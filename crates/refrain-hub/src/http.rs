@@ -1,4 +1,4 @@
-//! Requests to the hub: redirects, the token's reach, and which failures are worth another attempt.
+//! Requests to the hub: redirects, scope of the token, retries.
 
 use std::time::{Duration, Instant};
 
@@ -11,16 +11,16 @@ use crate::error::HubError;
 use crate::name::RepoName;
 use crate::progress::{Progress, ProgressEvent};
 
-/// How often and how patiently a failed request is repeated.
+/// Retries of failed requests.
 #[derive(Debug, Clone, Copy)]
 pub struct Retry {
-    /// Attempts in a row that may fail; one that brought the download well forward starts the count anew.
+    /// Consecutive failed attempts before giving up. An attempt with good progress resets the count.
     pub attempts: u32,
-    /// Pause after the first failure; doubled after each further one.
+    /// Pause after the first failure; it doubles with each further one.
     pub first_pause: Duration,
-    /// The longest pause, also where the server asks for a longer one.
+    /// Maximum pause, even if the server requests a longer one.
     pub longest_pause: Duration,
-    /// A connection that is silent for so long counts as broken.
+    /// Time without data after which a connection counts as broken.
     pub silence: Duration,
 }
 
@@ -36,24 +36,24 @@ impl Default for Retry {
 }
 
 impl Retry {
-    fn pause(&self, n_failures: u32, asked: Option<Duration>) -> Duration {
+    fn pause(&self, n_failures: u32, requested: Option<Duration>) -> Duration {
         let doubled = self.first_pause.saturating_mul(1 << n_failures.saturating_sub(1).min(16));
-        asked.map_or(doubled, |asked| asked.max(doubled)).min(self.longest_pause)
+        requested.map_or(doubled, |requested| requested.max(doubled)).min(self.longest_pause)
     }
 }
 
-/// Why a request brought nothing.
+/// A failed request.
 #[derive(Debug)]
 pub(crate) enum RequestFailure {
-    /// Another attempt may succeed.
-    Passing { because: String, status: Option<u16>, pause: Option<Duration> },
-    /// It will not.
+    /// A temporary failure: another attempt may succeed.
+    Temporary { because: String, status: Option<u16>, pause: Option<Duration> },
+    /// A permanent failure.
     Final(HubError),
 }
 
 impl RequestFailure {
     pub(crate) fn broken(because: impl ToString) -> Self {
-        Self::Passing { because: because.to_string(), status: None, pause: None }
+        Self::Temporary { because: because.to_string(), status: None, pause: None }
     }
 }
 
@@ -63,14 +63,14 @@ impl From<HubError> for RequestFailure {
     }
 }
 
-/// What the first answer to a request for a file says about it.
+/// Description of a file from the headers of a response.
 #[derive(Debug, Default)]
 pub(crate) struct Described {
     pub(crate) etag: Option<String>,
     pub(crate) bytes: Option<u64>,
 }
 
-/// Scheme, host and port: what a token is bound to.
+/// Scheme, host and port, which a token is bound to.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct ServerOrigin {
     scheme: String,
@@ -86,7 +86,7 @@ impl ServerOrigin {
             "http" => 80,
             _ => return None,
         };
-        // A user before the host would be shown in messages, and can make one host look like another.
+        // User information would appear in messages and can make one host look like another.
         if uri.authority()?.as_str().contains('@') {
             return None;
         }
@@ -95,7 +95,7 @@ impl ServerOrigin {
     }
 }
 
-/// Talks to one hub.
+/// Client of one hub.
 pub(crate) struct Client {
     agent: Agent,
     endpoint: String,
@@ -111,13 +111,13 @@ impl Client {
         let origin = ServerOrigin::of(&uri).ok_or_else(bad)?;
         let config = Agent::config_builder()
             .http_status_as_error(false)
-            // Redirects are followed here, so that the token stays with its origin.
+            // Redirects are followed by this crate, so that the token stays with its origin.
             .max_redirects(0)
             .max_redirects_will_error(false)
             .proxy(if env.use_proxy { Proxy::try_from_env() } else { None })
             .tls_config(TlsConfig::builder().root_certs(RootCerts::PlatformVerifier).build())
             .user_agent(concat!("refrain/", env!("CARGO_PKG_VERSION")))
-            // Lengths and ranges must count the file's own bytes.
+            // Lengths and ranges must refer to the uncompressed file.
             .accept_encoding("identity")
             .timeout_resolve(Some(Duration::from_secs(15)))
             .timeout_connect(Some(Duration::from_secs(15)))
@@ -138,7 +138,7 @@ impl Client {
         &self.endpoint
     }
 
-    /// Asks for `url` from byte `from` on. The answer is a 200, a 206 or a 416.
+    /// Requests `url` from byte `from` on. The response has status 200, 206 or 416.
     pub(crate) fn get(
         &self,
         repo: &RepoName,
@@ -163,10 +163,10 @@ impl Client {
                 status => return Err(self.refusal(repo, &uri, status, response.headers())),
             }
         }
-        Err(HubError::BadRedirect { url: url.to_owned(), because: "without end" }.into())
+        Err(HubError::BadRedirect { url: url.to_owned(), because: "too many times" }.into())
     }
 
-    /// What the hub says about a file without sending it.
+    /// Requests size and checksum of a file without its content.
     pub(crate) fn describe(&self, repo: &RepoName, url: &str) -> Result<Described, RequestFailure> {
         let mut uri = parse(url)?;
         let mut described = Described::default();
@@ -179,7 +179,7 @@ impl Client {
             let headers = response.headers();
             let status = response.status();
             let linked = text(headers, "x-linked-etag");
-            // A redirect's own ETag and length are not those of the file.
+            // ETag and length of a redirect are not those of the file.
             let own = |name| {
                 if status.is_success() { text(headers, name) } else { None }
             };
@@ -194,21 +194,21 @@ impl Client {
             }
             uri = self.redirect(&uri, headers)?;
             if ServerOrigin::of(&uri).as_ref() != Some(&self.origin) {
-                // Another host's ETag is its own affair.
+                // The ETag of another host is not a checksum of the hub.
                 return Ok(described);
             }
         }
-        Err(HubError::BadRedirect { url: url.to_owned(), because: "without end" }.into())
+        Err(HubError::BadRedirect { url: url.to_owned(), because: "too many times" }.into())
     }
 
-    /// Repeats `request` until it succeeds, fails for good, or has failed too often.
+    /// Repeats `request` until it succeeds, fails permanently or runs out of attempts.
     pub(crate) fn with_retries<T>(
         &self,
         url: &str,
         progress: &mut dyn Progress,
         mut request: impl FnMut() -> Result<T, RequestFailure>,
     ) -> Result<T, HubError> {
-        // Whoever is offline shall learn it soon; patience is for downloads that have begun.
+        // Fail soon when offline; more attempts are for downloads in progress.
         const MAX_ATTEMPTS: u32 = 3;
         let limit = self.retry.attempts.min(MAX_ATTEMPTS);
         let url = url.split('?').next().unwrap_or(url);
@@ -217,7 +217,7 @@ impl Client {
             match request() {
                 Ok(value) => return Ok(value),
                 Err(RequestFailure::Final(error)) => return Err(error),
-                Err(RequestFailure::Passing { because, status, pause }) => {
+                Err(RequestFailure::Temporary { because, status, pause }) => {
                     n_failures += 1;
                     if n_failures >= limit {
                         return Err(given_up(url, n_failures, because, status));
@@ -235,10 +235,10 @@ impl Client {
         n_failures: u32,
         limit: u32,
         because: &str,
-        asked: Option<Duration>,
+        requested: Option<Duration>,
         progress: &mut dyn Progress,
     ) -> Result<(), HubError> {
-        let after = self.retry.pause(n_failures, asked);
+        let after = self.retry.pause(n_failures, requested);
         tracing::debug!(file, because, ?after, "retrying");
         progress.on(ProgressEvent::Retry { file, attempt: n_failures + 1, limit, after, because });
         let until = Instant::now() + after;
@@ -246,11 +246,11 @@ impl Client {
             if progress.cancelled() {
                 return Err(HubError::Cancelled);
             }
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
+            let remaining = until.saturating_duration_since(Instant::now());
+            if remaining.is_zero() {
                 return Ok(());
             }
-            std::thread::sleep(left.min(Duration::from_millis(50)));
+            std::thread::sleep(remaining.min(Duration::from_millis(50)));
         }
     }
 
@@ -262,7 +262,7 @@ impl Client {
     fn redirect(&self, from: &Uri, headers: &HeaderMap) -> Result<Uri, HubError> {
         let bad = |because| HubError::BadRedirect { url: without_query(from), because };
         let location = text(headers, "location").ok_or_else(|| bad("to nowhere"))?;
-        let target = resolve(from, location).ok_or_else(|| bad("to something that is no address"))?;
+        let target = resolve(from, location).ok_or_else(|| bad("to an invalid address"))?;
         let secure = |uri: &Uri| uri.scheme_str().is_some_and(|scheme| scheme.eq_ignore_ascii_case("https"));
         if secure(from) && !secure(&target) {
             return Err(bad("from https to http"));
@@ -270,19 +270,19 @@ impl Client {
         Ok(target)
     }
 
-    /// What an answer other than the file means.
+    /// Converts an unsuccessful response to an error.
     fn refusal(&self, repo: &RepoName, uri: &Uri, status: StatusCode, headers: &HeaderMap) -> RequestFailure {
         let url = without_query(uri);
         let with_token = self.token.is_some();
-        let by_the_hub = ServerOrigin::of(uri).as_ref() == Some(&self.origin);
+        let is_from_hub = ServerOrigin::of(uri).as_ref() == Some(&self.origin);
         let code = text(headers, "x-error-code").unwrap_or_default();
         let (id, number) = (repo.id(), status.as_u16());
         let not_found =
             || HubError::RepoNotFound { repo: repo.id(), endpoint: self.endpoint.clone(), with_token };
         let error = match number {
-            // A storage host refuses when the signed address is too old; the next attempt gets a new one.
-            401 | 403 if !by_the_hub => {
-                return RequestFailure::Passing {
+            // A storage host refuses expired signed addresses; the next attempt gets a new one.
+            401 | 403 if !is_from_hub => {
+                return RequestFailure::Temporary {
                     because: format!("status {status}"),
                     status: Some(number),
                     pause: None,
@@ -294,7 +294,7 @@ impl Client {
             401 | 403 if with_token && code != "RepoNotFound" => {
                 HubError::TokenRefused { repo: id, status: number }
             }
-            // The hub does not tell strangers which private models exist.
+            // The hub does not reveal which private models exist.
             401 | 403 => not_found(),
             404 if code == "RevisionNotFound" => {
                 HubError::RevisionNotFound { repo: id, revision: repo.revision().to_owned() }
@@ -303,7 +303,7 @@ impl Client {
             408 | 429 | 500..=599 => {
                 let pause =
                     text(headers, "retry-after").and_then(|s| s.trim().parse().ok()).map(Duration::from_secs);
-                return RequestFailure::Passing {
+                return RequestFailure::Temporary {
                     because: format!("status {status}"),
                     status: Some(number),
                     pause,
@@ -317,7 +317,7 @@ impl Client {
 
 const MAX_REDIRECTS: usize = 8;
 
-/// The error that stands after the last attempt.
+/// Returns the error after the last attempt.
 pub(crate) fn given_up(url: &str, attempts: u32, because: String, status: Option<u16>) -> HubError {
     let url = url.to_owned();
     match status {
@@ -327,7 +327,7 @@ pub(crate) fn given_up(url: &str, attempts: u32, because: String, status: Option
     }
 }
 
-/// Percent-encodes a path's characters that have a meaning of their own in an address.
+/// Percent-encodes reserved characters of a path.
 pub(crate) fn encode_path(path: &str) -> String {
     let mut encoded = String::with_capacity(path.len());
     for byte in path.bytes() {
@@ -346,14 +346,14 @@ fn parse(url: &str) -> Result<Uri, HubError> {
 }
 
 fn classify(url: &str, error: &ureq::Error) -> RequestFailure {
-    let lasting = match error {
+    let is_permanent = match error {
         ureq::Error::HostNotFound | ureq::Error::BadUri(_) | ureq::Error::InvalidProxyUrl => true,
-        // A certificate does not get better by asking again.
+        // A retry does not fix a certificate.
         ureq::Error::Tls(_) | ureq::Error::Rustls(_) | ureq::Error::Pem(_) => true,
         ureq::Error::Io(io) => io.kind() == std::io::ErrorKind::InvalidData,
         _ => false,
     };
-    if lasting {
+    if is_permanent {
         HubError::Unreachable {
             url: url.split('?').next().unwrap_or(url).to_owned(),
             attempts: 1,
@@ -373,21 +373,21 @@ fn bare_etag(etag: &str) -> String {
     etag.strip_prefix("W/").unwrap_or(etag).trim_matches('"').to_owned()
 }
 
-/// An address as it may be shown: signed addresses carry secrets in their query.
+/// Returns an address without its query, which holds secrets in signed addresses.
 fn without_query(uri: &Uri) -> String {
     let (scheme, authority) = (uri.scheme_str().unwrap_or("http"), uri.host().unwrap_or_default());
     let port = uri.port_u16().map(|port| format!(":{port}")).unwrap_or_default();
     format!("{scheme}://{authority}{port}{}", uri.path())
 }
 
-/// The address that a `Location` means.
+/// Resolves a `Location` header.
 fn resolve(base: &Uri, location: &str) -> Option<Uri> {
     let location = location.split('#').next()?;
     let (scheme, authority) = (base.scheme_str()?, base.authority()?.as_str());
     let absolute = if location.contains("://") {
         location.to_owned()
-    } else if let Some(rest) = location.strip_prefix("//") {
-        format!("{scheme}://{rest}")
+    } else if let Some(address) = location.strip_prefix("//") {
+        format!("{scheme}://{address}")
     } else if location.starts_with('/') {
         format!("{scheme}://{authority}{location}")
     } else {

@@ -1,10 +1,10 @@
 //! Model names, pulling and the local store.
 //!
-//! Invariant: this crate never parses a model. A GGUF file is bytes with a checksum here.
-//! Invariant: nothing is complete under its final name before its checksum was right.
-//! Invariant: the access token is sent to the endpoint's own origin and nowhere else.
+//! Invariant: this crate never parses a model. To it, a GGUF file is bytes with a checksum.
+//! Invariant: a file gets its final name only after its checksum has been verified.
+//! Invariant: the access token is sent only to the endpoint's own origin.
 //!
-//! Five calls are all a program needs:
+//! A program needs five calls:
 //!
 //! ```no_run
 //! use refrain_hub::{Env, ModelName, Silent, Store};
@@ -25,26 +25,26 @@
 //! # }
 //! ```
 //!
-//! Models of the hub lie in the cache that the Hugging Face tools use, in their layout, so that what one has
-//! fetched the other finds. Models of a Python package index lie in `REFRAIN_HOME/models`, one folder each.
+//! Models of the hub are stored in the cache of the Hugging Face tools, in their layout, so that both share downloads.
+//! Models of a Python package index are stored in `REFRAIN_HOME/models`, one folder each.
 #![forbid(unsafe_code)]
 
-mod name; // what a person may type
-mod catalogue; // which short names there are
-mod store; // what is on this machine
-mod pull; // how the rest gets here
-mod listing; // what a repository holds
-mod select; // which files make a model
-mod http; // asking the hub
+mod name; // names of models
+mod catalogue; // short names
+mod store; // models on this machine
+mod pull; // downloads of models
+mod listing; // files of a repository
+mod select; // files of a model
+mod http; // requests to the hub
 mod download; // one file of the hub
-mod pip; // getting wheels
-mod package; // a model in wheels
+mod pip; // downloads of wheels
+mod package; // models in wheels
 mod cache; // the hub's cache folder
 mod disk; // files, space, locks, checksums
-mod progress; // what a pull tells
-mod env; // what the environment says
-mod size; // bytes as people read them
-mod error; // what can go wrong
+mod progress; // progress of a pull
+mod env; // environment variables
+mod size; // human-readable sizes
+mod error; // errors
 
 pub use catalogue::{CATALOGUE, CatalogueEntry, Licence, PackagePart, PackageSource, lookup, nearest};
 pub use disk::{Disk, DiskFile, RealDisk};

@@ -1,4 +1,4 @@
-//! What a repository on the hub holds.
+//! Listings of repositories on the hub.
 
 use serde::Deserialize;
 use serde_json::Value;
@@ -55,7 +55,7 @@ struct Lfs {
     size: Option<u64>,
 }
 
-/// Asks the hub for the listing of a repository.
+/// Requests the listing of a repository.
 pub(crate) fn list(
     client: &Client,
     repo: &RepoName,
@@ -68,7 +68,7 @@ pub(crate) fn list(
         encode_path(repo.revision()).replace('/', "%2F")
     );
     let answer = client.with_retries(&url, progress, || {
-        // Generous for a listing, and a bound for a server that never ends.
+        // Generous for a listing, and a limit for servers that send without end.
         const MAX_BYTES: u64 = 32 << 20;
         let mut response = client.get(repo, &url, 0)?;
         if response.status() != StatusCode::OK {
@@ -78,7 +78,7 @@ pub(crate) fn list(
             Ok(bytes) => Ok(bytes),
             Err(ureq::Error::BodyExceedsLimit(limit)) => {
                 let found = format!("more than {limit} bytes");
-                Err(HubError::BadListing { repo: repo.id(), because: "it is too long", found }.into())
+                Err(HubError::BadListing { repo: repo.id(), because: "too long", found }.into())
             }
             Err(error) => Err(RequestFailure::broken(error)),
         }
@@ -90,20 +90,20 @@ fn read(repo: &RepoName, answer: &[u8]) -> Result<Listing, HubError> {
     let bad =
         |because, found: &str| HubError::BadListing { repo: repo.id(), because, found: found.to_owned() };
     let answer: ListingResponse =
-        serde_json::from_slice(answer).map_err(|error| bad("it is no listing", &error.to_string()))?;
-    // The commit becomes the name of a folder.
+        serde_json::from_slice(answer).map_err(|error| bad("not a listing", &error.to_string()))?;
+    // The commit becomes a folder name.
     if !matches!(Checksum::parse(&answer.sha), Some(Checksum::GitBlob(_))) {
-        return Err(bad("it names no commit", &answer.sha));
+        return Err(bad("the commit is missing", &answer.sha));
     }
     let licence = licence(&answer.card_data, &answer.tags);
-    // Names that could leave the cache belong to no model; they are passed over.
+    // Names that could leave the cache are skipped.
     let files = answer.siblings.into_iter().filter(|file| is_relative_name(&file.rfilename)).map(remote_file);
     Ok(Listing { commit: answer.sha, licence, files: files.collect() })
 }
 
 fn remote_file(sibling: Sibling) -> RemoteFile {
     let (bytes, checksum) = match sibling.lfs {
-        // For a large file the blob is only a pointer to it.
+        // For a large file, the blob is only an LFS pointer.
         Some(lfs) => (lfs.size.or(sibling.size), lfs.sha256),
         None => (sibling.size, sibling.blob_id),
     };
@@ -119,7 +119,7 @@ fn licence(card: &Value, tags: &[Value]) -> Option<Licence> {
     let tag = || tags.iter().find_map(|tag| tag.as_str()?.strip_prefix("license:")).map(str::to_owned);
     let name =
         text("license").filter(|name| name != "other").or_else(|| text("license_name")).or_else(tag)?;
-    // Both end up on a terminal.
+    // Both are printed to a terminal.
     let shown = |text: &String| text.len() <= 200 && !text.chars().any(char::is_control);
     let url = text("license_link").filter(|url| url.starts_with("https://") && shown(url));
     shown(&name).then_some(Licence { name, url })
@@ -136,7 +136,7 @@ mod tests {
     const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 
     #[test]
-    fn a_listing_gives_sizes_checksums_and_licence() {
+    fn a_listing_has_sizes_checksums_and_licence() {
         let sha256 = "ab".repeat(32);
         let listing = read_text(&format!(
             r#"{{"sha":"{COMMIT}","cardData":{{"license":"other","license_name":"llama3.2","license_link":"https://l"}},

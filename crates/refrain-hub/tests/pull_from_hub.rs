@@ -204,7 +204,10 @@ fn offline_finds_what_is_here_and_asks_nobody() {
     let server = serve(&Repo::with_model(1000));
     let offline = Store::open(Env { offline: true, ..env(folder.path(), &server) });
     let error = offline.pull(&name("o/r"), &mut Silent).unwrap_err();
-    assert_eq!(error.to_string(), "o/r is not here, and pulling it is forbidden because Refrain is offline");
+    assert_eq!(
+        error.to_string(),
+        "o/r is not on this machine, and it cannot be pulled because Refrain is offline"
+    );
     assert!(server.requests().is_empty());
     let model = store(folder.path(), &server).pull(&name("o/r"), &mut Silent).unwrap();
     assert_eq!(offline.pull(&name("o/r"), &mut Silent).unwrap(), model);

@@ -54,7 +54,7 @@ fn a_download_that_always_breaks_off_ends_with_what_it_has() {
     let store = store(folder.path(), &server);
     let error = store.pull(&name(), &mut Silent).unwrap_err();
     assert!(
-        matches!(error, HubError::BrokenOff { got: 30_000, want: 100_000, attempts: 3, .. }),
+        matches!(error, HubError::Interrupted { got: 30_000, want: 100_000, attempts: 3, .. }),
         "{error:?}"
     );
     assert_eq!(store.list().partial[0].bytes, 30_000);

@@ -93,6 +93,22 @@ fn paths_are_found_but_never_removed() {
     assert_eq!((by_folder.path.as_path(), by_folder.format), (file.as_path(), Format::Gguf));
     assert_eq!(store.find(&name("./not/here.gguf")).unwrap(), None);
     assert!(matches!(store.pull(&name("./not/here.gguf"), &mut Silent), Err(HubError::NotHere { .. })));
+    assert!(matches!(store.pull(&by_path, &mut Silent), Err(HubError::PathGiven { .. })));
+}
+
+#[test]
+#[cfg(unix)]
+fn a_link_in_a_loop_is_an_error_of_its_own() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = Store::open(Env::rooted(folder.path()));
+    let [a, b] = ["a", "b"].map(|name| folder.path().join(name));
+    std::os::unix::fs::symlink(&a, &b).unwrap();
+    std::os::unix::fs::symlink(&b, &a).unwrap();
+    let by_path = name(a.to_str().unwrap());
+    for error in [store.find(&by_path).unwrap_err(), store.pull(&by_path, &mut Silent).unwrap_err()] {
+        assert!(matches!(error, HubError::BrokenLink { .. }), "{error}");
+        assert!(!error.hint().unwrap().contains("did you mean"), "{error}");
+    }
 }
 
 #[test]

@@ -1,17 +1,17 @@
-//! Reading numbers and strings from bytes that may lie about their lengths.
+//! Checked reading of numbers and strings from untrusted bytes.
 
 use super::fault::GgufFault;
 use super::types::MAX_ARRAY_DEPTH;
 use super::value::{Array, MetadataValue, StrArray};
 
-/// Tables whose entries are larger in memory than in the file start with room for so many and grow as entries are
-/// really read: in a file of many gigabytes a damaged count can be absurd and still fit.
+/// Initial capacity of tables whose entries are larger in memory than in the file. They grow as entries are read: in a
+/// file of many gigabytes a damaged count can be absurd and still fit.
 pub(crate) const FIRST_CAPACITY: usize = 1024;
 
-/// Far more than any model has of keys or tensors.
+/// Limit on keys and tensors, far above any model's.
 const MAX_ENTRIES: usize = 1 << 24;
 
-/// A position in the bytes of a file. Every read is checked against what is left.
+/// A position in the bytes of a file. Every read is checked against the remaining length.
 pub(crate) struct Cursor<'a> {
     bytes: &'a [u8],
     pos: usize,
@@ -36,9 +36,9 @@ impl<'a> Cursor<'a> {
         let left = self.left();
         match usize::try_from(n) {
             Ok(n) if n <= left => {
-                let taken = &self.bytes[self.pos..self.pos + n];
+                let bytes = &self.bytes[self.pos..self.pos + n];
                 self.pos += n;
-                Ok(taken)
+                Ok(bytes)
             }
             _ => Err(GgufFault::Truncated { what, need_bytes: n, left_bytes: left as u64 }),
         }
@@ -62,7 +62,7 @@ impl<'a> Cursor<'a> {
         self.number(what).map(u64::from_le_bytes)
     }
 
-    /// A count of things that take at least `each_bytes` each, refused when they cannot all be in the file.
+    /// Reads a count of items of at least `each_bytes` bytes. It is an error if they cannot all be in the file.
     pub(crate) fn count(&mut self, what: &'static str, each_bytes: u64) -> ReadResult<usize> {
         let count = self.u64(what)?;
         let left_bytes = self.left() as u64;
@@ -72,7 +72,7 @@ impl<'a> Cursor<'a> {
         }
     }
 
-    /// A count of table entries, of which there are never very many.
+    /// Reads a count of table entries, at most [`MAX_ENTRIES`].
     pub(crate) fn entries(&mut self, what: &'static str, each_bytes: u64) -> ReadResult<usize> {
         match self.count(what, each_bytes)? {
             n if n > MAX_ENTRIES => {
@@ -82,7 +82,7 @@ impl<'a> Cursor<'a> {
         }
     }
 
-    /// A string of at most `most` bytes.
+    /// Reads a string of at most `most` bytes.
     pub(crate) fn name(&mut self, what: &'static str, most: u64) -> ReadResult<Box<str>> {
         let n_bytes = self.u64(what)?;
         if n_bytes > most {
@@ -96,7 +96,7 @@ impl<'a> Cursor<'a> {
         text(self.take(n_bytes, "a string")?, "string")
     }
 
-    /// A metadata value with its type in front.
+    /// Reads a metadata value after its type.
     pub(crate) fn value(&mut self) -> ReadResult<MetadataValue> {
         const WHAT: &str = "a metadata value";
         Ok(match self.u32("the type of a metadata value")? {
@@ -162,7 +162,8 @@ impl<'a> Cursor<'a> {
         Ok(numbers.into())
     }
 
-    /// Two passes: the lengths are checked and summed first, so that the text is copied once into memory of its size.
+    /// Reads strings in two passes: the first checks and sums the lengths, so that the second copies into one exact
+    /// allocation.
     fn strings(&mut self) -> ReadResult<StrArray> {
         let n = self.count("strings", 8)?;
         let first = self.pos;
@@ -175,7 +176,7 @@ impl<'a> Cursor<'a> {
         self.pos = first;
         let (mut bytes, mut ends) = (reserve(n_bytes)?, reserve(n)?);
         for _ in 0..n {
-            // The second look is checked too: the file may have changed under the mapping.
+            // Checked again: the file may have changed under the mapping.
             let len = self.u64("a string")?;
             let part = self.take(len, "a string")?;
             if part.len() > n_bytes - bytes.len() {
@@ -192,12 +193,12 @@ impl<'a> Cursor<'a> {
     }
 }
 
-/// Room for `n` elements; a damaged length may ask for more than there is.
+/// Allocates space for `n` elements. A damaged length may exceed the available memory.
 fn reserve<T>(n: usize) -> ReadResult<Vec<T>> {
-    let mut room = Vec::new();
+    let mut reserved = Vec::new();
     let need_bytes = (n as u64).saturating_mul(size_of::<T>() as u64);
-    room.try_reserve_exact(n).map_err(|_| GgufFault::NoMemory { need_bytes })?;
-    Ok(room)
+    reserved.try_reserve_exact(n).map_err(|_| GgufFault::NoMemory { need_bytes })?;
+    Ok(reserved)
 }
 
 fn bool_of(byte: u8) -> ReadResult<bool> {
@@ -208,7 +209,7 @@ fn bool_of(byte: u8) -> ReadResult<bool> {
     }
 }
 
-/// A copy of the bytes as text. It is the copy that is checked: the file may change under the mapping.
+/// Copies bytes to text. The copy is checked, not the source: the file may change under the mapping.
 fn text(bytes: &[u8], what: &'static str) -> ReadResult<Box<str>> {
     let mut copy = reserve(bytes.len())?;
     copy.extend_from_slice(bytes);

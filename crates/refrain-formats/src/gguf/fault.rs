@@ -1,10 +1,10 @@
-//! What can be wrong inside a GGUF file, and where.
+//! Faults of GGUF files and their locations.
 
 use super::types;
 use crate::error::{first_bytes, quoted};
 use std::fmt;
 
-/// A place in a GGUF file.
+/// A location in a GGUF file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum GgufLocation {
@@ -24,18 +24,18 @@ impl fmt::Display for GgufLocation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             GgufLocation::File => f.write_str("the file"),
-            GgufLocation::Byte(at) => write!(f, "byte {at}"),
+            GgufLocation::Byte(offset) => write!(f, "byte {offset}"),
             GgufLocation::Key(key) => write!(f, "key {}", quoted(key)),
-            GgufLocation::Value(key, at) => write!(f, "key {} at byte {at}", quoted(key)),
+            GgufLocation::Value(key, offset) => write!(f, "key {} at byte {offset}", quoted(key)),
             GgufLocation::Tensor(name) => write!(f, "tensor {}", quoted(name)),
         }
     }
 }
 
-/// What is wrong at a [`GgufLocation`] in a GGUF file.
+/// A fault at a [`GgufLocation`].
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
-#[allow(missing_docs)] // The fields are the numbers of the messages right above them.
+#[allow(missing_docs)] // The fields appear in the messages above them.
 pub enum GgufFault {
     #[error("not a GGUF file: it starts with {}, not \"GGUF\"", first_bytes(magic))]
     Magic { magic: Vec<u8> },
@@ -91,34 +91,35 @@ pub enum GgufFault {
     SplitName { index: u64, count: u64 },
     #[error("part {index} of {count} is missing")]
     SplitMissing { index: u64, count: u64 },
-    #[error("says it is part {found} of {found_count}, expected part {expected} of {expected_count}")]
+    #[error("claims to be part {found} of {found_count}, expected part {expected} of {expected_count}")]
     SplitOrder { found: u64, found_count: u64, expected: u64, expected_count: u64 },
-    #[error("the parts hold {found} tensors together, split.tensors.count says {expected}")]
+    #[error("the parts hold {found} tensors in total, split.tensors.count is {expected}")]
     SplitTensors { found: u64, expected: u64 },
     #[error("bytes in memory hold one part of a model split into {count}; open it from its file")]
     SplitInMemory { count: u64 },
     #[error("{dtype} {shape} needs {need_bytes} bytes, got {got_bytes}")]
     ByteCount { dtype: refrain_tensor::DType, shape: refrain_tensor::Shape, need_bytes: u64, got_bytes: u64 },
-    #[error("{dtype} has no place in GGUF")]
+    #[error("GGUF has no type for {dtype}")]
     NotAGgufType { dtype: refrain_tensor::DType },
 }
 
 impl GgufFault {
-    /// What the user can do about it.
+    /// An action that may help.
     pub fn hint(&self) -> Option<String> {
         use GgufFault as F;
         let hint = match self {
-            F::Magic { .. } => "name a .gguf file, or a folder with config.json and *.safetensors",
-            F::Version { found: 1 } => "version 1 is long gone; convert the original model again",
-            F::Version { .. } => {
+            F::Magic { .. } => "use a .gguf file, or a folder with config.json and *.safetensors",
+            F::Version { found: 1 } => "version 1 is obsolete; convert the original model again",
+            F::Version { found: 4..=99 } => {
                 "the file is newer than this program; update it, or convert the model to version 3"
             }
-            F::BigEndian => "convert the model again on or for a little-endian machine",
+            F::Version { .. } => "the file is damaged; fetch it again, or convert the original model again",
+            F::BigEndian => "convert the model again, as little-endian",
             F::TensorType { .. } => "get the model in another quantisation, for example Q4_K_M or Q8_0",
-            F::SplitName { .. } => "give all parts back the names they were published with",
-            F::SplitMissing { .. } => "put all parts in one folder under the names they were published with",
+            F::SplitName { .. } => "restore the original names of all parts",
+            F::SplitMissing { .. } => "put all parts in one folder under their original names",
             F::SplitOrder { .. } | F::SplitTensors { .. } => {
-                "the parts are not of one model; fetch them all again"
+                "the parts belong to different models; fetch them all again"
             }
             F::Truncated { .. }
             | F::NoMemory { .. }
@@ -137,7 +138,7 @@ impl GgufFault {
             | F::TooLarge { .. }
             | F::PartialBlocks { .. }
             | F::Unaligned { .. }
-            | F::Overlap { .. } => "the file is damaged or was not fetched to its end; fetch it again",
+            | F::Overlap { .. } => "the file is damaged or incomplete; fetch it again",
             F::Missing | F::WrongType { .. } | F::OutOfRange { .. } => {
                 "the file was converted for another program or by an old converter; convert it again"
             }

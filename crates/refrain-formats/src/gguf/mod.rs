@@ -1,18 +1,18 @@
-//! GGUF files: metadata and tensors, used where they lie in the mapped file.
+//! GGUF files: metadata and tensors, used in place in the mapped file.
 //!
 //! Versions 2 and 3 are read, in one file or split over several; version 3 is written.
 
 #[cfg(target_endian = "big")]
-compile_error!("tensors are used as they lie in files, which are little-endian");
+compile_error!("tensors are used in their file layout, which is little-endian");
 
 mod cursor; // checked reading
-mod fault; // what can be wrong
+mod fault; // errors
 mod metadata; // keys and values
 mod parse; // one file
 mod split; // many files
 mod types; // tensor type numbers
 mod value; // metadata values
-mod writer; // the other direction
+mod writer; // writing
 
 pub use fault::{GgufFault, GgufLocation};
 pub use metadata::Metadata;
@@ -31,7 +31,7 @@ use parse::{ParsedGguf, parse};
 use refrain_tensor::{Bytes, DType, HostTensor};
 use std::path::{Path, PathBuf};
 
-/// An open GGUF model: one file, or all parts of a split one.
+/// An open GGUF model: one file, or all parts of a split model.
 #[derive(Debug)]
 pub struct Gguf {
     version: u32,
@@ -48,7 +48,7 @@ struct GgufPart {
 }
 
 impl Gguf {
-    /// Opens a file; any part of a split model opens all of it.
+    /// Opens a file. Any part of a split model opens all of them.
     pub fn open(path: impl AsRef<Path>) -> Result<Gguf, FormatError> {
         let path = path.as_ref();
         let (part, parsed) = open_part(path, 0)?;
@@ -83,12 +83,12 @@ impl Gguf {
         }
     }
 
-    /// Reads a file that is in memory, such as one built into the program.
+    /// Reads a model from memory, such as one built into the program.
     pub fn from_bytes(bytes: Bytes) -> Result<Gguf, FormatError> {
         Gguf::from_named_bytes("in memory", bytes)
     }
 
-    /// Reads a file that is in memory; messages call it `name`.
+    /// Reads a model from memory. Messages call it `name`.
     pub fn from_named_bytes(name: impl Into<PathBuf>, bytes: Bytes) -> Result<Gguf, FormatError> {
         let path = name.into();
         let bytes = aligned(bytes, DType::I64);
@@ -99,7 +99,7 @@ impl Gguf {
         Gguf::assemble(vec![(GgufPart { path, bytes, mapped: None }, parsed)])
     }
 
-    /// Merges the parts of a model; metadata are those of the first.
+    /// Merges the parts of a model. The metadata is that of the first.
     fn assemble(parts: Vec<(GgufPart, ParsedGguf)>) -> Result<Gguf, FormatError> {
         let (mut files, mut tensors) = (Vec::with_capacity(parts.len()), Vec::new());
         let mut first = None;
@@ -126,7 +126,7 @@ impl Gguf {
         self.version
     }
 
-    /// Metadata, of the first file where there are several.
+    /// Metadata of the first file.
     pub fn metadata(&self) -> &Metadata {
         &self.metadata
     }
@@ -141,27 +141,27 @@ impl Gguf {
         self.files.iter().map(|f| (&*f.path, f.bytes.as_slice().len() as u64))
     }
 
-    /// The tensor table, in the order of the files.
+    /// The tensor table, in file order.
     pub fn tensors(&self) -> &[TensorInfo] {
         self.tensors.all()
     }
 
-    /// The file a tensor lies in.
+    /// Returns the file that holds a tensor.
     pub fn file_of(&self, info: &TensorInfo) -> &Path {
         &self.files[info.file_idx as usize].path
     }
 
-    /// The table entry of a tensor.
+    /// Returns the table entry of a tensor.
     pub fn tensor_info(&self, name: &str) -> Option<&TensorInfo> {
         self.tensors.find(name)
     }
 
-    /// Whether there is a tensor of that name.
+    /// Returns whether a tensor of this name exists.
     pub fn has_tensor(&self, name: &str) -> bool {
         self.tensor_info(name).is_some()
     }
 
-    /// A tensor over the bytes of the file.
+    /// Returns a tensor as a view of its file.
     pub fn tensor(&self, name: &str) -> Result<HostTensor, FormatError> {
         let blame = |fault| FormatError::gguf(self.path(), GgufLocation::Tensor(name.to_owned()), fault);
         let info = self.tensor_info(name).ok_or_else(|| blame(GgufFault::Missing))?;
@@ -172,12 +172,12 @@ impl Gguf {
         })
     }
 
-    /// Asks the system to read the files ahead. Worth it before weights are used, not for a look at the metadata.
+    /// Asks the system to prefetch the files. Worthwhile before the weights are used, not for reading metadata.
     pub fn prefetch(&self) {
         self.files.iter().filter_map(|f| f.mapped.as_ref()).for_each(Mapped::prefetch);
     }
 
-    /// Lets the system drop the pages of the files; they are read again when they are needed.
+    /// Lets the system drop the resident pages of the files. Later reads load them again.
     pub fn release(&self) {
         self.files.iter().filter_map(|f| f.mapped.as_ref()).for_each(Mapped::release);
     }
@@ -193,7 +193,7 @@ fn open_part(path: &Path, file_idx: FileIdx) -> Result<(GgufPart, ParsedGguf), F
     Ok((GgufPart { path: path.to_owned(), bytes, mapped: Some(mapped) }, parsed))
 }
 
-/// Opens part `index` of a split model and checks that it says so itself.
+/// Opens part `index` of a split model and checks it against its own metadata.
 fn open_split(name: &SplitName, index: u64) -> Result<(GgufPart, ParsedGguf), FormatError> {
     let path = name.path(index);
     if !path.exists() {

@@ -1,4 +1,4 @@
-//! One GGUF file: header, metadata, tensor table, and the checks that make the table safe to use.
+//! Parser of one GGUF file: header, metadata and tensor table, with the checks that make the table safe to use.
 
 use super::cursor::{Cursor, FIRST_CAPACITY};
 use super::fault::{GgufFault, GgufLocation};
@@ -33,7 +33,7 @@ pub(crate) fn parse(file: &Path, file_idx: FileIdx, bytes: &[u8]) -> Result<Pars
 fn parse_at(file: &Path, file_idx: FileIdx, bytes: &[u8]) -> Result<ParsedGguf, LocatedFault> {
     let mut cur = Cursor::new(bytes);
     let version = header(&mut cur, bytes)?;
-    // A name's length, a rank, a type and an offset for tensors; a key's length, a type and one byte for entries.
+    // Minimum sizes. Tensor: name length, rank, type and offset. Metadata entry: key length, type and one byte.
     let n_tensors = at_byte(&mut cur, |c| c.entries("tensors", 24))?;
     let n_entries = at_byte(&mut cur, |c| c.entries("metadata entries", 13))?;
 
@@ -58,7 +58,7 @@ fn parse_at(file: &Path, file_idx: FileIdx, bytes: &[u8]) -> Result<ParsedGguf, 
     Ok(ParsedGguf { version, metadata, tensors })
 }
 
-/// Runs a read and blames the place where it began.
+/// Runs a read; its fault is located at the byte where it began.
 fn at_byte<'a, T>(
     cur: &mut Cursor<'a>,
     read: impl FnOnce(&mut Cursor<'a>) -> Result<T, GgufFault>,
@@ -83,7 +83,7 @@ fn header(cur: &mut Cursor<'_>, bytes: &[u8]) -> Result<u32, LocatedFault> {
     }
 }
 
-/// At least 8, as the format demands; with a page-aligned mapping every element of every dtype is then aligned.
+/// Returns the alignment, at least 8 as the format demands. In a page-aligned mapping every element is then aligned.
 fn alignment(metadata: &Metadata) -> Result<u64, LocatedFault> {
     const KEY: &str = "general.alignment";
     let blame = |fault| LocatedFault(GgufLocation::Key(KEY.into()), fault);
@@ -97,7 +97,7 @@ fn alignment(metadata: &Metadata) -> Result<u64, LocatedFault> {
     }
 }
 
-/// One entry of the tensor table. Its `offset` is still relative to the start of the tensor data.
+/// Reads one entry of the tensor table. Its `offset` is still relative to the start of the tensor data.
 fn tensor_info(cur: &mut Cursor<'_>, file_idx: FileIdx, alignment: u64) -> Result<TensorInfo, LocatedFault> {
     let name = at_byte(cur, |c| c.name("tensor name", MAX_NAME_BYTES))?;
     let blame = |fault| LocatedFault(GgufLocation::Tensor(name.to_string()), fault);
@@ -134,7 +134,7 @@ fn tensor_info(cur: &mut Cursor<'_>, file_idx: FileIdx, alignment: u64) -> Resul
     Ok(TensorInfo { name, dtype, shape, offset, n_bytes: n_bytes as u64, file_idx })
 }
 
-/// Makes offsets absolute and checks that every tensor lies in the file.
+/// Makes offsets absolute and checks that every tensor is inside the file.
 fn place_tensors(
     tensors: &mut [TensorInfo],
     table_end: u64,

@@ -1,9 +1,9 @@
-//! Models split over files named `NAME-00001-of-00003.gguf`.
+//! Models split into files named `NAME-00001-of-00003.gguf`.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
-/// What the name of one part says.
+/// Parsed file name of one part.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct SplitName {
     folder: PathBuf,
@@ -13,11 +13,11 @@ pub(crate) struct SplitName {
 }
 
 impl SplitName {
-    /// `None` for names of another form.
+    /// Parses a file name; `None` if it has another form.
     pub(crate) fn parse(path: &Path) -> Option<SplitName> {
         let stem = path.file_name().and_then(OsStr::to_str)?.strip_suffix(".gguf")?;
-        let (rest, count) = stem.rsplit_once("-of-")?;
-        let (prefix, index) = rest.rsplit_once('-')?;
+        let (numbered, count) = stem.rsplit_once("-of-")?;
+        let (prefix, index) = numbered.rsplit_once('-')?;
         let number = |digits: &str| {
             let valid = digits.len() == 5 && digits.bytes().all(|b| b.is_ascii_digit());
             if valid { digits.parse::<u64>().ok() } else { None }
@@ -27,7 +27,7 @@ impl SplitName {
         (1..=count).contains(&index).then(|| SplitName { folder, prefix: prefix.into(), index, count })
     }
 
-    /// The path of part `index`, counted from 1.
+    /// Returns the path of part `index`, counted from 1.
     pub(crate) fn path(&self, index: u64) -> PathBuf {
         self.folder.join(format!("{}-{index:05}-of-{:05}.gguf", self.prefix, self.count))
     }

@@ -1,19 +1,19 @@
-//! The numbers GGUF gives to tensor types.
+//! GGUF's numbers of tensor types.
 
 use refrain_tensor::DType;
 
-/// The most dimensions a tensor in a GGUF file has.
+/// Maximum number of dimensions of a tensor.
 pub(crate) const MAX_DIMS: u32 = 4;
 
-/// How deep metadata arrays may nest. Files nest two deep at most; the limit bounds recursion on damaged ones.
+/// Maximum nesting of metadata arrays. Real files nest two deep; the limit bounds recursion on damaged ones.
 pub(crate) const MAX_ARRAY_DEPTH: usize = 8;
 
-/// The dtype of a tensor type number, where it is supported.
+/// Returns the dtype of a tensor type number, if it is supported.
 pub fn dtype_of(number: u32) -> Option<DType> {
     SUPPORTED.iter().find(|(n, _)| *n == number).map(|(_, d)| *d)
 }
 
-/// The tensor type number of a dtype, where GGUF has one.
+/// Returns the tensor type number of a dtype, if GGUF has one.
 pub fn number_of(dtype: DType) -> Option<u32> {
     SUPPORTED.iter().find(|(_, d)| *d == dtype).map(|(n, _)| *n)
 }
@@ -38,7 +38,7 @@ const SUPPORTED: [(u32, DType); 17] = [
     (27, DType::I64),
 ];
 
-/// The name of a type that exists, or existed, but is not supported.
+/// Returns the name of a current or former type that is not supported.
 fn unsupported_name(number: u32) -> Option<&'static str> {
     Some(match number {
         4 => "Q4_2, removed from the format",

@@ -1,4 +1,4 @@
-//! Metadata values, held compactly: a list of 256 thousand tokens is two allocations.
+//! Metadata values in a compact form: a list of 256 thousand tokens is two allocations.
 
 use super::fault::GgufFault;
 use std::borrow::Cow;
@@ -42,7 +42,7 @@ pub enum Array {
     F64(Box<[f64]>),
 }
 
-/// Many strings in one piece of memory, which clones share.
+/// Many strings in one allocation, which clones share.
 #[derive(Clone, PartialEq, Eq, Default)]
 pub struct StrArray {
     text: Arc<str>,
@@ -50,29 +50,29 @@ pub struct StrArray {
 }
 
 impl StrArray {
-    /// From texts pushed one after the other and the length of the text after each push.
+    /// Creates an array from concatenated strings and the end of each.
     pub(crate) fn from_pushed(text: String, ends: Vec<usize>) -> StrArray {
         StrArray { text: text.into(), ends: ends.into() }
     }
 
-    /// How many strings there are.
+    /// Returns the number of strings.
     pub fn len(&self) -> usize {
         self.ends.len()
     }
 
-    /// Whether there are none.
+    /// Returns whether there are no strings.
     pub fn is_empty(&self) -> bool {
         self.ends.is_empty()
     }
 
-    /// String number `i`.
+    /// Returns string `i`.
     pub fn get(&self, i: usize) -> Option<&str> {
         let end = *self.ends.get(i)?;
         let start = if i == 0 { 0 } else { self.ends[i - 1] };
         Some(&self.text[start..end])
     }
 
-    /// All strings in order.
+    /// Iterates over the strings.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = &str> + Clone {
         let mut start = 0;
         self.ends.iter().map(move |&end| &self.text[std::mem::replace(&mut start, end)..end])
@@ -97,7 +97,7 @@ impl<S: AsRef<str>> FromIterator<S> for StrArray {
 }
 
 impl MetadataValue {
-    /// The name of the value's type.
+    /// Returns the name of the value's type.
     pub fn type_name(&self) -> &'static str {
         match self {
             MetadataValue::U8(_) => "u8",
@@ -116,7 +116,7 @@ impl MetadataValue {
         }
     }
 
-    /// The number of the value's type in the file.
+    /// Returns GGUF's number of the value's type.
     pub(crate) fn type_number(&self) -> u32 {
         match self {
             MetadataValue::U8(_) => 0,
@@ -135,7 +135,7 @@ impl MetadataValue {
         }
     }
 
-    /// Any integer.
+    /// Returns an integer of any type.
     pub(crate) fn integer(&self) -> Option<i128> {
         Some(match *self {
             MetadataValue::U8(v) => v.into(),
@@ -150,7 +150,7 @@ impl MetadataValue {
         })
     }
 
-    /// Any number as a float.
+    /// Returns a number of any type as a float.
     pub(crate) fn float(&self) -> Option<f64> {
         match *self {
             MetadataValue::F32(v) => Some(v.into()),
@@ -161,7 +161,7 @@ impl MetadataValue {
 }
 
 impl Array {
-    /// The name of the array's type.
+    /// Returns the name of the array's type.
     pub fn type_name(&self) -> &'static str {
         match self {
             Array::U8(_) => "array of u8",
@@ -218,7 +218,7 @@ impl Array {
         }
     }
 
-    /// Whether there are none.
+    /// Returns whether there are no strings.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -278,7 +278,7 @@ macro_rules! from_integer {
                     let one = |&v: &T| <$t>::try_from(v.into()).map_err(|_| out_of_range($array, v.into()));
                     from.iter().map(one).collect()
                 }
-                #[allow(unreachable_patterns)] // The type itself is borrowed before its turn to convert comes.
+                #[allow(unreachable_patterns)] // The arm of the same type comes first and borrows.
                 Ok(match value {
                     MetadataValue::Array(Array::$same(v)) => Cow::Borrowed(v),
                     MetadataValue::Array(Array::U8(v)) => Cow::Owned(all(v)?),

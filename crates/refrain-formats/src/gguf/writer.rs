@@ -9,7 +9,7 @@ use std::fs::File;
 use std::io::{self, BufWriter, Write};
 use std::path::Path;
 
-/// Collects metadata and tensors and writes them as one file.
+/// Collects metadata and tensors and writes them to one file.
 ///
 /// ```
 /// use refrain_formats::gguf::{Gguf, GgufWriter};
@@ -40,12 +40,12 @@ struct Tensor {
 const DEFAULT_ALIGNMENT: u32 = 32;
 
 impl GgufWriter {
-    /// A writer of a file without metadata and tensors.
+    /// Creates a writer without metadata and tensors.
     pub fn new() -> GgufWriter {
         GgufWriter::default()
     }
 
-    /// Sets a key, which must be new. `general.alignment` also sets the alignment of the tensor data.
+    /// Adds a key, which must be new. `general.alignment` also sets the alignment of the tensor data.
     pub fn set(
         &mut self,
         key: &str,
@@ -107,7 +107,7 @@ impl GgufWriter {
         Ok(self)
     }
 
-    /// The file as bytes.
+    /// Returns the file as bytes.
     pub fn to_vec(&self) -> Vec<u8> {
         let mut head = self.head();
         let align = self.alignment.unwrap_or(DEFAULT_ALIGNMENT) as usize;
@@ -118,7 +118,7 @@ impl GgufWriter {
         head
     }
 
-    /// Writes the file. One that is there is replaced when all is written; after a failure it is as before.
+    /// Writes the file. An existing file is replaced only after everything has been written; a failure leaves it unchanged.
     pub fn write(&self, path: impl AsRef<Path>) -> Result<(), FormatError> {
         let path = path.as_ref();
         let mut part = path.as_os_str().to_owned();
@@ -131,27 +131,27 @@ impl GgufWriter {
         if moved.is_err()
             && let Err(error) = std::fs::remove_file(part)
         {
-            tracing::debug!(%error, path = %part.display(), "a half-written file stays behind");
+            tracing::debug!(%error, path = %part.display(), "could not remove a half-written file");
         }
         moved
     }
 
-    /// Writes the file to anything that takes bytes.
+    /// Writes the file to `out`.
     pub fn write_to(&self, mut out: impl Write) -> io::Result<()> {
         let head = self.head();
         let align = u64::from(self.alignment.unwrap_or(DEFAULT_ALIGNMENT));
-        let mut at = head.len() as u64;
+        let mut offset = head.len() as u64;
         out.write_all(&head)?;
         for t in &self.tensors {
-            let start = at.next_multiple_of(align);
-            io::copy(&mut io::Read::take(io::repeat(0), start - at), &mut out)?;
+            let start = offset.next_multiple_of(align);
+            io::copy(&mut io::Read::take(io::repeat(0), start - offset), &mut out)?;
             out.write_all(t.bytes.as_slice())?;
-            at = start + t.bytes.as_slice().len() as u64;
+            offset = start + t.bytes.as_slice().len() as u64;
         }
         out.flush()
     }
 
-    /// Everything in front of the tensor data, without padding at its end.
+    /// Returns everything before the tensor data, without the final padding.
     fn head(&self) -> Vec<u8> {
         let mut out = Vec::new();
         out.extend_from_slice(b"GGUF");

@@ -6,10 +6,10 @@ use refrain_tensor::HostTensor;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
-/// Ranks above this are no low ranks; a file that claims one is broken.
+/// Limit on ranks. A larger one means a broken file.
 const MAX_RANK: usize = 1 << 16;
 
-/// Settings that change what an adapter computes, with what each of them stands for.
+/// Unsupported settings that change what an adapter computes, with the reason for the error.
 const REFUSED: &[(&str, &str)] = &[
     ("use_dora", "DoRA adapters, which rescale the weights, are not supported"),
     ("use_qalora", "QA-LoRA adapters are not supported"),
@@ -17,38 +17,38 @@ const REFUSED: &[(&str, &str)] = &[
     ("velora_config", "VeLoRA adapters are not supported"),
     ("kasa_config", "KaSA adapters are not supported"),
     ("monteclora_config", "MonteCLoRA adapters are not supported"),
-    ("arrow_config", "Arrow routes between several adapters, which is not supported"),
-    ("alora_invocation_tokens", "activated LoRA, which depends on the tokens, is not supported"),
+    ("arrow_config", "Arrow, which routes between several adapters, is not supported"),
+    ("alora_invocation_tokens", "activated LoRA, which depends on tokens, is not supported"),
     ("layer_replication", "replicated layers are not supported"),
     ("fan_in_fan_out", "weights that are stored transposed are not supported"),
     ("lora_bias", "adapters with biases are not supported"),
-    ("modules_to_save", "modules that were trained whole are not supported"),
+    ("modules_to_save", "fully trained modules are not supported"),
     ("trainable_token_indices", "trained tokens are not supported"),
     ("target_parameters", "adapters on bare parameters are not supported"),
-    ("alpha_pattern", "an alpha for each module is not supported"),
+    ("alpha_pattern", "a separate alpha per module is not supported"),
 ];
 
-/// What `adapter_config.json` says about a LoRA adapter.
+/// LoRA settings of `adapter_config.json`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct AdapterConfig {
     /// Rank of the two factors.
     pub rank: usize,
     /// Whether some modules may have another rank.
     pub ranks_vary: bool,
-    /// Numerator of the factor on what the adapter adds.
+    /// Numerator of the scale of the adapter's output.
     pub alpha: f64,
-    /// Whether that is divided by the root of the rank instead of the rank (rank-stabilised LoRA).
+    /// Whether the denominator is the square root of the rank (rank-stabilised LoRA).
     pub rslora: bool,
-    /// Share of the adapter's inputs that dropout zeroed while it was trained.
+    /// Dropout probability of the adapter's inputs in training.
     pub dropout: f64,
-    /// Names of the modules that it belongs to, such as `q_proj`.
+    /// Names of the adapted modules, such as `q_proj`.
     pub targets: Vec<String>,
-    /// The model that it was trained on.
+    /// Base model.
     pub base: Option<String>,
 }
 
 impl AdapterConfig {
-    /// The factor on what a module of this rank adds.
+    /// Returns the scale of the adapter's output for a module of this rank.
     pub fn scale(&self, rank: usize) -> f64 {
         let rank = rank.max(1) as f64;
         self.alpha / if self.rslora { rank.sqrt() } else { rank }
@@ -74,7 +74,7 @@ impl AdapterConfig {
         if let Some(Value::String(init)) = json.get("init_lora_weights")
             && ["pissa", "olora", "corda", "loftq"].iter().any(|known| init.starts_with(known))
         {
-            let because = "this initialisation changes the weights of the base, which are not in the adapter";
+            let because = "this initialisation changes the base weights, which the adapter does not contain";
             return Err(refuse("init_lora_weights", init.clone(), because));
         }
         let rank = json.required::<usize>("r")?;
@@ -105,7 +105,7 @@ impl AdapterConfig {
         })
     }
 
-    /// The file that `peft` reads.
+    /// Returns the content of `adapter_config.json` as `peft` reads it.
     pub fn to_json(&self) -> String {
         let json = json!({
             "alpha_pattern": {},
@@ -133,7 +133,7 @@ impl AdapterConfig {
     }
 }
 
-/// Whether a setting is anything but absent, off or empty.
+/// Returns whether a setting is neither null, false nor empty.
 fn is_set(value: &Value) -> bool {
     match value {
         Value::Null | Value::Bool(false) => false,
@@ -143,7 +143,7 @@ fn is_set(value: &Value) -> bool {
     }
 }
 
-/// An open adapter: configuration read, weights mapped. What they mean is for the model to say.
+/// An open adapter: parsed configuration and mapped weights. The model interprets them.
 #[derive(Debug)]
 pub struct AdapterFolder {
     path: PathBuf,
@@ -152,16 +152,16 @@ pub struct AdapterFolder {
 }
 
 impl AdapterFolder {
-    /// Name of the configuration.
+    /// File name of the configuration.
     pub const CONFIG: &str = "adapter_config.json";
-    /// Name of the weights.
+    /// File name of the weights.
     pub const WEIGHTS: &str = "adapter_model.safetensors";
 
     /// Opens a folder.
     pub fn open(path: impl AsRef<Path>) -> Result<AdapterFolder, FormatError> {
         let path = path.as_ref();
         let (config, weights) = (path.join(Self::CONFIG), path.join(Self::WEIGHTS));
-        // Listing it says what is wrong with a path that is no folder.
+        // Fails with the right error if the path is not a folder.
         let names = crate::source::names_in(path)?;
         if !config.exists() {
             return Err(FormatError::hf(path, HfFault::NoAdapter { found: names }));
@@ -185,13 +185,13 @@ impl AdapterFolder {
         &self.config
     }
 
-    /// The names of all tensors, in the order of the file; also of those whose element type is unknown.
+    /// Iterates over the names of all tensors in file order, including those with unsupported dtypes.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         let known = self.weights.tensors.all().iter().map(|info| &*info.name);
         known.chain(self.weights.unsupported.iter().map(|(name, _)| name.as_str()))
     }
 
-    /// A tensor over the bytes of the file.
+    /// Returns a tensor as a view of its file.
     pub fn tensor(&self, name: &str) -> Result<HostTensor, FormatError> {
         self.weights.tensor(&self.path, name)
     }

@@ -1,18 +1,18 @@
-//! What can be wrong in a Hugging Face folder.
+//! Faults of Hugging Face folders.
 
 use crate::error::{listing, quoted};
 use refrain_tensor::MAX_RANK;
 
-/// What is wrong with a file of a Hugging Face folder.
+/// A fault in a file of a Hugging Face folder.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-#[allow(missing_docs)] // The fields are the numbers of the messages right above them.
+#[allow(missing_docs)] // The fields appear in the messages above them.
 pub enum HfFault {
     #[error("invalid JSON: {message}")]
     Json { message: String },
-    #[error("{n_bytes} bytes, at most {most} are expected of such a file")]
+    #[error("{n_bytes} bytes, at most {most} are allowed")]
     TooLarge { n_bytes: u64, most: u64 },
-    #[error("not a JSON object but {found}")]
+    #[error("expected a JSON object, found {found}")]
     NotAnObject { found: &'static str },
     #[error("key {} is missing", quoted(key))]
     MissingKey { key: String },
@@ -39,11 +39,11 @@ pub enum HfFault {
     MissingTensor { name: String },
     #[error("tensor {} is in this file and in {}", quoted(name), quoted(other))]
     Duplicate { name: String, other: String },
-    #[error("names the file {} for tensor {}, which is not there", quoted(shard), quoted(name))]
+    #[error("names {} for tensor {}, but that file does not exist", quoted(shard), quoted(name))]
     MissingShard { shard: String, name: String },
-    #[error("names {} for tensor {}, which that file does not hold", quoted(shard), quoted(name))]
+    #[error("names {} for tensor {}, but that file does not contain it", quoted(shard), quoted(name))]
     NotInShard { shard: String, name: String },
-    #[error("names {} for tensor {}, which is not a plain file name", quoted(shard), quoted(name))]
+    #[error("names {} for tensor {}, but that is not a plain file name", quoted(shard), quoted(name))]
     ShardName { shard: String, name: String },
     #[error("no config.json in this folder")]
     NoConfig,
@@ -64,30 +64,28 @@ pub enum HfFault {
 }
 
 impl HfFault {
-    /// What the user can do about it.
+    /// An action that may help.
     pub fn hint(&self) -> Option<String> {
         use HfFault as F;
         let hint = match self {
             F::Json { .. } | F::NotAnObject { .. } | F::WrongType { .. } | F::MissingKey { .. } => {
-                "fetch the file again, or correct it by hand"
+                "fetch the file again, or fix it by hand"
             }
-            F::TooLarge { .. } => "check that the right file has this name",
+            F::TooLarge { .. } => "check that this is the right file",
             F::HeaderLength { .. }
             | F::NoHeader { .. }
             | F::HeaderTooLarge { .. }
             | F::Header { .. }
-            | F::DataLength { .. } => "the file is damaged or was not fetched to its end; fetch it again",
+            | F::DataLength { .. } => "the file is damaged or incomplete; fetch it again",
             F::Dtype { .. } | F::Rank { .. } => "get the model in bfloat16, or as a GGUF file",
             F::MissingTensor { .. } | F::Duplicate { .. } | F::NotInShard { .. } | F::ShardName { .. } => {
-                "config.json, the index and the weights are not of one model; fetch the folder again"
+                "config.json, the index and the weights belong to different models; fetch the folder again"
             }
-            F::MissingShard { .. } => "fetch the missing file; all parts belong in the folder of the index",
+            F::MissingShard { .. } => "fetch the missing file into the folder of the index",
             F::NoConfig => "fetch config.json of the model into the folder",
             F::NoWeights => "fetch the *.safetensors files of the model into the folder",
             F::OtherWeights { .. } => "convert the weights to safetensors, or get the model as a GGUF file",
-            F::NoAdapter { .. } => {
-                "name the folder of a LoRA adapter, as `refrain finetune` or peft writes it"
-            }
+            F::NoAdapter { .. } => "use the folder of a LoRA adapter in the format of peft",
             F::NoAdapterWeights => "fetch adapter_model.safetensors into the folder",
             F::Adapter { .. } => {
                 "merge the adapter with peft (merge_and_unload) and use the merged model, or train a plain LoRA adapter"

@@ -1,4 +1,4 @@
-//! Small JSON files, read whole, with typed access.
+//! Small JSON files with typed access.
 
 use super::fault::HfFault;
 use crate::FormatError;
@@ -26,7 +26,7 @@ pub(crate) fn read_json<T: DeserializeOwned>(path: &Path, most: u64) -> Result<T
 #[derive(Debug, Clone)]
 pub struct JsonObject {
     path: PathBuf,
-    place: String, // where in the file, empty or ending in a dot
+    prefix: String, // path of the object in the file, empty or ending in a dot
     map: Map<String, Value>,
 }
 
@@ -37,10 +37,10 @@ impl JsonObject {
         JsonObject::new(path, read_json(path, MOST)?)
     }
 
-    /// The object of a value that was read from `path`.
+    /// Wraps a value that was read from `path`.
     pub fn new(path: &Path, value: Value) -> Result<JsonObject, FormatError> {
         match value {
-            Value::Object(map) => Ok(JsonObject { path: path.to_owned(), place: String::new(), map }),
+            Value::Object(map) => Ok(JsonObject { path: path.to_owned(), prefix: String::new(), map }),
             other => Err(FormatError::hf(path, HfFault::NotAnObject { found: kind(&other) })),
         }
     }
@@ -50,42 +50,42 @@ impl JsonObject {
         &self.path
     }
 
-    /// Everything in it.
+    /// The whole object.
     pub fn map(&self) -> &Map<String, Value> {
         &self.map
     }
 
-    /// The value of a key, unless it is `null`.
+    /// Returns the value of a key, unless it is `null`.
     pub fn get(&self, key: &str) -> Option<&Value> {
         self.map.get(key).filter(|v| !v.is_null())
     }
 
-    /// The value of a key as a type; `None` when it is missing or `null`.
+    /// Returns the value of a key as a type; `None` if it is missing or `null`.
     pub fn optional<'a, T: FromJson<'a>>(&'a self, key: &str) -> Result<Option<T>, FormatError> {
         let Some(value) = self.get(key) else { return Ok(None) };
         T::from_json(value).map(Some).ok_or_else(|| self.wrong(key, T::EXPECTED, value))
     }
 
-    /// The value of a key as a type; an error when it is missing.
+    /// Returns the value of a key as a type; an error if it is missing.
     pub fn required<'a, T: FromJson<'a>>(&'a self, key: &str) -> Result<T, FormatError> {
         let missing = || FormatError::hf(&self.path, HfFault::MissingKey { key: self.full(key) });
         self.optional(key)?.ok_or_else(missing)
     }
 
-    /// The object under a key.
+    /// Returns the object under a key.
     pub fn object(&self, key: &str) -> Result<Option<JsonObject>, FormatError> {
         match self.get(key) {
             None => Ok(None),
             Some(Value::Object(map)) => {
-                let place = format!("{}.", self.full(key));
-                Ok(Some(JsonObject { path: self.path.clone(), place, map: map.clone() }))
+                let prefix = format!("{}.", self.full(key));
+                Ok(Some(JsonObject { path: self.path.clone(), prefix, map: map.clone() }))
             }
             Some(other) => Err(self.wrong(key, "an object", other)),
         }
     }
 
     fn full(&self, key: &str) -> String {
-        format!("{}{key}", self.place)
+        format!("{}{key}", self.prefix)
     }
 
     fn wrong(&self, key: &str, expected: &'static str, value: &Value) -> FormatError {
@@ -110,10 +110,10 @@ fn kind(value: &Value) -> &'static str {
 
 /// A type that a JSON value can be read as.
 pub trait FromJson<'a>: Sized {
-    /// What the type is called in messages.
+    /// Name of the type in messages.
     const EXPECTED: &'static str;
 
-    /// The value as this type; `None` when it is something else.
+    /// Converts a value; `None` if it has another type.
     fn from_json(value: &'a Value) -> Option<Self>;
 }
 
@@ -182,7 +182,7 @@ impl FromJson<'_> for Vec<f32> {
     }
 }
 
-/// Token ids, which are written as one number or as several.
+/// Token ids, written as one number or as an array.
 impl FromJson<'_> for Vec<u32> {
     const EXPECTED: &'static str = "a whole number or an array of them";
     fn from_json(value: &Value) -> Option<Vec<u32>> {

@@ -1,10 +1,10 @@
 //! Hugging Face folders: `config.json`, safetensors with or without an index, and the files around them.
 
 mod adapter; // folders of LoRA adapters
-mod fault; // what can be wrong
-mod json; // small files
+mod fault; // errors
+mod json; // JSON files
 mod safetensors; // weights
-mod write; // back to files
+mod write; // writing
 
 pub use adapter::{AdapterConfig, AdapterFolder};
 pub use fault::HfFault;
@@ -18,7 +18,7 @@ use refrain_tensor::{Bytes, HostTensor};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-/// An open folder: configuration read, weights mapped.
+/// An open folder: parsed configuration and mapped weights.
 #[derive(Debug)]
 pub struct HfFolder {
     path: PathBuf,
@@ -67,27 +67,27 @@ impl HfFolder {
         &self.config
     }
 
-    /// `generation_config.json`, where there is one.
+    /// `generation_config.json`, if it exists.
     pub fn generation_config(&self) -> Option<&JsonObject> {
         self.generation_config.as_ref()
     }
 
-    /// The path of a file of the folder, where it exists.
+    /// Returns the path of a file in the folder, if it exists.
     pub fn file(&self, name: &str) -> Option<PathBuf> {
         Some(self.path.join(name)).filter(|p| p.is_file())
     }
 
-    /// `tokenizer.json`, where there is one.
+    /// Path of `tokenizer.json`, if it exists.
     pub fn tokenizer(&self) -> Option<PathBuf> {
         self.file("tokenizer.json")
     }
 
-    /// `tokenizer_config.json`, where there is one.
+    /// Path of `tokenizer_config.json`, if it exists.
     pub fn tokenizer_config(&self) -> Option<PathBuf> {
         self.file("tokenizer_config.json")
     }
 
-    /// `chat_template.jinja`, where there is one.
+    /// Path of `chat_template.jinja`, if it exists.
     pub fn chat_template(&self) -> Option<PathBuf> {
         self.file("chat_template.jinja")
     }
@@ -97,44 +97,44 @@ impl HfFolder {
         self.weights.files.iter().map(|f| (&*f.path, f.bytes.as_slice().len() as u64))
     }
 
-    /// All tensors, in the order of the files.
+    /// All tensors, in file order.
     pub fn tensors(&self) -> &[TensorInfo] {
         self.weights.tensors.all()
     }
 
-    /// The file a tensor lies in.
+    /// Returns the file that holds a tensor.
     pub fn file_of(&self, info: &TensorInfo) -> &Path {
         &self.weights.files[info.file_idx as usize].path
     }
 
-    /// What is known of a tensor.
+    /// Returns the table entry of a tensor.
     pub fn tensor_info(&self, name: &str) -> Option<&TensorInfo> {
         self.weights.tensors.find(name)
     }
 
-    /// Whether there is a tensor of that name.
+    /// Returns whether a tensor of this name exists.
     pub fn has_tensor(&self, name: &str) -> bool {
         self.tensor_info(name).is_some()
     }
 
-    /// A tensor over the bytes of its file; copied only where the file does not align its elements.
+    /// Returns a tensor as a view of its file; a copy only if the file does not align its elements.
     pub fn tensor(&self, name: &str) -> Result<HostTensor, FormatError> {
         self.weights.tensor(&self.path, name)
     }
 
-    /// Asks the system to read the weights ahead.
+    /// Asks the system to prefetch the weights.
     pub fn prefetch(&self) {
         self.weights.files.iter().for_each(|f| f.mapped.prefetch());
     }
 
-    /// Lets the system drop the pages of the weight files; they are read again when they are needed.
+    /// Lets the system drop the resident pages of the weight files. Later reads load them again.
     pub fn release(&self) {
         self.weights.files.iter().for_each(|f| f.mapped.release());
     }
 }
 
 impl Weights {
-    /// A tensor of a folder's files.
+    /// Returns a tensor as a view of its file.
     fn tensor(&self, folder: &Path, name: &str) -> Result<HostTensor, FormatError> {
         let missing = || {
             let unsupported = self.unsupported.iter().find(|(n, _)| n == name);
@@ -154,7 +154,7 @@ impl Weights {
         })
     }
 
-    /// One file, or the index and its shards.
+    /// Opens a single file, or the index and its shards.
     fn open(folder: &Path) -> Result<Weights, FormatError> {
         let single = folder.join("model.safetensors");
         let index = folder.join("model.safetensors.index.json");
@@ -200,9 +200,10 @@ impl Weights {
         }
         let weights = Weights::read(shards.iter().map(|s| folder.join(s)).collect())?;
         for (name, shard) in &index.weight_map {
-            let there = weights.tensors.find(name);
-            let there = there.map(|info| weights.files[info.file_idx as usize].path == folder.join(shard));
-            if there != Some(true) && !weights.unsupported.iter().any(|(n, _)| n == name) {
+            let found = weights.tensors.find(name);
+            let is_in_shard =
+                found.map(|info| weights.files[info.file_idx as usize].path == folder.join(shard));
+            if is_in_shard != Some(true) && !weights.unsupported.iter().any(|(n, _)| n == name) {
                 return Err(blame(HfFault::NotInShard { shard: shard.clone(), name: name.clone() }));
             }
         }
@@ -233,7 +234,7 @@ impl Weights {
     }
 }
 
-/// Checks the bytes of one safetensors file as opening a folder would; for tools and tests.
+/// Checks one safetensors file in memory, for tools and tests.
 pub fn check_safetensors(bytes: &[u8]) -> Result<Vec<TensorInfo>, HfFault> {
     safetensors::parse(bytes, 0).map(|parsed| parsed.tensors)
 }

@@ -1,15 +1,15 @@
-//! One safetensors file: the header is parsed by the `safetensors` crate, the tensors stay in the mapping.
+//! Parser of one safetensors file. The `safetensors` crate parses the header; the tensors stay in the mapping.
 
 use super::fault::HfFault;
 use crate::table::{FileIdx, TensorInfo};
 use refrain_tensor::{DType, MAX_RANK, Shape};
 use safetensors::{Dtype, tensor::Metadata};
 
-/// The limit the `safetensors` crate sets itself.
+/// The limit of the `safetensors` crate.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 const LENGTH_BYTES: usize = 8;
 
-/// Tensors of a file, and those whose dtype no backend knows, which are only refused when somebody asks for them.
+/// Tensors of a file. Those with unsupported dtypes are an error only when they are used.
 #[derive(Debug, Default)]
 pub(crate) struct ParsedHeader {
     pub(crate) tensors: Vec<TensorInfo>,
@@ -19,20 +19,20 @@ pub(crate) struct ParsedHeader {
 /// Reads the header and checks every tensor against the file.
 pub(crate) fn parse(bytes: &[u8], file_idx: FileIdx) -> Result<ParsedHeader, HfFault> {
     let file_bytes = bytes.len() as u64;
-    let Some((length, rest)) = bytes.split_first_chunk::<LENGTH_BYTES>() else {
+    let Some((length, body)) = bytes.split_first_chunk::<LENGTH_BYTES>() else {
         return Err(HfFault::NoHeader { n_bytes: file_bytes });
     };
     let header_bytes = u64::from_le_bytes(*length);
-    if header_bytes > rest.len() as u64 {
+    if header_bytes > body.len() as u64 {
         return Err(HfFault::HeaderLength { header_bytes, file_bytes });
     }
     if header_bytes > MAX_HEADER_BYTES {
         return Err(HfFault::HeaderTooLarge { header_bytes, most: MAX_HEADER_BYTES });
     }
-    let (header, data) = rest.split_at(header_bytes as usize);
-    // Deserialising checks that offsets ascend without gaps and that each span is what shape and dtype need. The
-    // total is compared here: the crate's own comparison adds up to an absurd one before it looks at it.
-    // It is a copy that is parsed: the file may change under the mapping.
+    let (header, data) = body.split_at(header_bytes as usize);
+    // Deserialising checks that offsets ascend without gaps and that each span fits its shape and dtype. The total is
+    // compared here, because the crate's own comparison overflows on absurd values.
+    // A copy is parsed: the file may change under the mapping.
     let header = header.to_vec();
     let metadata: Metadata =
         serde_json::from_slice(&header).map_err(|e| HfFault::Header { message: e.to_string() })?;
@@ -61,7 +61,7 @@ pub(crate) fn parse(bytes: &[u8], file_idx: FileIdx) -> Result<ParsedHeader, HfF
         let (offset, n_bytes) = (data_start + start as u64, (end - start) as u64);
         parsed.tensors.push(TensorInfo { name: name.into(), dtype, shape, offset, n_bytes, file_idx });
     }
-    // The crate hands tensors out of a hash table; the order of the file is the same on every run.
+    // The crate iterates over a hash table. File order is the same on every run.
     parsed.tensors.sort_unstable_by(|a, b| (a.offset, &a.name).cmp(&(b.offset, &b.name)));
     Ok(parsed)
 }

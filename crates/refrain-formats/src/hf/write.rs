@@ -1,4 +1,4 @@
-//! Writing the files of a Hugging Face folder.
+//! Writing of Hugging Face folders.
 
 use crate::FormatError;
 use refrain_tensor::{DType, Shape};
@@ -7,7 +7,7 @@ use std::fs::File;
 use std::io::{self, BufWriter, Write};
 use std::path::Path;
 
-/// A tensor on its way into a safetensors file.
+/// A tensor to write to a safetensors file.
 #[derive(Debug, Clone, PartialEq)]
 pub struct NewTensor {
     /// Name, unique in the file.
@@ -18,8 +18,9 @@ pub struct NewTensor {
     pub shape: Shape,
 }
 
-/// Writes a safetensors file, with `notes` among its metadata. `fetch` gives the bytes of a tensor when its turn comes, so
-/// that only one is in memory. A file that is there is replaced when all is written; after a failure it is as before.
+/// Writes a safetensors file with `notes` as additional metadata. `fetch` returns the bytes of one tensor at a time, so
+/// that only one is in memory. An existing file is replaced only after everything has been written; a failure leaves it
+/// unchanged.
 pub fn write_safetensors<E: From<FormatError>>(
     path: &Path,
     tensors: &[NewTensor],
@@ -36,7 +37,7 @@ pub fn write_safetensors<E: From<FormatError>>(
         for (idx, tensor) in tensors.iter().enumerate() {
             let bytes = fetch(idx)?;
             if bytes.len() != n_bytes(tensor) {
-                let reason = format!("{} was given as {} bytes", tensor.name, bytes.len());
+                let reason = format!("tensor {} has the wrong size: {} bytes", tensor.name, bytes.len());
                 return Err(failed(io::Error::new(io::ErrorKind::InvalidData, reason)));
             }
             out.write_all(&bytes).map_err(failed)?;
@@ -44,14 +45,14 @@ pub fn write_safetensors<E: From<FormatError>>(
         out.flush().map_err(failed)?;
         std::fs::rename(&part, path).map_err(failed)
     };
-    write().inspect_err(|_| forget(&part))
+    write().inspect_err(|_| discard(&part))
 }
 
-/// Writes a small file whole, or not at all.
+/// Writes a small file atomically.
 pub fn write_whole(path: &Path, content: &[u8]) -> Result<(), FormatError> {
     let part = part_of(path);
     let written = std::fs::write(&part, content).and_then(|()| std::fs::rename(&part, path));
-    written.inspect_err(|_| forget(&part)).map_err(|e| FormatError::io("write", path, e))
+    written.inspect_err(|_| discard(&part)).map_err(|e| FormatError::io("write", path, e))
 }
 
 fn part_of(path: &Path) -> std::path::PathBuf {
@@ -60,9 +61,9 @@ fn part_of(path: &Path) -> std::path::PathBuf {
     part.into()
 }
 
-fn forget(part: &Path) {
+fn discard(part: &Path) {
     if let Err(error) = std::fs::remove_file(part) {
-        tracing::debug!(%error, path = %part.display(), "a half-written file stays behind");
+        tracing::debug!(%error, path = %part.display(), "could not remove a half-written file");
     }
 }
 

@@ -1,49 +1,51 @@
-//! What can be wrong with hyperparameters.
+//! Faults of hyperparameters.
 
 use super::Arch;
 use crate::error::quoted;
 
-/// What is wrong with the hyperparameters of a model.
+/// A fault in the hyperparameters of a model.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
-#[allow(missing_docs)] // The fields are the numbers of the messages right above them.
+#[allow(missing_docs)] // The fields appear in the messages above them.
 pub enum ParamsFault {
     #[error("unknown architecture {}, known are {}", quoted(found), Arch::known())]
     UnknownArch { found: String },
-    #[error("neither \"architectures\" nor \"model_type\" says what model this is")]
+    #[error("neither \"architectures\" nor \"model_type\" names a known model")]
     NoArch,
     #[error("{name} is {value}, it must be from {low} to {high}")]
     Range { name: &'static str, value: usize, low: usize, high: usize },
     #[error("{name} is {value}, it must be a finite number above {above} and at most {most}")]
     Number { name: &'static str, value: f64, above: f64, most: f64 },
     #[error(
-        "{n_heads} heads cannot share {n_kv_heads} key-value heads: the one must be a multiple of the other"
+        "{n_heads} heads cannot share {n_kv_heads} key-value heads: the first must be a multiple of the second"
     )]
     Heads { n_heads: usize, n_kv_heads: usize },
     #[error(
-        "{n_heads} heads of recurrent layers cannot share {n_key_heads} key heads: the one must be a multiple of the other"
+        "{n_heads} heads of recurrent layers cannot share {n_key_heads} key heads: the first must be a multiple of the second"
     )]
     KeyHeads { n_heads: usize, n_key_heads: usize },
-    #[error("some layers are recurrent, but no sizes of them are given")]
+    #[error("some layers are recurrent, but their sizes are missing")]
     NoRecurrent,
-    #[error("a hidden size of {hidden} cannot be divided among {n_heads} heads, and no head size is given")]
+    #[error("hidden size {hidden} is not a multiple of {n_heads} heads, and the head size is missing")]
     HeadDim { hidden: usize, n_heads: usize },
-    #[error("keys of {key} and values of {value} elements per head; only equal sizes are supported")]
+    #[error("head sizes of keys ({key}) and values ({value}) differ; only equal sizes are supported")]
     ValueDim { key: usize, value: usize },
-    #[error("rotary embedding over {dims} elements of heads of {head_dim}; it needs an even number of them")]
+    #[error(
+        "rotary embedding over {dims} elements of heads of {head_dim}; it must be even and at most the head size"
+    )]
     RopeDims { dims: usize, head_dim: usize },
     #[error("rope scaling {} is not supported, {} are", quoted(found), super::RopeScaling::KNOWN)]
     RopeScaling { found: String },
     #[error(
-        "{found} {name} factors for the rotary embedding, one for each pair of {dims} rotated elements is needed: {}",
+        "{found} {name} factors for a rotary embedding of {dims} elements, which needs {}",
         dims / 2
     )]
     RopeFactors { name: &'static str, found: usize, dims: usize },
     #[error("tensor {name:?}: {source}")]
     RopeTensor { name: &'static str, source: refrain_tensor::TensorError },
-    #[error("longrope needs a list of short factors and one of long ones")]
+    #[error("longrope needs a list of short factors and a list of long ones")]
     NoRopeFactors,
-    #[error("{found} entries say which layers are rotated, there are {n_layers} layers")]
+    #[error("the list of rotated layers has {found} entries for {n_layers} layers")]
     Unrotated { found: usize, n_layers: usize },
     #[error("activation {} is not supported for {arch}, {expected} is", quoted(found))]
     Activation { arch: Arch, found: String, expected: &'static str },
@@ -51,17 +53,15 @@ pub enum ParamsFault {
     Unsupported { what: &'static str },
     #[error("layer_types has {found} entries for {n_layers} layers")]
     LayerTypes { found: usize, n_layers: usize },
-    #[error("{found} sizes of layers are given for {n_layers} layers")]
+    #[error("{found} layer sizes for {n_layers} layers")]
     LayerSizes { found: usize, n_layers: usize },
-    #[error(
-        "{n_shared} of {n_layers} layers share the keys and values of earlier ones, so that none has its own"
-    )]
+    #[error("{n_shared} of {n_layers} layers share the keys and values of earlier ones, so none has its own")]
     SharedKv { n_shared: usize, n_layers: usize },
     #[error(
-        "layer {layer} shares keys and values, but none of the first {n_own} layers is of its kind with heads of its size"
+        "layer {layer} shares keys and values, but none of the first {n_own} layers has its kind and head size"
     )]
     SharedLayer { layer: usize, n_own: usize },
-    #[error("a token goes through {n_choices} experts, but a layer has {n_experts}")]
+    #[error("{n_choices} experts per token, but a layer has {n_experts}")]
     Choices { n_choices: usize, n_experts: usize },
     #[error("{arch} models have experts in every layer, but {found}")]
     DenseLayers { arch: Arch, found: &'static str },
@@ -70,16 +70,16 @@ pub enum ParamsFault {
         quoted(found)
     )]
     LayerType { found: String },
-    #[error("some layers slide, but no window size is given")]
+    #[error("some layers use a sliding window, but its size is missing")]
     NoWindow,
     #[error("{format} cannot hold the {what} of this {arch} model")]
     NoPlace { format: &'static str, arch: Arch, what: &'static str },
-    #[error("the vocabulary size is not given: neither a key nor a token list nor the embedding tells it")]
+    #[error("the vocabulary size is missing: there is no key, token list or embedding")]
     NoVocab,
 }
 
 impl ParamsFault {
-    /// What the user can do about it.
+    /// An action that may help.
     pub fn hint(&self) -> Option<String> {
         use ParamsFault as F;
         let hint = match self {
@@ -89,8 +89,8 @@ impl ParamsFault {
             F::DenseLayers { .. } | F::ValueDim { .. } | F::LayerType { .. } => {
                 "the model uses a variant of its architecture that is not supported".into()
             }
-            F::NoPlace { .. } => "export the model in the other form: GGUF or a Hugging Face folder".into(),
-            F::NoArch => "fetch config.json of the model again; it must name its architecture".into(),
+            F::NoPlace { .. } => "export the model in the other format: GGUF or a Hugging Face folder".into(),
+            F::NoArch => "fetch config.json of the model again; it must name the architecture".into(),
             F::Range { .. }
             | F::Number { .. }
             | F::Heads { .. }

@@ -1,31 +1,31 @@
-//! How the authors of a model want it sampled.
+//! Sampling settings that the authors of a model recommend.
 
 use super::gguf::end_tokens;
 use crate::FormatError;
 use crate::gguf::Metadata;
 use crate::hf::HfFolder;
 
-/// Recommendations that came with the model; `None` where the files say nothing.
+/// Recommended sampling settings. `None` where the files have none.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct GenerationDefaults {
-    /// Whether to draw tokens at all; `Some(false)` means always the likeliest one.
+    /// Whether to sample; `Some(false)` means greedy decoding.
     pub do_sample: Option<bool>,
-    /// Divides the logits.
+    /// Divisor of the logits.
     pub temperature: Option<f32>,
-    /// Only the likeliest so many tokens are drawn from.
+    /// Number of most likely tokens to sample from.
     pub top_k: Option<usize>,
-    /// Only the likeliest tokens that together reach this probability.
+    /// Cumulative probability of the most likely tokens to sample from.
     pub top_p: Option<f32>,
-    /// Only tokens at least this likely in proportion to the likeliest.
+    /// Minimum probability of a token, relative to the most likely one.
     pub min_p: Option<f32>,
-    /// Divides the logits of tokens that appeared before.
+    /// Divisor of the logits of tokens that have appeared.
     pub repetition_penalty: Option<f32>,
     /// Tokens that end the reply.
     pub eos: Vec<u32>,
 }
 
 impl GenerationDefaults {
-    /// From the `general.sampling.*` keys.
+    /// Reads the `general.sampling.*` keys.
     pub fn from_gguf(meta: &Metadata) -> Result<GenerationDefaults, FormatError> {
         let key = |name: &str| format!("general.sampling.{name}");
         let defaults = GenerationDefaults {
@@ -38,10 +38,10 @@ impl GenerationDefaults {
             repetition_penalty: meta.optional(&key("penalty_repeat"))?,
             eos: end_tokens(meta)?,
         };
-        Ok(defaults.without_nonsense())
+        Ok(defaults.in_range())
     }
 
-    /// From `generation_config.json`.
+    /// Reads `generation_config.json`.
     pub fn from_hf(folder: &HfFolder) -> Result<GenerationDefaults, FormatError> {
         let config_eos = folder.config().optional("eos_token_id")?;
         let Some(json) = folder.generation_config() else {
@@ -56,11 +56,11 @@ impl GenerationDefaults {
             repetition_penalty: json.optional("repetition_penalty")?,
             eos: json.optional("eos_token_id")?.or(config_eos).unwrap_or_default(),
         };
-        Ok(defaults.without_nonsense())
+        Ok(defaults.in_range())
     }
 
-    /// A recommendation out of its range is no reason to refuse a model; it is left out and logged.
-    fn without_nonsense(self) -> GenerationDefaults {
+    /// Drops and logs values that are out of range: a bad recommendation is no reason to refuse a model.
+    fn in_range(self) -> GenerationDefaults {
         let keep = |name, value: Option<f32>, low: f32, high: f32| {
             value.filter(|v| {
                 let fits = (low..=high).contains(v);
@@ -70,7 +70,7 @@ impl GenerationDefaults {
                         value = v,
                         low,
                         high,
-                        "the model recommends a value out of range; ignored"
+                        "ignoring a recommended value that is out of range"
                     );
                 }
                 fits

@@ -12,7 +12,7 @@ use crate::gguf::{FromValue, Gguf, Metadata, MetadataValue, StrArray};
 struct Keys<'a> {
     meta: &'a Metadata,
     arch: Arch,
-    /// The architecture as the file spells it.
+    /// The architecture's name in the file.
     prefix: &'a str,
 }
 
@@ -25,7 +25,7 @@ impl<'a> Keys<'a> {
         self.meta.optional(&format!("{}.{key}", self.prefix))
     }
 
-    /// A number for each layer: the key holds one for all of them, or a list.
+    /// Reads one number per layer: the key holds one for all layers or a list.
     fn per_layer(&self, key: &str, n_layers: usize) -> Result<Option<Vec<usize>>, FormatError> {
         let full = format!("{}.{key}", self.prefix);
         let Some(MetadataValue::Array(array)) = self.meta.get(&full) else {
@@ -36,12 +36,12 @@ impl<'a> Keys<'a> {
         }
         let size = |i| match array.get(i) {
             Some(value) => usize::from_value(&value).map_err(|fault| self.meta.fault(&full, fault)),
-            None => Ok(0), // The length was compared above.
+            None => Ok(0), // unreachable: the length was checked above
         };
         (0..n_layers).map(size).collect::<Result<_, _>>().map(Some)
     }
 
-    /// A factor that few architectures have; 0 means none.
+    /// Reads a factor that only some architectures have. 0 means none.
     fn scale(&self, key: &str, of: &[Arch]) -> Result<f32, FormatError> {
         let scale = if of.contains(&self.arch) { self.optional(key)? } else { None };
         Ok(scale.filter(|&scale: &f32| scale != 0.0).unwrap_or(1.0))
@@ -53,7 +53,7 @@ impl<'a> Keys<'a> {
 }
 
 impl ModelConfig {
-    /// Reads the metadata of a GGUF model, and from its tensors what the metadata leave out.
+    /// Reads the metadata of a GGUF model. Missing keys are derived from its tensors.
     pub fn from_gguf(gguf: &Gguf) -> Result<ModelConfig, FormatError> {
         let meta = gguf.metadata();
         let name = meta.str("general.architecture")?;
@@ -61,7 +61,7 @@ impl ModelConfig {
         let arch = Arch::from_name(name).ok_or_else(unknown)?;
         let keys = Keys { meta, arch, prefix: name };
         let n_blocks: usize = keys.required("block_count")?;
-        // Layers that predict further tokens stand behind the others; they are left out.
+        // Layers for multi-token prediction follow the others and are ignored.
         let n_more = keys.optional("nextn_predict_layers")?.filter(|_| arch == Arch::Qwen35).unwrap_or(0);
         let n_layers = checked_layers(n_blocks.saturating_sub(n_more)).map_err(|f| keys.blame(f))?;
         let hidden = keys.required("embedding_length")?;
@@ -78,7 +78,7 @@ impl ModelConfig {
         let logit_scale = keys.scale("logit_scale", &[Arch::Granite, Arch::Cohere2])?;
         let config = ModelConfig {
             arch,
-            name: meta.optional::<&str>("general.name")?.map(str::to_owned),
+            name: meta.optional("general.name")?.map(crate::display_name).filter(|name| !name.is_empty()),
             n_vocab: n_vocab(gguf, &keys)?,
             n_layers,
             hidden,
@@ -91,7 +91,7 @@ impl ModelConfig {
                 NormKind::Rms => "attention.layer_norm_rms_epsilon",
                 NormKind::Layer => "attention.layer_norm_epsilon",
             })?,
-            // Converters add the one of Gemma's norms to the weights.
+            // Converters add Gemma's offset of 1 to the weights.
             norm_offset: 0.0,
             activation: if arch.is_gemma() { Activation::GeluTanh } else { Activation::Silu },
             query_temperature: query_temperature(&keys, &rope)?,
@@ -115,7 +115,7 @@ impl ModelConfig {
                 false => keys.scale("embedding_scale", &[Arch::Granite])?,
             },
             residual_scale: keys.scale("residual_scale", &[Arch::Granite])?,
-            // Granite's is a divisor.
+            // Granite stores a divisor.
             logit_scale: if arch == Arch::Granite { logit_scale.recip() } else { logit_scale },
             bos: meta.optional("tokenizer.ggml.bos_token_id")?,
             eos: end_tokens(meta)?,
@@ -127,14 +127,14 @@ impl ModelConfig {
             per_layer: per_layer(gguf, &keys)?,
             experts: experts(&keys)?,
             recurrent: recurrent(&keys)?,
-            // Its towers are in a file of their own.
+            // The encoders are in a separate file.
             left_out: if name == "qwen3vl" { vec!["images"] } else { Vec::new() },
         };
         config.validate().map_err(|f| keys.blame(f))
     }
 }
 
-/// End of text, of turn and of message, each once.
+/// Returns the tokens for end of text, turn and message, without duplicates.
 pub(super) fn end_tokens(meta: &Metadata) -> Result<Vec<u32>, FormatError> {
     let mut ids = Vec::new();
     for key in ["tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"] {
@@ -143,7 +143,7 @@ pub(super) fn end_tokens(meta: &Metadata) -> Result<Vec<u32>, FormatError> {
     Ok(ids)
 }
 
-/// The embedding has the last word: vocabularies are padded.
+/// Returns the number of rows of the embedding, which may be padded, else the vocabulary size.
 fn n_vocab(gguf: &Gguf, keys: &Keys<'_>) -> Result<usize, FormatError> {
     if let Some(embedding) = gguf.tensor_info("token_embd.weight").filter(|t| t.shape().rank() == 2) {
         return Ok(embedding.shape().dims()[0]);
@@ -155,7 +155,7 @@ fn n_vocab(gguf: &Gguf, keys: &Keys<'_>) -> Result<usize, FormatError> {
     tokens.map(StrArray::len).ok_or_else(|| keys.blame(ParamsFault::NoVocab))
 }
 
-/// The sizes of every layer, of which there is at least one.
+/// Returns the sizes of every layer, at least one entry.
 fn sizes(
     keys: &Keys<'_>,
     layers: &[LayerAttention],
@@ -166,7 +166,7 @@ fn sizes(
     let head_dim = head_dim(keys, "", default_head_dim(hidden, n_heads))?;
     if keys.arch != Arch::Gemma4 {
         let n_kv_heads = match keys.arch {
-            // A list, with zeros for layers that do not attend.
+            // A list with zeros for layers without attention.
             Arch::Lfm2 => {
                 let heads = keys.per_layer("attention.head_count_kv", n_layers)?;
                 heads.and_then(|heads| heads.into_iter().max()).filter(|&n| n > 0).unwrap_or(n_heads)
@@ -191,20 +191,19 @@ fn sizes(
     Ok(all.map(|((head_dim, n_kv_heads), ffn)| LayerSizes { n_kv_heads, head_dim, ffn }).collect())
 }
 
-/// Layers that see all and have no matrix for values take their keys.
+/// Returns whether full-attention layers use their keys as values: they have no value matrix.
 fn keys_as_values(gguf: &Gguf, arch: Arch, layers: &[LayerAttention]) -> bool {
     let full = layers.iter().position(|layer| *layer == LayerAttention::Full);
     let full = full.filter(|_| arch == Arch::Gemma4);
     full.is_some_and(|layer| !gguf.has_tensor(&format!("blk.{layer}.attn_v.weight")))
 }
 
-/// Experts, in the architectures that have them. Weights of a token's experts sum to one in all of these, unless a key
-/// says otherwise.
+/// Reads the experts of a mixture. The weights of a token's experts sum to one unless a key says otherwise.
 fn experts(keys: &Keys<'_>) -> Result<Option<Experts>, FormatError> {
     let n_experts: usize = keys.optional("expert_count")?.unwrap_or(0);
     match keys.arch {
         Arch::Qwen3Moe if n_experts == 0 => {
-            let found = "the number of experts is zero or not given";
+            let found = "the number of experts is zero or missing";
             return Err(keys.blame(ParamsFault::DenseLayers { arch: keys.arch, found }));
         }
         Arch::Qwen3Moe | Arch::Gemma4 if n_experts > 0 => {}
@@ -233,7 +232,7 @@ fn per_layer(gguf: &Gguf, keys: &Keys<'_>) -> Result<Option<PerLayerEmbedding>, 
     Ok(Some(PerLayerEmbedding { n_vocab, dim }))
 }
 
-/// The head size under a pair of keys; `kind` is the end of their names.
+/// Reads the head size from a pair of keys; `kind` is the suffix of their names.
 fn head_dim(keys: &Keys<'_>, kind: &str, default: Result<usize, ParamsFault>) -> Result<usize, FormatError> {
     let key = match keys.optional(&format!("attention.key_length{kind}"))? {
         Some(dim) => dim,
@@ -246,8 +245,9 @@ fn head_dim(keys: &Keys<'_>, kind: &str, default: Result<usize, ParamsFault>) ->
     Ok(key)
 }
 
-/// Gemma 2 and 3 27B, known by their 46 and 62 layers, scale by the hidden size per head instead of the head size. No key
-/// says so in files of the reference converter, so its loader decides by the layers as well.
+/// Returns the factor on attention scores. Gemma 2 and 3 27B, recognised by their 46 and 62 layers, scale by the hidden
+/// size per head instead of the head size. The reference converter writes no key for it; its loader goes by the number
+/// of layers as well.
 fn attn_scale(
     keys: &Keys<'_>,
     n_layers: usize,
@@ -268,7 +268,8 @@ fn attn_scale(
     Ok(per_head.sqrt().recip())
 }
 
-/// No key says so: every fourth layer of SmolLM 3, and those of Command R that see all.
+/// Returns the layers without rotary embedding, which no key lists: every fourth layer of SmolLM 3 and the
+/// full-attention layers of Command R.
 fn unrotated(arch: Arch, layers: &[LayerAttention]) -> Vec<bool> {
     let unrotated = |(idx, layer): (usize, &LayerAttention)| match arch {
         Arch::SmolLm3 => (idx + 1).is_multiple_of(4),
@@ -302,7 +303,7 @@ fn long_rope(gguf: &Gguf, rope: &RopeParams) -> Result<Option<LongRope>, FormatE
     Ok(Some(LongRope { short: list(SHORT_FACTORS)?, long: list(LONG_FACTORS)? }))
 }
 
-/// What each layer attends to where there is a window: a pattern of the file, or what is usual for the architecture.
+/// Returns the attention of each layer: by the file's pattern, or by the architecture's usual one.
 fn layers(
     keys: &Keys<'_>,
     n_layers: usize,
@@ -327,7 +328,7 @@ fn layers(
     Ok(every_nth_full(n_layers, keys.meta.optional(&pattern)?.unwrap_or(period)))
 }
 
-/// Which layers are recurrent: a flag for each, or all but every so many.
+/// Returns which layers are recurrent: by a flag for each, or all except every n-th.
 fn recurrent_layers(keys: &Keys<'_>, n_layers: usize) -> Result<Vec<LayerAttention>, FormatError> {
     use crate::gguf::Array;
     let list = format!("{}.attention.recurrent_layers", keys.arch);
@@ -338,7 +339,7 @@ fn recurrent_layers(keys: &Keys<'_>, n_layers: usize) -> Result<Vec<LayerAttenti
     Ok(every_nth_attends(n_layers, keys.optional("full_attention_interval")?.unwrap_or(4)))
 }
 
-/// Layers without heads of keys are convolutions.
+/// Layers without key heads are convolutions.
 fn lfm2_layers(keys: &Keys<'_>, n_layers: usize) -> Result<Vec<LayerAttention>, FormatError> {
     let heads = keys.per_layer("attention.head_count_kv", n_layers)?.unwrap_or_else(|| vec![1; n_layers]);
     let kind = |&n: &usize| if n == 0 { LayerAttention::Recurrent } else { LayerAttention::Full };
@@ -353,7 +354,7 @@ fn recurrent(keys: &Keys<'_>) -> Result<Option<RecurrentLayers>, FormatError> {
     })
 }
 
-/// The sizes of recurrent layers. Heads of values lie in tiles and the decay as it is used, as converters leave them.
+/// Reads the sizes of recurrent layers. Converters write value heads tiled and the decay in its final form.
 fn delta_net(keys: &Keys<'_>) -> Result<DeltaNetSizes, FormatError> {
     let n_heads: usize = keys.required("ssm.time_step_rank")?;
     let inner: usize = keys.required("ssm.inner_size")?;
@@ -386,7 +387,7 @@ fn rope(
     let gemma = matches!(keys.arch, Arch::Gemma3 | Arch::Gemma4);
     let theta = keys.optional("rope.freq_base")?.unwrap_or(if gemma { 1e6 } else { 1e4 });
     let local_theta = keys.optional("rope.freq_base_swa")?;
-    // The scaling of OLMo 3 is that of layers that see all.
+    // OLMo 3 scales only full-attention layers.
     let is_local = keys.arch == Arch::Olmo2 && local.is_some();
     Ok(RopeParams {
         theta,
@@ -408,7 +409,7 @@ fn scaling(gguf: &Gguf, keys: &Keys<'_>) -> Result<RopeScaling, FormatError> {
     }
     let factor = match keys.optional("rope.scaling.factor")? {
         Some(factor) => Some(factor),
-        None => keys.optional("rope.scale_linear")?, // the key of old converters
+        None => keys.optional("rope.scale_linear")?, // key of old converters
     };
     let factor = factor.filter(|&f: &f32| f != 0.0 && f != 1.0);
     let kind = keys.optional("rope.scaling.type")?.unwrap_or("linear");
@@ -424,7 +425,7 @@ fn scaling(gguf: &Gguf, keys: &Keys<'_>) -> Result<RopeScaling, FormatError> {
             let multiplier = keys.optional("rope.scaling.yarn_log_multiplier")?.unwrap_or(0.0);
             let usual = Yarn::recommended_attention_factor(factor) / Yarn::magnitude(factor, multiplier);
             let on_top = keys.optional("rope.scaling.attn_factor")?.unwrap_or(1.0);
-            // Converters write the whole factor of config.json; earlier versions of this program wrote 1 for the usual one.
+            // Converters write the complete factor of config.json. A value of 1 stands for the recommended factor.
             let whole = keys.optional("rope.scaling.yarn_attn_factor")?.filter(|&whole: &f32| whole != 1.0);
             Ok(RopeScaling::Yarn(Yarn {
                 factor,

@@ -8,7 +8,7 @@ use super::{unless_alike, unless_all_rotate};
 use crate::FormatError;
 use crate::hf::{HfFolder, JsonObject};
 
-/// What differs between the models that `config.json` can name; several of them are one architecture.
+/// Model families that `config.json` can name. Several of them share an architecture.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum HfFamily {
     Llama,
@@ -32,7 +32,7 @@ enum HfFamily {
     Lfm2,
 }
 
-/// Multimodal models whose text part is one of the families: the entry of `architectures` and the `model_type`.
+/// Multimodal models whose text part is one of the families, by the entry of `architectures` and the `model_type`.
 const MULTIMODAL: [(&str, &str); 5] = [
     ("Gemma3ForConditionalGeneration", "gemma3"),
     ("Qwen3_5ForConditionalGeneration", "qwen3_5"),
@@ -41,18 +41,18 @@ const MULTIMODAL: [(&str, &str); 5] = [
     ("Qwen3VLForConditionalGeneration", "qwen3_vl"),
 ];
 
-/// What `transformers` takes where a file does not say it.
+/// Defaults of `transformers` for missing keys.
 struct FamilyDefaults {
-    /// Elements of a head; `None` for the hidden size divided among the heads.
+    /// Head size; `None` for the hidden size divided by the number of heads.
     head_dim: Option<usize>,
     norm_eps: f32,
     theta: f32,
-    /// The share of a head that is rotated.
+    /// Rotated share of a head.
     rotated: f32,
     window: Option<usize>,
     tied: bool,
     attention_bias: bool,
-    /// Sizes that the text part of a multimodal folder may leave out.
+    /// Sizes that may be missing in the text part of a multimodal folder.
     sizes: Option<TextSizes>,
 }
 
@@ -66,7 +66,7 @@ struct TextSizes {
 }
 
 impl FamilyDefaults {
-    /// A size that a file must have, unless the family has a default for it.
+    /// Returns a size, which is required unless the family has a default.
     fn size(
         &self,
         json: &JsonObject,
@@ -104,7 +104,7 @@ impl HfFamily {
         HfFamily::Lfm2,
     ];
 
-    /// The entry of `architectures` and the `model_type`.
+    /// Returns the entry of `architectures` and the `model_type`.
     fn names(self) -> (&'static str, &'static str) {
         match self {
             HfFamily::Llama => ("LlamaForCausalLM", "llama"),
@@ -189,7 +189,7 @@ impl HfFamily {
         }
     }
 
-    /// Whether its class has a window at all.
+    /// Returns whether its class supports a sliding window.
     fn may_slide(self) -> bool {
         !matches!(
             self,
@@ -208,7 +208,7 @@ impl HfFamily {
         let model_type = config.optional::<&str>("model_type")?;
         let by_class = |class| HfFamily::ALL.into_iter().find(|f| f.names().0 == class);
         let by_type = |model_type| HfFamily::ALL.into_iter().find(|f| f.names().1 == model_type);
-        // The class has the last word: one model type also has heads for classification and the like.
+        // The class decides: a model type includes variants such as classifiers.
         let (family, found) = match (class, model_type) {
             (Some(class), _) => (by_class(class), class),
             (None, Some(model_type)) => (by_type(model_type), model_type),
@@ -233,8 +233,8 @@ impl ModelConfig {
         Ok(config)
     }
 
-    /// Reads a `config.json`. Sizes must be there; for the rest the defaults are those of `transformers`. Of a multimodal
-    /// model the text part is read.
+    /// Reads a `config.json`. Sizes are required; other keys have the defaults of `transformers`. For a multimodal model,
+    /// only the text part is read.
     pub fn from_hf_config(json: &JsonObject) -> Result<ModelConfig, FormatError> {
         let Some(text) = text_part(json)? else { return ModelConfig::from_text_config(json) };
         let mut config = ModelConfig::from_text_config(&text)?;
@@ -255,7 +255,7 @@ impl ModelConfig {
         let blame = |fault| FormatError::params(json.path(), fault);
         let (arch, defaults) = (family.arch(), family.defaults());
         let gemma4 = family == HfFamily::Gemma4;
-        // Whose norms multiply by one plus the stored weight.
+        // Families whose norms multiply by one plus the stored weight.
         let less_one = matches!(family, HfFamily::Gemma2 | HfFamily::Gemma3 | HfFamily::Qwen35);
         let lfm2 = family == HfFamily::Lfm2;
         let n_layers = checked_layers(json.required("num_hidden_layers")?).map_err(blame)?;
@@ -271,7 +271,7 @@ impl ModelConfig {
         if family == HfFamily::Lfm2 && json.optional("conv_bias")?.unwrap_or(false) {
             return Err(blame(ParamsFault::Unsupported { what: "a short convolution with biases" }));
         }
-        // Gemma 4 says "vision" where only the tokens of images see later ones.
+        // In Gemma 4, "vision" means that only image tokens attend to later ones.
         let sees_later = match gemma4 {
             true => json.optional("use_bidirectional_attention")?.is_some_and(|of: &str| of != "vision"),
             false => json.optional("use_bidirectional_attention")?.unwrap_or(false),
@@ -298,7 +298,7 @@ impl ModelConfig {
             HfFamily::Granite => json.optional(key).map(|factor| factor.unwrap_or(1.0f32)),
             _ => Ok(1.0),
         };
-        // A missing key means Gemma 2's default, `null` means none.
+        // A missing key means Gemma 2's default; `null` means none.
         let softcap = |key, default| match json.optional(key)? {
             None if family == HfFamily::Gemma2 && !json.map().contains_key(key) => Ok(Some(default)),
             cap => Ok::<_, FormatError>(cap),
@@ -316,7 +316,7 @@ impl ModelConfig {
         };
         let config = ModelConfig {
             arch,
-            name: json.optional::<&str>("_name_or_path")?.filter(|n| !n.is_empty()).map(str::to_owned),
+            name: json.optional("_name_or_path")?.map(crate::display_name).filter(|name| !name.is_empty()),
             n_vocab: defaults.size(json, "vocab_size", |sizes| sizes.n_vocab)?,
             n_layers,
             hidden,
@@ -373,7 +373,7 @@ impl ModelConfig {
     }
 }
 
-/// The text part of a multimodal model; `None` where the file is about a text model.
+/// Returns the text part of a multimodal model; `None` for a text model.
 fn text_part(json: &JsonObject) -> Result<Option<JsonObject>, FormatError> {
     let class = json.optional::<Vec<&str>>("architectures")?.and_then(|names| names.first().copied());
     let model_type = json.optional::<&str>("model_type")?;
@@ -384,8 +384,8 @@ fn text_part(json: &JsonObject) -> Result<Option<JsonObject>, FormatError> {
     if is_multimodal { json.object("text_config") } else { Ok(None) }
 }
 
-/// Sizes of each layer. Files have the sizes of layers that see all under keys of their own, or an entry for each layer
-/// that differs.
+/// Returns the sizes of each layer. Files have separate keys for full-attention layers, or an entry per layer that
+/// differs.
 fn gemma4_sizes(
     json: &JsonObject,
     layers: &[LayerAttention],
@@ -422,7 +422,7 @@ fn gemma4_sizes(
     Ok(sizes)
 }
 
-/// Which layers are recurrent: a name for each, or all but every so many.
+/// Returns which layers are recurrent: by a name for each, or all except every n-th.
 fn recurrent_layers(
     json: &JsonObject,
     family: HfFamily,
@@ -458,7 +458,7 @@ fn recurrent(json: &JsonObject, family: HfFamily) -> Result<Option<RecurrentLaye
     })
 }
 
-/// The feed-forward size of LFM2, of which the file gives the one that a layer without a gate would have.
+/// Returns the feed-forward size of LFM2. The file stores the size of an ungated layer.
 fn lfm2_ffn(json: &JsonObject) -> Result<usize, FormatError> {
     let size: usize = match json.optional("block_ff_dim")? {
         Some(size) => size,
@@ -474,7 +474,7 @@ fn lfm2_ffn(json: &JsonObject) -> Result<usize, FormatError> {
     Ok(size.checked_next_multiple_of(multiple.max(1)).unwrap_or(size))
 }
 
-/// The sizes of recurrent layers.
+/// Reads the sizes of recurrent layers.
 fn delta_net(json: &JsonObject) -> Result<DeltaNetSizes, FormatError> {
     Ok(DeltaNetSizes {
         n_key_heads: json.optional("linear_num_key_heads")?.unwrap_or(16),
@@ -488,7 +488,7 @@ fn delta_net(json: &JsonObject) -> Result<DeltaNetSizes, FormatError> {
 }
 
 fn per_layer(json: &JsonObject) -> Result<Option<PerLayerEmbedding>, FormatError> {
-    // A missing key means the default, `null` and 0 mean none.
+    // A missing key means the default; `null` and 0 mean none.
     let dim = match json.optional("hidden_size_per_layer_input")? {
         None if !json.map().contains_key("hidden_size_per_layer_input") => 256,
         dim => dim.unwrap_or(0),
@@ -497,7 +497,7 @@ fn per_layer(json: &JsonObject) -> Result<Option<PerLayerEmbedding>, FormatError
     Ok((dim > 0).then_some(PerLayerEmbedding { n_vocab, dim }))
 }
 
-/// Experts, of which the two families have the keys under different names.
+/// Reads the experts. The two families use different keys.
 fn experts(json: &JsonObject, family: HfFamily, n_layers: usize) -> Result<Option<Experts>, FormatError> {
     let size = |names: [&str; 2], usual: usize| -> Result<usize, FormatError> {
         let given = match json.optional(names[0])? {
@@ -511,7 +511,7 @@ fn experts(json: &JsonObject, family: HfFamily, n_layers: usize) -> Result<Optio
             let dense = json.optional::<Vec<u32>>("mlp_only_layers")?.unwrap_or_default();
             let step = json.optional("decoder_sparse_step")?.unwrap_or(1_u32);
             let found = match (dense.iter().any(|&layer| (layer as usize) < n_layers), step) {
-                (true, _) => Some("mlp_only_layers names layers without"),
+                (true, _) => Some("mlp_only_layers lists dense layers"),
                 (false, 1) => None,
                 (false, _) => Some("decoder_sparse_step is not 1"),
             };
@@ -554,7 +554,7 @@ fn activation(json: &JsonObject, family: HfFamily) -> Result<Activation, FormatE
     }
 }
 
-/// Which layers do not rotate queries and keys, for families where a key says so.
+/// Returns the layers without rotary embedding, for families that have a key for it.
 fn unrotated(json: &JsonObject, family: HfFamily, n_layers: usize) -> Result<Vec<bool>, FormatError> {
     if family != HfFamily::SmolLm3 {
         return Ok(vec![false; n_layers]);
@@ -570,7 +570,7 @@ fn unrotated(json: &JsonObject, family: HfFamily, n_layers: usize) -> Result<Vec
     Ok(rotated[..n_layers].iter().map(|&is_rotated| is_rotated == 0).collect())
 }
 
-/// The window and what each layer attends to.
+/// Returns the sliding window and the attention of each layer.
 fn sliding(
     json: &JsonObject,
     family: HfFamily,
@@ -581,7 +581,7 @@ fn sliding(
     let full = vec![LayerAttention::Full; n_layers];
     let asks = matches!(family, HfFamily::Qwen2 | HfFamily::Qwen3 | HfFamily::Qwen3Moe | HfFamily::SmolLm3);
     let disabled = asks && !json.optional("use_sliding_window")?.unwrap_or(false);
-    // A missing key means the default of the family, `null` means none.
+    // A missing key means the family's default; `null` means none.
     let window = match json.optional("sliding_window")? {
         _ if disabled || !family.may_slide() => None,
         None if !json.map().contains_key("sliding_window") => family.defaults().window,
@@ -598,7 +598,7 @@ fn sliding(
         };
         let mut layers = types.iter().map(kind).collect::<Result<Vec<_>, _>>()?;
         if let (HfFamily::Gemma4, Some(last)) = (family, layers.last_mut()) {
-            *last = LayerAttention::Full; // whatever the file says, as `transformers` has it
+            *last = LayerAttention::Full; // `transformers` overrides the file as well
         }
         let slides = layers.contains(&LayerAttention::Sliding);
         return Ok((window.filter(|_| slides), layers));
@@ -623,7 +623,7 @@ fn sliding(
                 json.optional("sliding_window_pattern")?.or(json.optional("_sliding_window_pattern")?);
             every_nth_full(n_layers, period.unwrap_or(family.arch().usual_period()))
         }
-        // All layers alike, whatever `max_window_layers` says.
+        // All layers are alike: `max_window_layers` is ignored.
         HfFamily::Qwen3Moe => vec![LayerAttention::Sliding; n_layers],
         HfFamily::Gemma2 | HfFamily::Olmo3 => every_nth_full(n_layers, family.arch().usual_period()),
         HfFamily::Qwen2 | HfFamily::Qwen3 => {
@@ -633,14 +633,14 @@ fn sliding(
         HfFamily::SmolLm3 => slides_where(&|l| unrotated[l]),
         HfFamily::Mistral | HfFamily::Ministral3 | HfFamily::Phi3 => vec![LayerAttention::Sliding; n_layers],
         HfFamily::Llama | HfFamily::Qwen3Vl | HfFamily::Olmo2 | HfFamily::Granite | HfFamily::Glm4 => full,
-        // They have no window, and layers of other kinds.
+        // These families have no window; their other layers are recurrent.
         HfFamily::Qwen35 | HfFamily::Lfm2 => full,
     };
     Ok((window.filter(|_| layers.contains(&LayerAttention::Sliding)), layers))
 }
 
-/// Old files have `rope_theta` beside `rope_scaling`, new ones all of it in `rope_parameters`, which for models with
-/// two kinds of layers has one object for each kind.
+/// Reads the rotary embedding. Old files have `rope_theta` and `rope_scaling`; new ones have `rope_parameters`, with one
+/// object per kind of layer where there are two.
 fn rope(
     json: &JsonObject,
     family: HfFamily,
@@ -672,7 +672,7 @@ fn rope(
         None => Ok(default),
     };
     if family == HfFamily::Gemma4 {
-        // Heads are rotated whole: what does not turn has a frequency of 0.
+        // Whole heads are rotated: unrotated pairs have a frequency of 0.
         let of = |kind| layers.iter().zip(sizes).find(|(layer, _)| **layer == kind).map(|(_, s)| s.head_dim);
         let share = RopeScaling::Proportional { share: 0.25, factor: 1.0 };
         return Ok(RopeParams {
@@ -689,7 +689,7 @@ fn rope(
         theta,
         local_theta: match family {
             HfFamily::Gemma3 => local_theta.or(Some(1e4)),
-            // The scaling of OLMo 3 is that of layers that see all.
+            // OLMo 3 scales only full-attention layers.
             HfFamily::Olmo3 => local_theta.or(Some(theta)),
             _ => None,
         },
@@ -701,7 +701,7 @@ fn rope(
     })
 }
 
-/// What says how the frequencies are stretched.
+/// Reads the scaling of the frequencies.
 fn rope_parameters(json: &JsonObject) -> Result<Option<JsonObject>, FormatError> {
     Ok(json.object("rope_parameters")?.or(json.object("rope_scaling")?))
 }
@@ -731,7 +731,7 @@ fn scaling(rope: &JsonObject, config: &JsonObject, family: HfFamily) -> Result<R
     };
     match kind {
         "default" => Ok(RopeScaling::None),
-        // Earlier folders of Phi 3 have other names for it.
+        // Older folders of Phi 3 use other names for longrope.
         "longrope" => longrope(rope, config),
         "su" | "yarn" if family == HfFamily::Phi3 => longrope(rope, config),
         "linear" => Ok(RopeScaling::Linear { factor: rope.required("factor")? }),

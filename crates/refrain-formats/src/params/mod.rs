@@ -1,7 +1,7 @@
-//! What models need to know of themselves, in one form for every file format.
+//! Hyperparameters of models, the same for every file format.
 
-mod fault; // what can be wrong
-mod generation; // how the authors want it sampled
+mod fault; // errors
+mod generation; // recommended sampling
 mod gguf; // from GGUF metadata
 mod hf; // from config.json
 mod rope; // rotary embeddings
@@ -13,7 +13,7 @@ pub use rope::{LongRope, RopePairing, RopeParams, RopeScaling, Yarn};
 
 use std::fmt;
 
-/// An architecture that can be built.
+/// A supported architecture.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Arch {
     /// Llama 2 and 3, SmolLM2, TinyLlama, Mistral.
@@ -71,11 +71,11 @@ impl Arch {
         Arch::Lfm2,
     ];
 
-    /// Other names in GGUF files. The text part of Qwen 3 VL is Qwen 3: rotations by three coordinates are those by one
-    /// where all three are the same.
+    /// Other names in GGUF files. The text part of Qwen 3 VL is Qwen 3: a rotation by three equal coordinates is a
+    /// rotation by one.
     const ALIASES: [(&str, Arch); 1] = [("qwen3vl", Arch::Qwen3)];
 
-    /// The name, as GGUF files spell it.
+    /// Returns the name in GGUF files.
     pub const fn name(self) -> &'static str {
         match self {
             Arch::Llama => "llama",
@@ -97,24 +97,24 @@ impl Arch {
         }
     }
 
-    /// Whether layers that attend norm their queries and keys.
+    /// Returns whether attention layers normalise their queries and keys.
     pub const fn has_qk_norm(self) -> bool {
         use Arch as A;
         matches!(self, A::Qwen3 | A::Qwen3Moe | A::Gemma3 | A::Gemma4 | A::Olmo2 | A::Qwen35 | A::Lfm2)
     }
 
-    /// Whether it is one of the Gemma family: GeGLU, and an embedding that is scaled.
+    /// Returns whether it belongs to the Gemma family: GeGLU and a scaled embedding.
     pub const fn is_gemma(self) -> bool {
         matches!(self, Arch::Gemma2 | Arch::Gemma3 | Arch::Gemma4)
     }
 
-    /// Whether GGUF files store the rows of queries and keys so that elements that are rotated together are neighbours,
-    /// while Hugging Face folders store them half a head apart.
+    /// Returns whether GGUF files store rotated pairs of queries and keys as neighbouring rows, while Hugging Face
+    /// folders store them half a head apart.
     pub const fn is_joined_in_gguf(self) -> bool {
         matches!(self, Arch::Llama | Arch::Mistral3 | Arch::SmolLm3 | Arch::Granite)
     }
 
-    /// Which elements Hugging Face folders rotate together.
+    /// Returns the pairing of rotated elements in Hugging Face folders.
     pub const fn hf_rope_style(self) -> RopePairing {
         match self {
             Arch::Glm4 | Arch::Cohere2 => RopePairing::Norm,
@@ -122,12 +122,12 @@ impl Arch {
         }
     }
 
-    /// Which elements GGUF files rotate together.
+    /// Returns the pairing of rotated elements in GGUF files.
     pub const fn gguf_rope_style(self) -> RopePairing {
         if self.is_joined_in_gguf() { RopePairing::Norm } else { self.hf_rope_style() }
     }
 
-    /// Every how many layers one sees all, where there is a window and nothing else is said; 0 where all slide.
+    /// Returns the default period of full-attention layers in models with a window; 0 if all layers use the window.
     pub(crate) const fn usual_period(self) -> usize {
         match self {
             Arch::Gemma3 | Arch::Gemma4 => 6,
@@ -137,7 +137,7 @@ impl Arch {
         }
     }
 
-    /// The architecture that GGUF files call so.
+    /// Returns the architecture with this name in GGUF files.
     pub fn from_name(name: &str) -> Option<Arch> {
         let alias = Arch::ALIASES.into_iter().find(|(alias, _)| *alias == name).map(|(_, arch)| arch);
         Arch::ALL.into_iter().find(|a| a.name() == name).or(alias)
@@ -154,53 +154,53 @@ impl fmt::Display for Arch {
     }
 }
 
-/// The non-linearity of the feed-forward part.
+/// Activation function of the feed-forward block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Activation {
     /// `x * sigmoid(x)`.
     Silu,
-    /// GELU by the tanh formula.
+    /// GELU with the tanh approximation.
     GeluTanh,
 }
 
-/// How rows are normed.
+/// Kind of normalisation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NormKind {
-    /// Divided by their root mean square.
+    /// RMS norm.
     Rms,
-    /// The same after their mean is subtracted: layer norm without biases.
+    /// Layer norm without biases.
     Layer,
 }
 
-/// Queries that grow with their position, so that attention stays sharp over long texts: `1 + beta * ln(1 + p)` for the
-/// `p`-th repetition of the original context, from 0.
+/// Scaling of queries by position, which keeps attention sharp over long texts: `1 + beta * ln(1 + p)`, where `p` is the
+/// position divided by the original context, rounded down.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct QueryTemperature {
-    /// Weight of the logarithm.
+    /// Factor on the logarithm.
     pub beta: f32,
-    /// Context of the first training.
+    /// Context of the original training.
     pub n_original_context: usize,
 }
 
-/// What a layer attends to.
+/// Attention of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LayerAttention {
-    /// All tokens before.
+    /// Full attention: all previous tokens.
     Full,
-    /// The tokens of a sliding window, the present one included.
+    /// A sliding window, including the current token.
     Sliding,
-    /// None: the layer is recurrent.
+    /// None: a recurrent layer.
     Recurrent,
 }
 
-/// What recurrent layers are, and their sizes.
+/// Kind and sizes of recurrent layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RecurrentLayers {
     /// Gated DeltaNets (Qwen 3.5).
     DeltaNet(DeltaNetSizes),
     /// Gated short convolutions (LFM2).
     ShortConv {
-        /// Elements of a channel's filter.
+        /// Width of a channel's filter.
         width: usize,
     },
 }
@@ -216,77 +216,77 @@ pub struct DeltaNetSizes {
     pub key_dim: usize,
     /// Elements of a value.
     pub value_dim: usize,
-    /// Elements of a channel's filter.
+    /// Width of a channel's filter.
     pub conv_width: usize,
-    /// How the file orders heads of values.
+    /// Order of the value heads in the file.
     pub v_heads: VHeads,
-    /// Whether the file holds the logarithm of the decay instead of minus the decay.
+    /// Whether the file stores the logarithm of the decay instead of the negated decay.
     pub decay_is_log: bool,
 }
 
 impl DeltaNetSizes {
-    /// Channels of the convolution: queries, keys and values.
+    /// Returns the number of channels of the convolution: queries, keys and values.
     pub fn conv_dim(&self) -> usize {
         2 * self.n_key_heads * self.key_dim + self.n_heads * self.value_dim
     }
 }
 
-/// The order of the heads of values that share key heads.
+/// Order of the value heads that share key heads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum VHeads {
-    /// Those of one key head are neighbours, as in Hugging Face folders.
+    /// Value heads of one key head are adjacent, as in Hugging Face folders.
     Grouped,
-    /// The first of every key head, then the second of every one, as in GGUF files.
+    /// First value head of every key head, then the second of every one, as in GGUF files.
     Tiled,
 }
 
-/// Sizes of one layer, where layers differ.
+/// Sizes of one layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LayerSizes {
     /// Key and value heads; divides the number of query heads.
     pub n_kv_heads: usize,
     /// Elements of a head.
     pub head_dim: usize,
-    /// Elements of the feed-forward part.
+    /// Elements of the feed-forward block.
     pub ffn: usize,
 }
 
-/// A second embedding, of which every layer gets a slice of its own (Gemma 4 E2B and E4B).
+/// A second embedding with a separate slice for every layer (Gemma 4 E2B and E4B).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PerLayerEmbedding {
-    /// Rows of its table.
+    /// Rows of the table.
     pub n_vocab: usize,
-    /// Elements of one layer's slice; a row has as many for each layer.
+    /// Elements of one layer's slice. A row holds one slice per layer.
     pub dim: usize,
 }
 
-/// A mixture of experts, which every layer has.
+/// A mixture of experts in every layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Experts {
-    /// Experts of a layer.
+    /// Experts per layer.
     pub n_experts: usize,
-    /// Experts that a token goes through.
+    /// Experts per token.
     pub n_choices: usize,
-    /// Elements of an expert's feed-forward part.
+    /// Elements of an expert's feed-forward block.
     pub ffn: usize,
     /// Whether the weights of a token's experts sum to one.
     pub renormalise: bool,
 }
 
-/// The hyperparameters of a model. Ranges are checked: sizes are positive, heads divide, nothing overflows.
+/// Hyperparameters of a model. They are validated: sizes are positive, heads divide evenly, nothing overflows.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ModelConfig {
     /// Architecture.
     pub arch: Arch,
-    /// The name the files give the model, where they do.
+    /// Name of the model in its files, as one printable line.
     pub name: Option<String>,
-    /// Tokens of the vocabulary: rows of the embedding.
+    /// Size of the vocabulary: rows of the embedding.
     pub n_vocab: usize,
-    /// Layers.
+    /// Number of layers.
     pub n_layers: usize,
     /// Elements of the residual stream.
     pub hidden: usize,
-    /// Elements of the feed-forward part.
+    /// Elements of the feed-forward block.
     pub ffn: usize,
     /// Query heads.
     pub n_heads: usize,
@@ -294,89 +294,88 @@ pub struct ModelConfig {
     pub n_kv_heads: usize,
     /// Elements of a head.
     pub head_dim: usize,
-    /// How rows are normed.
+    /// Kind of normalisation.
     pub norm: NormKind,
-    /// Added to the mean square in norms.
+    /// Epsilon of the norms.
     pub norm_eps: f32,
-    /// Added to the weights of RMS norms: 1 where the file stores them less one (Gemma in safetensors), else 0.
+    /// Offset of the weights of RMS norms: 1 if the file stores them minus one (Gemma in safetensors), otherwise 0.
     pub norm_offset: f32,
-    /// Non-linearity.
+    /// Activation function.
     pub activation: Activation,
     /// Rotary position embedding.
     pub rope: RopeParams,
-    /// Tokens a sliding layer sees; `None` when every layer sees all.
+    /// Size of the sliding window; `None` if every layer has full attention.
     pub sliding_window: Option<usize>,
-    /// What each layer attends to; `n_layers` entries.
+    /// Attention of each layer; `n_layers` entries.
     pub layers: Vec<LayerAttention>,
-    /// Tokens the model was trained for.
+    /// Context length of the training.
     pub n_context: usize,
-    /// Whether the output matrix is the embedding.
+    /// Whether the output projection is the embedding.
     pub tied_embeddings: bool,
     /// Whether the query, key and value projections have biases.
     pub qkv_bias: bool,
-    /// Whether the output projection of the attention has a bias.
+    /// Whether the output projection of attention has a bias.
     pub attn_output_bias: bool,
     /// Whether the feed-forward projections have biases.
     pub ffn_bias: bool,
-    /// Whether queries and keys are normed per head.
+    /// Whether queries and keys are normalised per head.
     pub qk_norm: bool,
-    /// Factor on the scores: one over the square root of the head size, mostly.
+    /// Factor on attention scores, usually one over the square root of the head size.
     pub attn_scale: f32,
-    /// `cap * tanh(score / cap)` on the scores.
+    /// Soft cap of attention scores: `cap * tanh(score / cap)`.
     pub attn_softcap: Option<f32>,
-    /// The same on the logits.
+    /// Soft cap of the logits.
     pub final_softcap: Option<f32>,
     /// Factor on the embedding.
     pub embedding_scale: f32,
-    /// Factor on what a branch adds to the residual.
+    /// Factor on the output of a branch, before it is added to the residual stream.
     pub residual_scale: f32,
     /// Factor on the logits.
     pub logit_scale: f32,
-    /// Layers whose queries and keys are not rotated; empty when all are.
+    /// Whether each layer's queries and keys are left unrotated; empty if all layers are rotated.
     pub unrotated: Vec<bool>,
-    /// Factor on queries by their position, where there is one.
+    /// Scaling of queries by position, if any.
     pub query_temperature: Option<QueryTemperature>,
     /// Divisors of the frequencies of [`RopeScaling::Long`].
     pub long_rope: Option<LongRope>,
-    /// First token of a text, where the model wants one.
+    /// First token of a text, if the model uses one.
     pub bos: Option<u32>,
     /// Tokens that end a text or a turn.
     pub eos: Vec<u32>,
-    /// The sizes of each layer, where they differ; empty when `n_kv_heads`, `head_dim` and `ffn` are those of all layers.
+    /// Sizes of each layer; empty if `n_kv_heads`, `head_dim` and `ffn` apply to all layers.
     pub sizes: Vec<LayerSizes>,
-    /// Layers at the end that have no keys and values of their own: they attend to those of the last layer of their kind
-    /// before them.
+    /// Number of last layers without their own keys and values. Each uses those of the last earlier layer of its kind.
     pub n_shared_kv: usize,
-    /// Whether layers that see all take their keys, before norm and rotation, for values (Gemma 4 31B).
+    /// Whether full-attention layers use their keys, before norm and rotation, as values (Gemma 4 31B).
     pub keys_as_values: bool,
-    /// The second embedding, where there is one.
+    /// Per-layer embedding, if any.
     pub per_layer: Option<PerLayerEmbedding>,
-    /// The experts, where there are some: in place of the feed-forward part, or beside it (Gemma 4).
+    /// Experts, if any. They replace the feed-forward block or run next to it (Gemma 4).
     pub experts: Option<Experts>,
-    /// The sizes of recurrent layers, where there are some.
+    /// Recurrent layers, if any.
     pub recurrent: Option<RecurrentLayers>,
-    /// Encoders of a multimodal model that are left out: only its text part is used.
+    /// Inputs whose encoders are ignored: only the text part of a multimodal model is used.
     pub left_out: Vec<&'static str>,
 }
 
 impl ModelConfig {
-    /// What layer `layer_idx` attends to.
+    /// Returns the attention of a layer.
     pub fn layer(&self, layer_idx: usize) -> LayerAttention {
         self.layers.get(layer_idx).copied().unwrap_or(LayerAttention::Full)
     }
 
-    /// The window of layer `layer_idx`, if it slides.
+    /// Returns the sliding window of a layer, if it has one.
     pub fn window(&self, layer_idx: usize) -> Option<usize> {
         self.sliding_window.filter(|_| self.layer(layer_idx) == LayerAttention::Sliding)
     }
 
-    /// The sizes of layer `layer_idx`.
+    /// Returns the sizes of a layer.
     pub fn layer_sizes(&self, layer_idx: usize) -> LayerSizes {
         let usual = LayerSizes { n_kv_heads: self.n_kv_heads, head_dim: self.head_dim, ffn: self.ffn };
         self.sizes.get(layer_idx).copied().unwrap_or(usual)
     }
 
-    /// The layer whose keys and values layer `layer_idx` attends to: itself, or an earlier one.
+    /// Returns the layer whose keys and values a layer uses: itself or an earlier one.
     pub fn kv_layer(&self, layer_idx: usize) -> usize {
         let n_own = self.n_layers.saturating_sub(self.n_shared_kv);
         let alike = |layer: &usize| self.layer(*layer) == self.layer(layer_idx);
@@ -386,7 +385,7 @@ impl ModelConfig {
         }
     }
 
-    /// Elements of a head that layer `layer_idx` rotates.
+    /// Returns the number of rotated elements of a head in a layer.
     pub fn rope_dims(&self, layer_idx: usize) -> usize {
         match self.layer(layer_idx) {
             LayerAttention::Sliding => self.rope.local_dims.unwrap_or(self.rope.dims),
@@ -394,12 +393,12 @@ impl ModelConfig {
         }
     }
 
-    /// Whether layer `layer_idx` rotates its queries and keys.
+    /// Returns whether a layer rotates its queries and keys.
     pub fn rotates(&self, layer_idx: usize) -> bool {
         !self.unrotated.get(layer_idx).copied().unwrap_or(false)
     }
 
-    /// The base of the rotary embedding in layer `layer_idx`.
+    /// Returns the base of the rotary embedding in a layer.
     pub fn rope_theta(&self, layer_idx: usize) -> f32 {
         match (self.layer(layer_idx), self.rope.local_theta) {
             (LayerAttention::Sliding, Some(local)) => local,
@@ -407,7 +406,7 @@ impl ModelConfig {
         }
     }
 
-    /// The scaling of the rotary embedding in layer `layer_idx`: none where sliding layers have a base of their own.
+    /// Returns the scaling of the rotary embedding in a layer. Sliding-window layers with their own base are not scaled.
     pub fn rope_scaling(&self, layer_idx: usize) -> RopeScaling {
         match (self.layer(layer_idx), self.rope.local_theta) {
             (LayerAttention::Sliding, Some(_)) => RopeScaling::None,
@@ -415,7 +414,7 @@ impl ModelConfig {
         }
     }
 
-    /// Refuses sizes that no model has, before anything is allocated by them.
+    /// Checks all sizes, before anything is allocated from them.
     pub fn validate(self) -> Result<ModelConfig, ParamsFault> {
         let sizes = [
             ("the vocabulary size", self.n_vocab, 1 << 24),
@@ -459,7 +458,7 @@ impl ModelConfig {
         Ok(self)
     }
 
-    /// Refuses lists about rotations of another length than they are about.
+    /// Checks the lists of the rotary embedding.
     fn validate_rotations(&self) -> Result<(), ParamsFault> {
         if let Some(temperature) = self.query_temperature {
             check_number("the query temperature", temperature.beta, 0.0, 1e6)?;
@@ -476,7 +475,7 @@ impl ModelConfig {
         }
     }
 
-    /// Refuses layers that do not fit together.
+    /// Checks the sizes of layers against each other.
     fn validate_layers(&self) -> Result<(), ParamsFault> {
         if !self.sizes.is_empty() && self.sizes.len() != self.n_layers {
             return Err(ParamsFault::LayerSizes { found: self.sizes.len(), n_layers: self.n_layers });
@@ -548,38 +547,38 @@ fn check_range(name: &'static str, value: usize, high: usize) -> Result<(), Para
 
 fn check_number(name: &'static str, value: f32, above: f64, most: f64) -> Result<(), ParamsFault> {
     let v = f64::from(value);
-    // A comparison with NaN is false, so that it is refused here too.
+    // NaN fails the comparison and is refused.
     if v > above && v <= most { Ok(()) } else { Err(ParamsFault::Number { name, value: v, above, most }) }
 }
 
-/// The number of layers, checked before a list of that length is made.
+/// Checks the number of layers before a list of that length is allocated.
 fn checked_layers(n_layers: usize) -> Result<usize, ParamsFault> {
     check_range("the number of layers", n_layers, MAX_LAYERS).map(|()| n_layers)
 }
 
-/// Every `period`-th layer sees all, the others slide.
+/// Every `period`-th layer has full attention, the others a sliding window.
 fn every_nth_full(n_layers: usize, period: usize) -> Vec<LayerAttention> {
     let is_full = |layer: usize| period != 0 && (layer + 1).is_multiple_of(period);
     (0..n_layers).map(|l| if is_full(l) { LayerAttention::Full } else { LayerAttention::Sliding }).collect()
 }
 
-/// Which layers are not rotated, or nothing where all are rotated.
+/// Returns the list unless all layers are rotated.
 fn unless_all_rotate(unrotated: Vec<bool>) -> Vec<bool> {
     if unrotated.contains(&true) { unrotated } else { Vec::new() }
 }
 
-/// Every `period`-th layer sees all, the others are recurrent.
+/// Every `period`-th layer has full attention, the others are recurrent.
 fn every_nth_attends(n_layers: usize, period: usize) -> Vec<LayerAttention> {
     let is_full = |layer: usize| period != 0 && (layer + 1).is_multiple_of(period);
     (0..n_layers).map(|l| if is_full(l) { LayerAttention::Full } else { LayerAttention::Recurrent }).collect()
 }
 
-/// The sizes of layers, or nothing where all are alike.
+/// Returns the sizes of layers unless all are equal.
 fn unless_alike(sizes: Vec<LayerSizes>) -> Vec<LayerSizes> {
     if sizes.windows(2).all(|pair| pair[0] == pair[1]) { Vec::new() } else { sizes }
 }
 
-/// The head size where no key gives it.
+/// Returns the head size for files without a key for it.
 fn default_head_dim(hidden: usize, n_heads: usize) -> Result<usize, ParamsFault> {
     if n_heads == 0 || !hidden.is_multiple_of(n_heads) {
         return Err(ParamsFault::HeadDim { hidden, n_heads });

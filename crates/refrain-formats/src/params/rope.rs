@@ -2,26 +2,26 @@
 
 use super::{ParamsFault, check_number, check_range};
 
-/// How positions are turned into rotations.
+/// Parameters of the rotary embedding.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RopeParams {
     /// Base of the frequencies.
     pub theta: f32,
-    /// Base in layers that slide, where it is another one (Gemma 3). Those layers are not scaled.
+    /// Base in sliding-window layers, if it differs (Gemma 3). Those layers are not scaled.
     pub local_theta: Option<f32>,
-    /// How the frequencies are stretched beyond the context of the first training.
+    /// Scaling of the frequencies beyond the original context.
     pub scaling: RopeScaling,
-    /// Whether the file has a tensor `rope_freqs.weight` of divisors of the frequencies (Llama 3 in GGUF).
+    /// Whether the file has a tensor `rope_freqs.weight` with divisors of the frequencies (Llama 3 in GGUF).
     pub has_freq_factors: bool,
-    /// Elements of a head that are rotated, from the first on.
+    /// Rotated elements of a head, starting at the first.
     pub dims: usize,
-    /// The same in layers that slide, where it is another number (Gemma 4).
+    /// Rotated elements in sliding-window layers, if the number differs (Gemma 4).
     pub local_dims: Option<usize>,
-    /// Which elements form a pair.
+    /// Pairing of the rotated elements.
     pub style: RopePairing,
 }
 
-/// Which two elements of a head are rotated together.
+/// Pairing of the elements of a head that are rotated together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RopePairing {
     /// Element `i` with `i + dims / 2`.
@@ -30,57 +30,57 @@ pub enum RopePairing {
     Norm,
 }
 
-/// How rotary frequencies are stretched.
+/// Scaling of rotary frequencies.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum RopeScaling {
-    /// Not at all.
+    /// No scaling.
     None,
     /// Every frequency divided by a factor.
     Linear {
         /// The divisor.
         factor: f32,
     },
-    /// As in Llama 3.1: low frequencies divided, high ones kept, a ramp between.
+    /// As in Llama 3.1: low frequencies are divided, high ones kept, with a ramp between.
     Llama3 {
         /// Divisor of low frequencies.
         factor: f32,
-        /// Below this many turns over the original context a frequency is low.
+        /// A frequency with fewer turns over the original context is low.
         low_freq_factor: f32,
-        /// Above this many it is high.
+        /// A frequency with more turns is high.
         high_freq_factor: f32,
-        /// Context of the first training.
+        /// Context of the original training.
         n_original_context: usize,
     },
     /// YaRN.
     Yarn(Yarn),
-    /// As in Gemma 4: only the first pairs turn, with the frequencies that they have among all of them.
+    /// As in Gemma 4: only the first pairs are rotated, with the frequencies they would have if all were.
     Proportional {
-        /// The share of the pairs that turns.
+        /// Share of the pairs that is rotated.
         share: f32,
         /// Divisor of every frequency.
         factor: f32,
     },
-    /// LongRoPE: every frequency has a divisor of its own, another one for sequences longer than the original context.
-    /// [`LongRope`] has them.
+    /// LongRoPE: every frequency has its own divisors, one for the original context and one for longer sequences. See
+    /// [`LongRope`].
     Long {
-        /// Context of the first training.
+        /// Context of the original training.
         n_original_context: usize,
-        /// Factor on the rotated elements, of queries and keys alike.
+        /// Factor on the rotated elements of queries and keys.
         attention_factor: f32,
     },
 }
 
-/// The divisors of LongRoPE, one for each rotated pair.
+/// Divisors of LongRoPE, one per rotated pair.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LongRope {
     /// For sequences within the original context.
     pub short: Vec<f32>,
-    /// For longer ones.
+    /// For longer sequences.
     pub long: Vec<f32>,
 }
 
 impl LongRope {
-    /// The factor on rotated elements that the paper recommends.
+    /// Returns the factor on rotated elements that the paper recommends.
     pub(crate) fn recommended_attention_factor(factor: f32, n_original_context: usize) -> f32 {
         let original = n_original_context as f32;
         if factor > 1.0 && original > 1.0 { (1.0 + factor.ln() / original.ln()).sqrt() } else { 1.0 }
@@ -99,30 +99,30 @@ impl LongRope {
     }
 }
 
-/// The numbers of YaRN.
+/// Parameters of YaRN.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Yarn {
     /// Divisor of low frequencies.
     pub factor: f32,
-    /// Context of the first training.
+    /// Context of the original training.
     pub n_original_context: usize,
-    /// Above this many turns a frequency is kept.
+    /// A frequency with more turns is kept.
     pub beta_fast: f32,
-    /// Below this many it is divided.
+    /// A frequency with fewer turns is divided.
     pub beta_slow: f32,
-    /// Factor on the rotated elements, of queries and keys alike.
+    /// Factor on the rotated elements of queries and keys.
     pub attention_factor: f32,
-    /// Whether the ends of the ramp are rounded to whole dimensions.
+    /// Whether the bounds of the ramp are rounded to whole dimensions.
     pub truncate: bool,
 }
 
 impl Yarn {
-    /// The factor on rotated elements that the paper recommends.
+    /// Returns the factor on rotated elements that the paper recommends.
     pub(crate) fn recommended_attention_factor(factor: f32) -> f32 {
         Yarn::magnitude(factor, 1.0)
     }
 
-    /// `0.1 * scale * ln(factor) + 1`, of which files may give a quotient.
+    /// Returns `0.1 * scale * ln(factor) + 1`. Some files define the factor as a quotient of two of these.
     pub(crate) fn magnitude(factor: f32, scale: f32) -> f32 {
         if factor > 1.0 { 0.1 * scale * factor.ln() + 1.0 } else { 1.0 }
     }
@@ -131,7 +131,7 @@ impl Yarn {
 impl RopeScaling {
     pub(crate) const KNOWN: &str = "linear, llama3, yarn, longrope and proportional";
 
-    /// The factor on rotated elements.
+    /// Returns the factor on rotated elements.
     pub fn magnitude(&self) -> f32 {
         match *self {
             RopeScaling::Yarn(Yarn { attention_factor, .. }) | RopeScaling::Long { attention_factor, .. } => {
@@ -146,7 +146,7 @@ impl RopeScaling {
 }
 
 impl RopeParams {
-    /// Whether two are the same but for the last bits of the factor on rotated elements.
+    /// Returns whether two are equal up to rounding of the factor on rotated elements.
     pub(crate) fn is_near(&self, other: &RopeParams) -> bool {
         let (a, mut b) = (*self, *other);
         let magnitude = a.scaling.magnitude();

@@ -1,4 +1,4 @@
-//! Hyperparameters to GGUF metadata and to `config.json`.
+//! Writing of hyperparameters to GGUF metadata and `config.json`.
 
 use super::rope::{LongRope, RopeScaling, Yarn};
 use super::{Arch, LayerAttention, LayerSizes, ModelConfig, NormKind, ParamsFault, every_nth_full};
@@ -12,7 +12,7 @@ use std::path::Path;
 const CONFIG_JSON: &str = "config.json";
 
 impl ModelConfig {
-    /// Writes the keys that [`ModelConfig::from_gguf`] and llama.cpp read. The scaling of Llama 3 has none: it is a tensor
+    /// Writes the keys that [`ModelConfig::from_gguf`] and llama.cpp read. Llama 3's scaling has no key: it is a tensor
     /// of divisors, `rope_freqs.weight`.
     pub fn write_gguf(&self, writer: &mut GgufWriter) -> Result<(), FormatError> {
         let arch = self.arch;
@@ -104,7 +104,7 @@ impl ModelConfig {
         Ok(())
     }
 
-    /// What differs from layer to layer. Keys of layers that see all have the plain names.
+    /// Writes per-layer sizes. Keys of full-attention layers have no suffix.
     fn write_gguf_layers(
         &self,
         set: &mut impl FnMut(&str, MetadataValue) -> Result<(), FormatError>,
@@ -129,7 +129,7 @@ impl ModelConfig {
         set("embedding_length_per_layer_input", number(dim).into())
     }
 
-    /// The keys of `config.json` that only Gemma 4 has.
+    /// Writes the keys of `config.json` that only Gemma 4 has.
     fn gemma4_json(&self, set: &mut impl FnMut(&str, serde_json::Value)) {
         let n_own = self.n_layers - self.n_shared_kv;
         let doubles = (n_own..self.n_layers).any(|layer| self.layer_sizes(layer).ffn != self.ffn);
@@ -139,7 +139,7 @@ impl ModelConfig {
         };
         let own: serde_json::Map<_, _> = self.sizes.iter().enumerate().map(own).collect();
         set("per_layer_config", own.into());
-        // Versions before that key was read take these two.
+        // Versions of `transformers` that do not know that key read these two.
         if let Some(full) = self.layers.iter().position(|layer| *layer == LayerAttention::Full) {
             set("global_head_dim", self.layer_sizes(full).head_dim.into());
             set("num_global_key_value_heads", self.layer_sizes(full).n_kv_heads.into());
@@ -162,7 +162,7 @@ impl ModelConfig {
         );
     }
 
-    /// How rotary frequencies are stretched.
+    /// Returns the scaling of rotary frequencies.
     fn scaling_json(&self) -> Option<serde_json::Value> {
         let mut scaling = scaling(&self.rope.scaling)?;
         if let (RopeScaling::Long { n_original_context, attention_factor }, Some(factors)) =
@@ -171,7 +171,7 @@ impl ModelConfig {
             let numbers = |list: &[f32]| list.iter().map(|&factor| short(factor)).collect::<Vec<_>>();
             scaling["short_factor"] = numbers(&factors.short).into();
             scaling["long_factor"] = numbers(&factors.long).into();
-            // Phi 3 takes no more keys than these in transformers 4, unless the factor is an unusual one.
+            // transformers 4 accepts only these keys for Phi 3, unless the factor is unusual.
             let ratio = self.n_context as f32 / n_original_context as f32;
             let usual = LongRope::recommended_attention_factor(ratio, n_original_context);
             if (usual - attention_factor).abs() > 1e-5 * usual {
@@ -185,7 +185,7 @@ impl ModelConfig {
         Some(scaling)
     }
 
-    /// Factors, norms and layers without rotation, under the keys of the few classes that have them.
+    /// Writes factors, norms and unrotated layers for the classes that have keys for them.
     fn scales_json(&self, set: &mut impl FnMut(&str, serde_json::Value)) {
         match self.arch {
             Arch::Granite => {
@@ -212,7 +212,7 @@ impl ModelConfig {
         }
     }
 
-    /// Checks that a written file says the same.
+    /// Checks that the written metadata reads back the same.
     pub fn check_gguf(&self, gguf: &Gguf) -> Result<(), FormatError> {
         let mut wanted = self.clone();
         if matches!(wanted.rope.scaling, RopeScaling::Llama3 { .. } | RopeScaling::Proportional { .. }) {
@@ -223,7 +223,7 @@ impl ModelConfig {
         wanted.compare(&found, "GGUF metadata", gguf.metadata().file())
     }
 
-    /// The content of `config.json`, as `transformers` 4 and 5 read it. What it has no place for is an error.
+    /// Returns the content of `config.json` for `transformers` 4 and 5. A hyperparameter without a key is an error.
     pub fn to_hf_json(&self, dtype: DType) -> Result<serde_json::Value, FormatError> {
         self.refuse_recurrent(CONFIG_JSON)?;
         if self.experts.is_some() {
@@ -232,7 +232,7 @@ impl ModelConfig {
             return Err(FormatError::params(Path::new(CONFIG_JSON), fault));
         }
         let (gemma, gemma4) = (self.arch.is_gemma(), self.arch == Arch::Gemma4);
-        // The classes of Llama and OLMo 2 have no window.
+        // The classes of Llama and OLMo 2 do not support a window.
         let slides = self.sliding_window.is_some();
         let (class, model_type) = match self.arch {
             Arch::Llama if slides => ("MistralForCausalLM", "mistral"),
@@ -272,7 +272,7 @@ impl ModelConfig {
             "initializer_range": 0.02,
             "use_cache": true,
             "attention_dropout": 0.0,
-            // One word for each of the two versions.
+            // One key for each of the two versions.
             "dtype": dtype,
             "torch_dtype": dtype,
         });
@@ -335,14 +335,14 @@ impl ModelConfig {
         }
         let path = Path::new(CONFIG_JSON);
         let mut wanted = self.clone();
-        // Rotated pairs may lie in another order there.
+        // Rotated pairs may have another order in that format.
         wanted.rope.style = self.arch.hf_rope_style();
         let found = ModelConfig::from_hf_config(&JsonObject::new(path, config.clone())?)?;
         wanted.compare(&found, CONFIG_JSON, path)?;
         Ok(config)
     }
 
-    /// Models with recurrent layers are read, not written: they are not trained here.
+    /// Refuses recurrent layers: models with them cannot be trained, so they are never written.
     fn refuse_recurrent(&self, format: &'static str) -> Result<(), FormatError> {
         let fault = ParamsFault::NoPlace { format, arch: self.arch, what: "recurrent layers" };
         match self.recurrent {
@@ -351,7 +351,7 @@ impl ModelConfig {
         }
     }
 
-    /// Refuses to lose a hyperparameter on its way to a file.
+    /// Fails if a hyperparameter was lost in writing.
     fn compare(&self, found: &ModelConfig, format: &'static str, file: &Path) -> Result<(), FormatError> {
         let near = |a: f32, b: f32| (a - b).abs() <= 1e-6 * a.abs().max(b.abs());
         let sizes = |c: &ModelConfig| {
@@ -391,7 +391,7 @@ impl ModelConfig {
     }
 }
 
-/// A float by its shortest decimal, so that 1e-5 is written as such.
+/// Converts a float by its shortest decimal, so that 1e-5 is written as 1e-5.
 fn short(value: f32) -> f64 {
     value.to_string().parse().unwrap_or_else(|_| value.into())
 }

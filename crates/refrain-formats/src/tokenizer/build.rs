@@ -1,4 +1,4 @@
-//! From a vocabulary to a tokenizer.
+//! Builds a tokenizer from a vocabulary.
 
 use std::sync::Arc;
 
@@ -18,7 +18,7 @@ use super::spec::{SpecialIds, TokenKind, VocabSpec, Vocabulary};
 
 const KNOWN_MODELS: &[&str] = &["gpt2", "llama", "bert", "gemma4"];
 
-/// Texts that end a turn in one family of models or another.
+/// Texts that end a turn in some family of models.
 const END_OF_TURN: &[&str] = &[
     "<|im_end|>",
     "<|eot_id|>",
@@ -36,7 +36,7 @@ const END_OF_TURN: &[&str] = &[
     "<end_of_utterance>",
     "<｜end▁of▁sentence｜>",
 ];
-/// Texts that end generation where they are control tokens; elsewhere they may be text about themselves.
+/// Texts that end generation if they are control tokens. Otherwise they are ordinary text.
 const END_IF_CONTROL: &[&str] = &["<|endoftext|>", "<eos>", "[EOS]"];
 
 pub(super) fn tokenizer(spec: &VocabSpec) -> Result<Tokenizer, TokenizerError> {
@@ -50,7 +50,7 @@ pub(super) fn tokenizer(spec: &VocabSpec) -> Result<Tokenizer, TokenizerError> {
     }
 }
 
-/// Checks that a kind of tokenizer is a known one.
+/// Checks that a kind of tokenizer is supported.
 pub(super) fn check_model(model: &str) -> Result<(), TokenizerError> {
     if KNOWN_MODELS.contains(&model) { Ok(()) } else { Err(unknown_model(model)) }
 }
@@ -62,7 +62,7 @@ fn unknown_model(model: &str) -> TokenizerError {
 fn byte_level(spec: &VocabSpec, vocabulary: &Vocabulary<'_>) -> Result<Tokenizer, TokenizerError> {
     if spec.pre.is_none() {
         tracing::warn!(
-            "the vocabulary names no pre-tokenizer: taking the default one, texts may be split differently"
+            "the vocabulary names no pre-tokenizer: using the default one, which may split text differently"
         );
     }
     let pre = Pre::by_name(spec.pre.as_deref())?;
@@ -70,7 +70,7 @@ fn byte_level(spec: &VocabSpec, vocabulary: &Vocabulary<'_>) -> Result<Tokenizer
     let texts = vocabulary.tokens.iter().zip(0..).filter(|(text, _)| !text.is_empty());
     let vocab: Vocab = texts.map(|(text, id)| (text.to_owned(), id)).collect();
     let mut builder = BPE::builder().vocab_and_merges(vocab, merges).ignore_merges(pre.ignore_merges);
-    // Some files give the end of text as the unknown token, which must not appear inside a text.
+    // Some files name the end-of-text token as unknown token, which must not appear inside a text.
     if let Some(unk) = spec.specials.unk.filter(|&id| vocabulary.kinds[id as usize] == TokenKind::Unknown) {
         builder = builder.unk_token(vocabulary.text(unk).to_owned());
     }
@@ -100,10 +100,10 @@ fn listed_merges(spec: &VocabSpec, vocabulary: &Vocabulary<'_>) -> Result<Merges
     let mut parsed = Merges::with_capacity(merges.len());
     let mut merged = String::new();
     for (index, merge) in merges.iter().enumerate() {
-        // The first token is never empty, so a blank in front belongs to it.
-        let blank = merge.char_indices().skip(1).find(|&(_, c)| c == ' ').map(|(at, _)| at);
+        // The first token is never empty, so a leading space belongs to it.
+        let blank = merge.char_indices().skip(1).find(|&(_, c)| c == ' ').map(|(idx, _)| idx);
         let Some((left, right)) =
-            blank.map(|at| (&merge[..at], &merge[at + 1..])).filter(|(_, r)| !r.is_empty())
+            blank.map(|idx| (&merge[..idx], &merge[idx + 1..])).filter(|(_, r)| !r.is_empty())
         else {
             return Err(TokenizerError::BadMerge { index, found: excerpt(merge) });
         };
@@ -113,7 +113,7 @@ fn listed_merges(spec: &VocabSpec, vocabulary: &Vocabulary<'_>) -> Result<Merges
     Ok(parsed)
 }
 
-/// Checks that a merge joins two tokens to a third; `merged` is scratch space.
+/// Checks that a merge joins two tokens into a third; `merged` is scratch space.
 pub(super) fn check_merge(
     index: usize,
     left: &str,
@@ -158,8 +158,8 @@ fn sentence_piece(spec: &VocabSpec, mut vocabulary: Vocabulary<'_>) -> Result<To
     Ok(assemble(spec, pipelines, pieces, specials, SpecialDefaults { add_bos: true, add_sep: false }))
 }
 
-/// PieceTable as SentencePiece spells them, joined by a list of merges: over the whole text, since nothing cuts it into words
-/// before. What has no piece is spelled byte by byte.
+/// Tokens spelled as in SentencePiece, with a list of merges. Merges apply to the whole text, which is not split into
+/// words first. Characters without a token are encoded byte by byte.
 fn merged_pieces(spec: &VocabSpec, vocabulary: &Vocabulary<'_>) -> Result<Tokenizer, TokenizerError> {
     let merges = listed_merges(spec, vocabulary)?;
     let texts = vocabulary.tokens.iter().zip(0..).filter(|(text, _)| !text.is_empty());
@@ -173,11 +173,11 @@ fn merged_pieces(spec: &VocabSpec, vocabulary: &Vocabulary<'_>) -> Result<Tokeni
     let add_space = spec.add_space_prefix.unwrap_or(false);
     let mut pieces = PieceTable::new(add_space);
     for (text, &kind) in vocabulary.tokens.iter().zip(&vocabulary.kinds) {
-        // Not every file says which tokens are bytes.
+        // Not every file marks its byte tokens.
         let is_byte = kind == TokenKind::Normal && byte_of(text).is_some();
         pieces.push(text, if is_byte { TokenKind::Byte } else { kind }, Spelling::SentencePiece);
     }
-    // Runs of blanks are found once blanks are written as in the vocabulary.
+    // Tokens of several spaces match after normalisation, when spaces are written as in the vocabulary.
     let written = |token: AddedToken| {
         let has_blanks = token.content.contains(BLANK);
         token.normalized(has_blanks)
@@ -193,7 +193,7 @@ fn merged_pieces(spec: &VocabSpec, vocabulary: &Vocabulary<'_>) -> Result<Tokeni
     Ok(assemble(spec, pipelines, pieces, specials, SpecialDefaults { add_bos: true, add_sep: false }))
 }
 
-/// Blanks as SentencePiece writes them, with one in front of a text where that is asked for.
+/// Returns a normalizer that writes spaces as SentencePiece does, optionally with one before the text.
 fn blanks_shown(in_front: bool) -> Result<NormalizerWrapper, TokenizerError> {
     let blanks =
         Replace::new(" ", BLANK.to_string()).map_err(TokenizerError::library("build the normalizer"))?;
@@ -235,7 +235,8 @@ fn word_piece(spec: &VocabSpec, vocabulary: &Vocabulary<'_>) -> Result<Tokenizer
     Ok(assemble(spec, pipelines, pieces, specials, SpecialDefaults { add_bos: true, add_sep: true }))
 }
 
-/// GGUF marks where words start, WordPiece where they continue; names in brackets are neither.
+/// Converts from GGUF, which marks the start of words, to WordPiece, which marks their continuation. Names in brackets
+/// are unchanged.
 fn word_piece_text(text: &str, kind: TokenKind) -> String {
     let is_name =
         kind != TokenKind::Normal || (text.starts_with('[') && text.ends_with(']') && text.len() > 2);
@@ -246,8 +247,7 @@ fn word_piece_text(text: &str, kind: TokenKind) -> String {
     }
 }
 
-/// The texts that are one token wherever they stand. They are matched against the text as it came, before
-/// normalisation and merging.
+/// Returns the tokens that are matched anywhere in the raw text, before normalisation and merging.
 fn added_tokens(vocabulary: &Vocabulary<'_>, text_of: impl Fn(&str) -> String) -> Vec<AddedToken> {
     let tokens = vocabulary.tokens.iter().zip(&vocabulary.kinds);
     let added = tokens.filter_map(|(text, kind)| match kind {
@@ -258,9 +258,9 @@ fn added_tokens(vocabulary: &Vocabulary<'_>, text_of: impl Fn(&str) -> String) -
     added.filter(|token| !token.content.is_empty()).collect()
 }
 
-/// Fills in special tokens the file does not number, by their usual names.
+/// Fills in missing ids of special tokens by their usual names.
 ///
-/// User-defined tokens do not count: some vocabularies have `<s>` as a tag of HTML.
+/// User-defined tokens are skipped: in some vocabularies `<s>` is an HTML tag.
 fn with_names(
     mut specials: SpecialIds,
     vocabulary: &Vocabulary<'_>,
@@ -303,7 +303,7 @@ fn assemble(
     }
 }
 
-/// The ids after which generation ends, sorted.
+/// Returns the sorted ids that end generation.
 pub(super) fn end_ids(pipelines: &Pipelines, pieces: &PieceTable, specials: &SpecialIds) -> Vec<u32> {
     let named = END_OF_TURN.iter().filter_map(|name| pipelines.token_id(name));
     let is_control = |id: &u32| pieces.kind(*id) == Some(TokenKind::Control);

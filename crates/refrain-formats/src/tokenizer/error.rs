@@ -2,7 +2,7 @@
 
 use crate::FormatError;
 
-/// What can be wrong with a vocabulary, or with a text for it.
+/// An error of a vocabulary, or of encoding a text.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TokenizerError {
@@ -12,62 +12,62 @@ pub enum TokenizerError {
     /// A kind of tokenizer that is not supported.
     #[error("tokenizer model {found:?} is not supported (known: {})", known.join(", "))]
     UnknownModel {
-        /// What the file says.
+        /// Name in the file.
         found: String,
-        /// What is supported.
+        /// Supported names.
         known: &'static [&'static str],
     },
     /// A pre-tokenizer that is not supported.
     #[error("pre-tokenizer {found:?} is not supported (known: {})", known.join(", "))]
     UnknownPre {
-        /// What the file says.
+        /// Name in the file.
         found: String,
-        /// What is supported.
+        /// Supported names.
         known: Vec<&'static str>,
     },
     /// The file has no vocabulary.
     #[error("no tokenizer: {what} is missing")]
     Missing {
-        /// The key or field that should be there.
+        /// The missing key or field.
         what: &'static str,
     },
-    /// Arrays that belong together differ in length.
+    /// Arrays of different lengths.
     #[error("vocabulary has {n_tokens} tokens but {n_found} {what}")]
     LengthMismatch {
-        /// What the other array holds.
+        /// Content of the other array.
         what: &'static str,
         /// Its length.
         n_found: usize,
         /// Tokens in the vocabulary.
         n_tokens: usize,
     },
-    /// A tokenizer that the other form of file cannot hold.
+    /// A tokenizer that the other file format cannot represent.
     #[error("this tokenizer cannot be written as {form}: {because}")]
     NoForm {
-        /// Where it should go: a GGUF vocabulary, or `tokenizer.json`.
+        /// Target format: a GGUF vocabulary or `tokenizer.json`.
         form: &'static str,
-        /// Why not.
+        /// The reason.
         because: String,
     },
-    /// More tokens than any model has.
+    /// Too many tokens.
     #[error("vocabulary needs {n_tokens} ids, the limit is {limit}")]
     TooManyTokens {
         /// Ids needed.
         n_tokens: usize,
-        /// The bound on them.
+        /// The limit.
         limit: usize,
     },
-    /// A token too long to be one.
+    /// An overlong token.
     #[error("token {id} is {len} bytes long, the limit is {limit}")]
     TokenTooLong {
-        /// Which token.
+        /// Id of the token.
         id: usize,
         /// Its length in bytes.
         len: usize,
-        /// The bound on it.
+        /// The limit.
         limit: usize,
     },
-    /// Two tokens with one text.
+    /// Two tokens with the same text.
     #[error("token {text:?} has two ids, {first} and {second}")]
     DuplicateToken {
         /// The text.
@@ -77,28 +77,28 @@ pub enum TokenizerError {
         /// The higher id.
         second: usize,
     },
-    /// Two tokens with one id.
+    /// Two tokens with the same id.
     #[error("id {id} belongs to two tokens, {first:?} and {second:?}")]
     DuplicateId {
         /// The id.
         id: u32,
-        /// One text.
+        /// Text of the first token.
         first: String,
-        /// The other.
+        /// Text of the second token.
         second: String,
     },
-    /// A token type that is not in the format.
+    /// An unknown token type.
     #[error("token {id} has unknown type {found} (known: 1 to 6)")]
     UnknownTokenType {
-        /// Which token.
+        /// Id of the token.
         id: usize,
         /// Its type.
         found: i32,
     },
-    /// A score that is not a number.
+    /// A score that is NaN.
     #[error("token {id} has the score {found}")]
     BadScore {
-        /// Which token.
+        /// Id of the token.
         id: usize,
         /// Its score.
         found: f32,
@@ -116,33 +116,33 @@ pub enum TokenizerError {
     /// A merge that is not two tokens.
     #[error("merge {index} is not two tokens with a blank between them: {found:?}")]
     BadMerge {
-        /// Which merge, counted from 0.
+        /// Index of the merge, from 0.
         index: usize,
         /// Its text, shortened.
         found: String,
     },
-    /// A merge of tokens, or into a token, that is not there.
+    /// A merge with a token that is not in the vocabulary.
     #[error("merge {index} names {token:?}, which is not in the vocabulary")]
     MergeUnknownToken {
-        /// Which merge, counted from 0.
+        /// Index of the merge, from 0.
         index: usize,
-        /// The token that is missing, shortened.
+        /// The missing token, shortened.
         token: String,
     },
     /// A tokenizer file that does not parse.
     #[error("{file} cannot be read: {reason}")]
     BadFile {
-        /// Which file.
+        /// The file.
         file: &'static str,
-        /// Where and why.
+        /// Position and reason.
         reason: String,
     },
-    /// A part of `tokenizer.json` that is not supported.
+    /// An unsupported part of `tokenizer.json`.
     #[error("tokenizer.json has a {part} that is not supported: {found}")]
     Unsupported {
-        /// Model, decoder, and so on.
+        /// Kind of the part: model, decoder and so on.
         part: &'static str,
-        /// What it is.
+        /// Name or description of the part.
         found: String,
     },
     /// An id outside the vocabulary.
@@ -153,28 +153,30 @@ pub enum TokenizerError {
         /// Tokens in the vocabulary.
         n_tokens: usize,
     },
-    /// The tokenizers library refused.
+    /// The tokenizers library returned an error.
     #[error("cannot {doing}: {reason}")]
     Library {
-        /// What was tried.
+        /// Attempted operation.
         doing: &'static str,
-        /// Its answer.
+        /// Message of the library.
         reason: String,
     },
 }
 
 impl TokenizerError {
-    /// What the user can do about it.
+    /// An action that may help.
     pub fn hint(&self) -> Option<String> {
         match self {
             Self::Metadata(error) => error.hint(),
             Self::UnknownModel { .. } | Self::UnknownPre { .. } | Self::Unsupported { .. } => {
-                Some("use a model of one of the known kinds".to_owned())
+                Some("use a model with a supported tokenizer".to_owned())
             }
-            Self::Missing { .. } => Some("use a model file that comes with its tokenizer".to_owned()),
-            Self::NoForm { .. } => Some("export the model in the form that it was opened from".to_owned()),
+            Self::Missing { .. } => Some("use a model file that includes its tokenizer".to_owned()),
+            Self::NoForm { .. } => Some("export the model in the format it was opened from".to_owned()),
             Self::UnknownId { .. } | Self::Library { .. } => None,
-            _ => Some("the file is damaged or was converted wrongly: fetch or convert it again".to_owned()),
+            _ => {
+                Some("the file is damaged or was converted incorrectly; fetch or convert it again".to_owned())
+            }
         }
     }
 
@@ -183,7 +185,7 @@ impl TokenizerError {
     }
 }
 
-/// The start of a text, short enough for a message.
+/// Shortens a text for a message.
 pub(super) fn excerpt(text: &str) -> String {
     const MAX_CHARS: usize = 40;
     match text.char_indices().nth(MAX_CHARS) {

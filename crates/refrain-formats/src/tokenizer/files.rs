@@ -1,4 +1,4 @@
-//! From the files of a Hugging Face folder to a tokenizer.
+//! Builds a tokenizer from the files of a Hugging Face folder.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -26,7 +26,7 @@ pub(super) fn tokenizer(
 ) -> Result<Tokenizer, TokenizerError> {
     let mut file: TokenizerJson = parse(JSON, tokenizer_json)?;
     let config: Config = config_json.map(|bytes| parse(CONFIG, bytes)).transpose()?.unwrap_or_default();
-    // Added tokens take the ids the file gives them once they are in the vocabulary.
+    // Once they are in the vocabulary, added tokens get the ids of the file.
     for added in file.added_tokens.iter().filter(|added| !added.token.content.is_empty()) {
         file.model.vocab.0.entry(added.token.content.clone()).or_insert(added.id);
     }
@@ -75,8 +75,64 @@ fn unsupported<T>(part: &'static str, found: &str) -> Result<T, TokenizerError> 
     Err(TokenizerError::Unsupported { part, found: found.to_owned() })
 }
 
+/// Limit on the steps of a normalizer or pre-tokenizer. Files in use have at most ten.
+const MAX_STEPS: usize = 32;
+/// Limit on the growth of a text in a normalizer or pre-tokenizer. A space written as in SentencePiece grows threefold.
+const MAX_GROWTH: usize = 64;
+/// Limit on the bytes that a normalizer prepends to a text.
+const MAX_PREPENDED_BYTES: usize = 256;
+
+/// Refuses steps that could make a text arbitrarily long or make the library panic.
+fn check_steps(part: &'static str, json: &Json) -> Result<(), TokenizerError> {
+    let mut steps = Vec::new();
+    collect_steps(json, &mut steps);
+    if steps.len() > MAX_STEPS {
+        return unsupported(part, &format!("{} steps, at most {MAX_STEPS} are allowed", steps.len()));
+    }
+    let (mut growth, mut n_prepended) = (1usize, 0);
+    for step in steps {
+        let of_text = |json: &Json| json.as_str().map_or(0, str::len);
+        growth = growth.saturating_mul(match step["type"].as_str() {
+            Some("Replace") => {
+                let (text, regex) = (&step["pattern"]["String"], &step["pattern"]["Regex"]);
+                if of_text(text) + of_text(regex) == 0 {
+                    return unsupported(part, "Replace with an empty pattern");
+                }
+                // A match of a regular expression is one byte or more.
+                of_text(&step["content"]).div_ceil(of_text(text).max(1)).max(1)
+            }
+            // A byte becomes a character of up to two bytes.
+            Some("ByteLevel") => 2,
+            // Chinese characters get a space on either side.
+            Some("BertNormalizer") => 3,
+            _ => 1,
+        });
+        if step["type"] == "Prepend" {
+            n_prepended += of_text(&step["prepend"]);
+        }
+    }
+    if growth > MAX_GROWTH {
+        return unsupported(part, &format!("growth of a text by {growth}, at most {MAX_GROWTH} is allowed"));
+    }
+    if n_prepended > MAX_PREPENDED_BYTES {
+        let found = format!("{n_prepended} bytes before a text, at most {MAX_PREPENDED_BYTES} are allowed");
+        return unsupported(part, &found);
+    }
+    Ok(())
+}
+
+/// The steps of sequences inside sequences, in order.
+fn collect_steps<'a>(json: &'a Json, steps: &mut Vec<&'a Json>) {
+    let lists = ["normalizers", "pretokenizers"].map(|list| json[list].as_array());
+    match lists.into_iter().flatten().next() {
+        Some(list) => list.iter().for_each(|step| collect_steps(step, steps)),
+        None => steps.push(json),
+    }
+}
+
 fn normalizer(json: Json) -> Result<Option<NormalizerWrapper>, TokenizerError> {
-    // The library panics on damaged tables of this kind, and no supported model has one.
+    check_steps("normalizer", &json)?;
+    // The library panics on damaged tables, and no supported model has one.
     if mentions(&json, "Precompiled") {
         return unsupported("normalizer", "Precompiled");
     }
@@ -84,6 +140,7 @@ fn normalizer(json: Json) -> Result<Option<NormalizerWrapper>, TokenizerError> {
 }
 
 fn pre_tokenizer(json: Json) -> Result<Option<PreTokenizerWrapper>, TokenizerError> {
+    check_steps("pre-tokenizer", &json)?;
     // The library panics when its length is 0, and no supported model has one.
     if mentions(&json, "FixedLength") {
         return unsupported("pre-tokenizer", "FixedLength");
@@ -91,7 +148,7 @@ fn pre_tokenizer(json: Json) -> Result<Option<PreTokenizerWrapper>, TokenizerErr
     part(json)
 }
 
-/// Whether a text stands anywhere inside.
+/// Returns whether a string value occurs anywhere inside.
 fn mentions(json: &Json, text: &str) -> bool {
     match json {
         Json::String(found) => found == text,
@@ -101,7 +158,7 @@ fn mentions(json: &Json, text: &str) -> bool {
     }
 }
 
-/// The steps of a part that is one step or a sequence of them.
+/// Iterates over the steps of a part, which is a single step or a sequence.
 fn steps<'a>(json: &'a Json, list: &str) -> impl Iterator<Item = &'a Json> {
     let (one, many) = match json[list].as_array() {
         Some(many) => (None, many.as_slice()),
@@ -155,7 +212,7 @@ fn model(model: ModelJson) -> Result<ModelWrapper, TokenizerError> {
     builder.build().map(ModelWrapper::BPE).map_err(TokenizerError::library("build the vocabulary"))
 }
 
-/// How tokens spell text, and whether encoding puts a blank in front.
+/// How tokens spell text, and whether encoding prepends a space.
 struct Spelled {
     spelling: Spelling,
     space_in_front: bool,
@@ -185,9 +242,9 @@ fn spelled(file: &TokenizerJson) -> Result<Spelled, TokenizerError> {
     unsupported("decoder", &excerpt(&file.decoder.to_string()))
 }
 
-/// Control tokens of Gemma 4 that are shown in a reply: what thinks and what calls a tool is told apart by them. In texts
-/// of users they are not parsed.
-const SHOWN: [&str; 7] = [
+/// Control tokens of Gemma 4 that stay visible in a reply: they delimit thinking and tool calls. They are not parsed in
+/// users' text.
+const VISIBLE: [&str; 7] = [
     "<|channel>",
     "<channel|>",
     "<|tool_call>",
@@ -219,7 +276,7 @@ fn pieces(file: &TokenizerJson, spelled: &Spelled) -> Result<PieceTable, Tokeniz
             });
         }
         let kind = match added.get(text.as_str()) {
-            Some(true) if SHOWN.contains(&text.as_str()) => TokenKind::UserDefined,
+            Some(true) if VISIBLE.contains(&text.as_str()) => TokenKind::UserDefined,
             Some(true) => TokenKind::Control,
             Some(false) => TokenKind::UserDefined,
             None if has_bytes && byte_of(text).is_some() => TokenKind::Byte,
@@ -239,14 +296,14 @@ fn pieces(file: &TokenizerJson, spelled: &Spelled) -> Result<PieceTable, Tokeniz
     Ok(pieces)
 }
 
-/// Ids in front of a text and behind it.
+/// Ids before and after a text.
 #[derive(Default)]
 struct Around {
     prefix: Vec<u32>,
     suffix: Vec<u32>,
 }
 
-/// The ids the post-processor puts around a text.
+/// Returns the ids that the post-processor puts around a text.
 fn around(post_processor: &Json, n_tokens: usize) -> Result<Around, TokenizerError> {
     let as_id = |json: &Json| json.as_u64().and_then(|id| u32::try_from(id).ok());
     let mut around = Around::default();
@@ -276,7 +333,7 @@ fn around(post_processor: &Json, n_tokens: usize) -> Result<Around, TokenizerErr
     }
 }
 
-/// The configuration's word on BOS or EOS, over what the post-processor adds.
+/// Applies the configuration's flag for BOS or EOS, which overrides the post-processor.
 fn with_flag(around: Vec<u32>, flag: Option<bool>, id: Option<u32>) -> Vec<u32> {
     match (flag, id) {
         (Some(true), Some(id)) if !around.contains(&id) => vec![id],

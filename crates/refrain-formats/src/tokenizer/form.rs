@@ -1,7 +1,7 @@
-//! A tokenizer in the form its files have, and from there to the other form.
+//! Conversion of tokenizers between `tokenizer.json` and GGUF vocabularies.
 //!
-//! Byte-level vocabularies go both ways. What comes out is compared with what went in, on a text that shows the
-//! differences between all known tokenizers, so that no word is silently cut in another way.
+//! Byte-level vocabularies convert both ways. The result is compared with the source on a text that all known tokenizers
+//! split differently, so that no conversion silently changes how words are split.
 
 use std::borrow::Cow;
 
@@ -16,22 +16,22 @@ use super::{SpecialIds, Tokenizer};
 
 const GGUF: &str = "a GGUF vocabulary";
 
-/// Text that known tokenizers cut differently: contractions, numbers, scripts, blanks and line ends in all mixtures.
+/// Text that known tokenizers split differently: contractions, numbers, scripts, spaces and line ends.
 const PROBE: &str = " Don't we'LL I'M 1234567 12.5% 0x1F a1b2\n\n  three   blanks\t\ttabs \r\n end \n\n\n!!! ...\
     \n$x+=~<y>^|`z`; a_b-c/d foo(bar) naïve Ärger ÉCOLE straße Ω≈ç√ Привет мир 中文字符 日本語テキスト カタカナ 한국어 \
     नमस्ते สวัสดี שלום e\u{301} 🦀👩‍🚀 \u{a0}\u{3000} ｆｕｌｌ １２３ camelCaseWord HTTPServer iPhone's \u{2019}s x²  \n ";
 
-/// A tokenizer as files have it.
+/// A tokenizer in one of its file formats.
 #[derive(Debug, Clone)]
 pub enum TokenizerForm {
     /// The contents of `tokenizer.json` and `tokenizer_config.json`.
     Files {
         /// `tokenizer.json`.
         json: Vec<u8>,
-        /// `tokenizer_config.json`, where there is one.
+        /// `tokenizer_config.json`, if it exists.
         config: Option<Vec<u8>>,
     },
-    /// A vocabulary of a GGUF file.
+    /// The vocabulary of a GGUF file.
     Vocab(Box<VocabSpec>),
 }
 
@@ -40,12 +40,12 @@ pub enum TokenizerForm {
 pub struct TokenizerFiles<'a> {
     /// The content of `tokenizer.json`.
     pub json: Cow<'a, [u8]>,
-    /// The content of `tokenizer_config.json`, where there is one.
+    /// The content of `tokenizer_config.json`, if it exists.
     pub config: Option<Cow<'a, [u8]>>,
 }
 
 impl TokenizerForm {
-    /// The tokenizer, ready for use.
+    /// Builds the tokenizer.
     pub fn build(&self) -> Result<Tokenizer, TokenizerError> {
         match self {
             Self::Files { json, config } => Tokenizer::from_files(json, config.as_deref()),
@@ -53,7 +53,7 @@ impl TokenizerForm {
         }
     }
 
-    /// The same with a chat template of its own, which stands in a file beside.
+    /// Sets the chat template, which some models store in a separate file.
     pub fn with_chat_template(self, template: &str) -> Result<Self, TokenizerError> {
         match self {
             Self::Files { json, config } => {
@@ -71,7 +71,7 @@ impl TokenizerForm {
         }
     }
 
-    /// As GGUF files carry it.
+    /// Converts to a GGUF vocabulary.
     pub fn to_spec(&self) -> Result<Cow<'_, VocabSpec>, TokenizerError> {
         match self {
             Self::Vocab(spec) => Ok(Cow::Borrowed(spec)),
@@ -79,7 +79,7 @@ impl TokenizerForm {
         }
     }
 
-    /// As `tokenizer.json` and `tokenizer_config.json`.
+    /// Converts to `tokenizer.json` and `tokenizer_config.json`.
     pub fn to_files(&self) -> Result<TokenizerFiles<'_>, TokenizerError> {
         match self {
             Self::Files { json, config } => {
@@ -108,7 +108,7 @@ fn spec_of(json: &[u8], config: Option<&[u8]>) -> Result<VocabSpec, TokenizerErr
     };
     let merges: Option<Vec<String>> =
         merges.iter().map(|merge| merge.split().map(|(left, right)| format!("{left} {right}"))).collect();
-    let merges = merges.ok_or_else(|| no("its merges are no pairs"))?;
+    let merges = merges.ok_or_else(|| no("its merges are not pairs"))?;
     let n_tokens = tokenizer.vocab_size();
     let mut tokens = vec![String::new(); n_tokens];
     let added = file.added_tokens.iter().map(|added| (&added.token.content, added.id));
@@ -132,25 +132,25 @@ fn spec_of(json: &[u8], config: Option<&[u8]>) -> Result<VocabSpec, TokenizerErr
         ..VocabSpec::default()
     };
     let ignores_merges = file.model.ignore_merges.unwrap_or(false);
-    let wanted = tokenizer.encode(PROBE, true, true)?;
+    let expected = tokenizer.encode(PROBE, true, true)?;
     for name in distinct_pre_tokenizers() {
         if Pre::by_name(Some(name))?.ignore_merges != ignores_merges {
             continue;
         }
         spec.pre = Some(name.to_owned());
         let candidate = Tokenizer::from_spec(&spec)?;
-        if candidate.encode(PROBE, true, true)? == wanted {
+        if candidate.encode(PROBE, true, true)? == expected {
             return Ok(spec);
         }
     }
-    Err(no("none of the known pre-tokenizers cuts words as it does"))
+    Err(no("no known pre-tokenizer splits words the same way"))
 }
 
 fn files_of(spec: &VocabSpec) -> Result<(String, String), TokenizerError> {
     let no = |because: &str| TokenizerError::NoForm { form: JSON, because: because.to_owned() };
     if spec.model != "gpt2" {
         return Err(no(
-            "it is not a byte-level BPE; a SentencePiece vocabulary has scores in place of merges",
+            "it is not a byte-level BPE; a SentencePiece vocabulary has scores instead of merges",
         ));
     }
     let tokenizer = Tokenizer::from_spec(spec)?;
@@ -203,7 +203,7 @@ fn files_of(spec: &VocabSpec) -> Result<(String, String), TokenizerError> {
     let (file, config) = (file.to_string(), config.to_string());
     let again = Tokenizer::from_files(file.as_bytes(), Some(config.as_bytes()))?;
     if again.encode(PROBE, true, true)? != tokenizer.encode(PROBE, true, true)? {
-        return Err(no("it would cut words differently"));
+        return Err(no("it would split words differently"));
     }
     Ok((file, config))
 }
@@ -213,7 +213,7 @@ mod tests {
     use super::*;
     use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 
-    /// All bytes, and merges across most places where some tokenizer cuts.
+    /// All bytes, and merges across most boundaries where some tokenizer splits.
     fn spec(pre: &str) -> VocabSpec {
         let mut tokens: Vec<String> = ByteLevel::alphabet().into_iter().map(String::from).collect();
         tokens.sort_unstable();
@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn a_vocabulary_goes_to_files_and_back() {
+    fn a_vocabulary_converts_to_files_and_back() {
         let text = "Don't say 1234, <tool> or </s>!!!\n\n  a_b";
         for pre in distinct_pre_tokenizers() {
             let first = TokenizerForm::Vocab(Box::new(spec(pre)));
@@ -265,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn the_way_to_cut_words_is_found_by_what_it_does() {
+    fn the_pre_tokenizer_is_found_by_its_behaviour() {
         for pre in ["gpt-2", "llama-bpe", "qwen2"] {
             let (json, config) = files_of(&spec(pre)).unwrap();
             let found = spec_of(json.as_bytes(), Some(config.as_bytes())).unwrap();
@@ -274,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_no_other_form_is_refused() {
+    fn tokenizers_without_another_form_are_refused() {
         let scored = VocabSpec { model: "llama".into(), ..spec("gpt-2") };
         let error = files_of(&scored).unwrap_err();
         assert!(error.to_string().contains("tokenizer.json") && error.hint().is_some(), "{error}");

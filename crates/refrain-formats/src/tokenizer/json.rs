@@ -1,6 +1,6 @@
-//! The shape of `tokenizer.json` and `tokenizer_config.json`.
+//! Structure of `tokenizer.json` and `tokenizer_config.json`.
 //!
-//! The file is read here and not by the `tokenizers` crate, whose reader panics on some damaged files.
+//! The `tokenizers` crate has a reader too, but it panics on some damaged files.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -48,7 +48,7 @@ pub(super) struct AddedWithId {
     pub(super) token: AddedToken,
 }
 
-/// Two tokens, as a pair or with a blank between them.
+/// Two tokens, as a pair or separated by a space.
 #[derive(Deserialize)]
 #[serde(untagged)]
 pub(super) enum Merge {
@@ -65,7 +65,7 @@ impl Merge {
     }
 }
 
-/// Ids by text; empty where the file has a list (Unigram).
+/// Ids by text; empty if the file has a list (Unigram).
 #[derive(Default)]
 pub(super) struct Vocab(pub(super) HashMap<String, u32>);
 
@@ -98,7 +98,7 @@ impl<'de> Visitor<'de> for VocabVisitor {
     }
 }
 
-/// What `tokenizer_config.json` says that matters here.
+/// The used keys of `tokenizer_config.json`.
 #[derive(Default, Deserialize)]
 pub(super) struct Config {
     pub(super) bos_token: Option<TokenText>,
@@ -113,7 +113,7 @@ pub(super) struct Config {
     pub(super) chat_template: Option<Template>,
 }
 
-/// A token's text, plain or with its settings.
+/// A token's text, plain or with settings.
 #[derive(Deserialize)]
 #[serde(untagged)]
 pub(super) enum TokenText {

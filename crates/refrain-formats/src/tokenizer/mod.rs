@@ -1,20 +1,20 @@
-//! Text to token ids and back.
+//! Tokenizers: text to token ids and back.
 //!
-//! The work is done by the `tokenizers` crate. This module turns a GGUF file's vocabulary, or the files of a Hugging
-//! Face folder, into its pipelines, knows which tokens are special, and turns ids back into text while they stream.
+//! The `tokenizers` crate does the encoding. This module builds its pipelines from the vocabulary of a GGUF file or from
+//! the files of a Hugging Face folder, tracks special tokens, and decodes ids as they stream.
 
-mod build; // from a vocabulary to pipelines
-mod error; // what can go wrong
-mod files; // from tokenizer.json and tokenizer_config.json
-mod form; // from one form of file to the other
-mod json; // the shape of those files
-mod pieces; // the bytes of every token
+mod build; // pipelines from a vocabulary
+mod error; // errors
+mod files; // pipelines from tokenizer.json
+mod form; // conversion between file formats
+mod json; // structure of tokenizer.json
+mod pieces; // bytes of every token
 mod pipeline; // text to ids
-mod pre; // how words are cut before merging
-mod scored; // text to ids by scores, as SentencePiece does it
+mod pre; // pre-tokenizers
+mod scored; // text to ids by scores (SentencePiece)
 mod spec; // a vocabulary as data
 mod stream; // ids to text
-mod summary; // what a vocabulary is, without a tokenizer
+mod summary; // kind and size of a vocabulary
 
 use std::sync::Arc;
 
@@ -36,33 +36,32 @@ pub struct Tokenizer {
     pipelines: Pipelines,
     pieces: Arc<PieceTable>,
     specials: SpecialIds,
-    prefix: Vec<u32>,  // what goes in front of a text, such as BOS
-    suffix: Vec<u32>,  // what goes behind it
+    prefix: Vec<u32>,  // ids before a text, such as BOS
+    suffix: Vec<u32>,  // ids after a text
     end_ids: Vec<u32>, // sorted
     chat_template: Option<String>,
 }
 
 impl Tokenizer {
-    /// The tokenizer inside a GGUF file.
+    /// Builds the tokenizer of a GGUF file.
     pub fn from_gguf(metadata: &Metadata) -> Result<Self, TokenizerError> {
         Self::from_spec(&VocabSpec::from_gguf(metadata)?)
     }
 
-    /// The tokenizer of a vocabulary.
+    /// Builds the tokenizer of a vocabulary.
     pub fn from_spec(spec: &VocabSpec) -> Result<Self, TokenizerError> {
         build::tokenizer(spec)
     }
 
-    /// The tokenizer of a Hugging Face folder, from the contents of `tokenizer.json` and `tokenizer_config.json`.
+    /// Builds the tokenizer of a Hugging Face folder from the contents of `tokenizer.json` and `tokenizer_config.json`.
     pub fn from_files(tokenizer_json: &[u8], config_json: Option<&[u8]>) -> Result<Self, TokenizerError> {
         files::tokenizer(tokenizer_json, config_json)
     }
 
-    /// The ids of a text.
+    /// Encodes a text.
     ///
-    /// With `add_special`, BOS and the like are put around it where the model uses them. With `parse_special`, texts
-    /// such as `<|im_end|>` become their control tokens; without, they are text like any other, which is what text
-    /// from users needs.
+    /// `add_special` adds BOS and similar tokens if the model uses them. `parse_special` turns texts such as
+    /// `<|im_end|>` into control tokens; leave it off for users' text, so that it stays text.
     pub fn encode(
         &self,
         text: &str,
@@ -76,8 +75,8 @@ impl Tokenizer {
         Ok([self.prefix.as_slice(), &ids, &self.suffix].concat())
     }
 
-    /// The ids of a rendered chat template: control texts become tokens, and BOS is added where the model uses one
-    /// and the template has not put it there.
+    /// Encodes a rendered chat template. Control texts become tokens, and BOS is added if the model uses it and the
+    /// template has not.
     pub fn encode_chat(&self, rendered: &str) -> Result<Vec<u32>, TokenizerError> {
         let ids = self.encode(rendered, false, true)?;
         match self.specials.bos {
@@ -86,12 +85,12 @@ impl Tokenizer {
         }
     }
 
-    /// The text of a whole sequence of ids, without control tokens; bytes that are not UTF-8 become U+FFFD.
+    /// Decodes ids without control tokens. Bytes that are not UTF-8 become U+FFFD.
     pub fn decode(&self, ids: &[u32]) -> Result<String, TokenizerError> {
         self.decode_by(DecodeStream::new(self.pieces.clone(), self.pieces.space_in_front(), false), ids)
     }
 
-    /// The text of a whole sequence of ids with control tokens written out.
+    /// Decodes ids including control tokens.
     pub fn decode_with_special(&self, ids: &[u32]) -> Result<String, TokenizerError> {
         self.decode_by(DecodeStream::new(self.pieces.clone(), self.pieces.space_in_front(), true), ids)
     }
@@ -108,79 +107,79 @@ impl Tokenizer {
         Ok(text)
     }
 
-    /// A decoder for ids as they are generated after a prompt; control tokens give no text.
+    /// Returns a decoder for generated ids, without control tokens.
     pub fn stream(&self) -> DecodeStream {
         DecodeStream::new(self.pieces.clone(), false, false)
     }
 
-    /// Like [`Tokenizer::stream`], with control tokens written out.
+    /// Like [`Tokenizer::stream`], including control tokens.
     pub fn stream_with_special(&self) -> DecodeStream {
         DecodeStream::new(self.pieces.clone(), false, true)
     }
 
-    /// The bytes a token stands for; not always whole characters.
+    /// Returns the bytes of a token, which may be an incomplete character.
     pub fn piece(&self, id: u32) -> Option<&[u8]> {
         self.pieces.bytes(id)
     }
 
-    /// What sort of token an id is.
+    /// Returns the kind of a token.
     pub fn kind(&self, id: u32) -> Option<TokenKind> {
         self.pieces.kind(id)
     }
 
-    /// The id of a token named by its text in the vocabulary, such as `<|im_end|>`.
+    /// Returns the id of a token by its text in the vocabulary, such as `<|im_end|>`.
     pub fn token_id(&self, text: &str) -> Option<u32> {
         self.pipelines.token_id(text)
     }
 
-    /// How many ids there are.
+    /// Returns the number of ids.
     pub fn vocab_size(&self) -> usize {
         self.pieces.len()
     }
 
-    /// The tokens with a role of their own.
+    /// The special tokens.
     pub fn specials(&self) -> &SpecialIds {
         &self.specials
     }
 
-    /// Begin of text.
+    /// Beginning-of-text token.
     pub fn bos(&self) -> Option<u32> {
         self.specials.bos
     }
 
-    /// End of text.
+    /// End-of-text token.
     pub fn eos(&self) -> Option<u32> {
         self.specials.eos
     }
 
-    /// Whether a text starts with BOS when special tokens are added.
+    /// Returns whether `add_special` prepends BOS.
     pub fn add_bos(&self) -> bool {
         self.specials.bos.is_some_and(|bos| self.prefix.first() == Some(&bos))
     }
 
-    /// The ids after which generation ends, sorted: end of text, of turn and of message.
+    /// The sorted ids that end generation: end of text, turn and message.
     pub fn end_of_generation(&self) -> &[u32] {
         &self.end_ids
     }
 
-    /// Whether generation ends with this id.
+    /// Returns whether an id ends generation.
     pub fn is_end_of_generation(&self, id: u32) -> bool {
         self.end_ids.binary_search(&id).is_ok()
     }
 
-    /// Adds ids after which generation ends, such as those of `generation_config.json`; unknown ids are ignored.
+    /// Adds ids that end generation, such as those of `generation_config.json`. Unknown ids are ignored.
     pub fn add_end_of_generation(&mut self, ids: &[u32]) {
         self.end_ids.extend(ids.iter().filter(|&&id| (id as usize) < self.pieces.len()));
         self.end_ids.sort_unstable();
         self.end_ids.dedup();
     }
 
-    /// The chat template that came with the vocabulary.
+    /// The chat template stored with the vocabulary.
     pub fn chat_template(&self) -> Option<&str> {
         self.chat_template.as_deref()
     }
 
-    /// The texts of special tokens, for the chat template.
+    /// Returns the texts of special tokens for the chat template.
     pub fn special_texts(&self) -> SpecialTexts {
         let text = |id: Option<u32>| id.and_then(|id| self.pieces.text(id));
         SpecialTexts {

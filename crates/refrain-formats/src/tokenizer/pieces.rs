@@ -1,21 +1,21 @@
-//! The bytes of every token, for turning ids back into text.
+//! Bytes of every token, for decoding.
 
 use std::collections::HashMap;
 use std::sync::LazyLock;
 
 use super::spec::TokenKind;
 
-/// SentencePiece's sign for a blank.
+/// SentencePiece's character for a space.
 pub(super) const BLANK: char = '\u{2581}';
 
-/// How the texts of normal tokens stand for bytes.
+/// How the texts of normal tokens encode bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Spelling {
-    /// One printable character per byte, as GPT-2 does it.
+    /// One printable character per byte, as in GPT-2.
     ByteLevel,
-    /// Text with [`BLANK`] for blanks.
+    /// Text with [`BLANK`] for spaces.
     SentencePiece,
-    /// Text, with `##` in front of what continues a word.
+    /// Text with the prefix `##` on tokens that continue a word.
     WordPiece,
 }
 
@@ -23,13 +23,13 @@ pub(super) enum Spelling {
 #[derive(Debug)]
 pub(super) struct PieceTable {
     bytes: Vec<u8>,
-    ends: Vec<usize>, // where each piece ends in `bytes`
+    ends: Vec<usize>, // end of each token in `bytes`
     kinds: Vec<TokenKind>,
     space_in_front: bool,
 }
 
 impl PieceTable {
-    /// An empty table; `space_in_front` says that encoding puts a blank in front of a text, which decoding takes away.
+    /// Creates an empty table. `space_in_front`: encoding prepends a space to a text, which decoding removes.
     pub(super) fn new(space_in_front: bool) -> Self {
         Self { bytes: Vec::new(), ends: Vec::new(), kinds: Vec::new(), space_in_front }
     }
@@ -56,7 +56,7 @@ impl PieceTable {
             (TokenKind::UserDefined, _) => self.bytes.extend_from_slice(text.as_bytes()),
             (TokenKind::Normal, Spelling::ByteLevel) => push_byte_level(&mut self.bytes, text),
             (TokenKind::Normal, Spelling::WordPiece) => match text.strip_prefix("##") {
-                Some(rest) if !rest.is_empty() => self.bytes.extend_from_slice(rest.as_bytes()),
+                Some(suffix) if !suffix.is_empty() => self.bytes.extend_from_slice(suffix.as_bytes()),
                 _ => {
                     self.bytes.push(b' ');
                     self.bytes.extend_from_slice(text.as_bytes());
@@ -91,7 +91,7 @@ impl PieceTable {
     }
 }
 
-/// The byte a token such as `<0x0A>` stands for.
+/// Returns the byte of a token such as `<0x0A>`.
 pub(super) fn byte_of(text: &str) -> Option<u8> {
     let digits = text.strip_prefix("<0x")?.strip_suffix('>')?;
     let is_byte = digits.len() == 2 && digits.bytes().all(|digit| digit.is_ascii_hexdigit());
@@ -107,7 +107,7 @@ fn push_byte_level(bytes: &mut Vec<u8>, text: &str) {
     }
 }
 
-/// GPT-2's character for each byte: printable ones stand for themselves, the others for characters from U+0100 on.
+/// GPT-2's character for each byte: printable bytes map to themselves, the others to characters from U+0100 on.
 pub(super) static CHARS: LazyLock<[char; 256]> = LazyLock::new(|| {
     let mut next = 0x100;
     std::array::from_fn(|byte| {

@@ -1,4 +1,4 @@
-//! Text to ids, by the `tokenizers` crate.
+//! Text to ids with the `tokenizers` crate.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -14,21 +14,21 @@ use super::error::TokenizerError;
 use super::pieces::CHARS;
 use super::scored::ScoredPieces;
 
-/// What turns a word into ids.
+/// Model that turns a word into ids.
 #[derive(Debug)]
 pub(super) enum TextModel {
-    /// By a list of merges or by the longest match.
+    /// Merges or longest match.
     Library(ModelWrapper),
-    /// By scores.
+    /// Scores.
     Scored(ScoredPieces),
 }
 
-/// One model under two pipelines: the set of texts that become control tokens cannot be changed per call, and a second
-/// copy of a large vocabulary would cost a hundred megabytes.
+/// A model shared by two pipelines. The set of parsed control texts cannot change per call, and a second copy of a large
+/// vocabulary would take a hundred megabytes.
 #[derive(Debug, Clone)]
 struct SharedModel(Arc<TextModel>);
 
-/// Calls a method of whichever model there is.
+/// Calls a method of either model.
 macro_rules! of_model {
     ($model:expr, $method:ident ( $($arg:expr),* )) => {
         match &*$model.0 {
@@ -73,23 +73,23 @@ impl Model for SharedModel {
 type Pipeline =
     TokenizerImpl<SharedModel, NormalizerWrapper, PreTokenizerWrapper, PostProcessorWrapper, DecoderWrapper>;
 
-/// The parts of a pipeline.
+/// Parts of a pipeline.
 pub(super) struct PipelineParts {
     pub(super) model: TextModel,
     pub(super) normalizer: Option<NormalizerWrapper>,
     pub(super) pre_tokenizer: Option<PreTokenizerWrapper>,
-    /// Texts that are one token wherever they stand; the special ones only where control texts are parsed.
+    /// Tokens that are matched anywhere in a text; special ones only if control texts are parsed.
     pub(super) added: Vec<AddedToken>,
-    /// The model writes bytes as GPT-2 does and drops what it has no token for.
+    /// The model spells bytes as GPT-2 does and drops bytes without a token.
     pub(super) is_byte_level: bool,
 }
 
-/// Text to ids, with control texts and without.
+/// Two pipelines: with and without parsing of control texts.
 #[derive(Debug)]
 pub(super) struct Pipelines {
     with_control: Pipeline,
     without_control: Pipeline,
-    missing_bytes: Option<Box<[bool; 256]>>, // bytes that have no token
+    missing_bytes: Option<Box<[bool; 256]>>, // bytes without a token
 }
 
 impl Pipelines {
@@ -114,12 +114,12 @@ impl Pipelines {
 
     pub(super) fn encode(&self, text: &str, parse_special: bool) -> Result<Vec<u32>, TokenizerError> {
         if let Some(missing) = &self.missing_bytes
-            && let Some(at) = text.bytes().position(|byte| missing[byte as usize])
+            && let Some(offset) = text.bytes().position(|byte| missing[byte as usize])
         {
-            // Left out, as every implementation does it: a stray control character must not end a program.
+            // Dropped, as in other implementations: a stray control character must not abort a program.
             tracing::warn!(
-                "the vocabulary has no token for byte 0x{:02x} (at {at}): left out",
-                text.as_bytes()[at]
+                "dropping byte 0x{:02x} at offset {offset}: the vocabulary has no token for it",
+                text.as_bytes()[offset]
             );
         }
         let pipeline = if parse_special { &self.with_control } else { &self.without_control };

@@ -1,6 +1,6 @@
-//! How byte-level vocabularies cut text into words before merging, by the name a GGUF file gives.
+//! Pre-tokenizers: how byte-level vocabularies split text into words before merging, by their names in GGUF files.
 //!
-//! The patterns are those the models were trained with, from their public `tokenizer.json` files.
+//! The patterns are those of the models' public `tokenizer.json` files.
 
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::pre_tokenizers::sequence::Sequence;
@@ -9,14 +9,14 @@ use tokenizers::{PreTokenizerWrapper, SplitDelimiterBehavior};
 
 use super::error::TokenizerError;
 
-/// A way to cut words and what goes with it.
+/// A pre-tokenizer and its settings.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Pre {
     names: &'static [&'static str],
-    patterns: &'static [&'static str], // applied one after the other
-    /// A word that is a token is not merged from its parts.
+    patterns: &'static [&'static str], // applied in order
+    /// A word that is itself a token is not built from merges.
     pub(super) ignore_merges: bool,
-    /// Put BOS in front unless the file says otherwise.
+    /// Prepend BOS unless the file says otherwise.
     pub(super) add_bos: bool,
 }
 
@@ -26,7 +26,7 @@ const QWEN2: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N
 const QWEN35: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 const TEKKEN: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 const GPT4O: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
-/// Letters with case, as DeepSeek lists them.
+/// Cased letters, as listed by DeepSeek.
 const DEEPSEEK_WORD: &str = concat!(
     r"\s?[",
     r"A-Za-z\u{b5}\u{c0}-\u{d6}\u{d8}-\u{f6}\u{f8}-\u{1ba}\u{1bc}-\u{1bf}\u{1c4}-\u{293}",
@@ -157,13 +157,13 @@ const TABLE: &[Pre] = &[
     Pre { names: &["gpt-4o", "llama4", "kanana2"], patterns: &[GPT4O], ignore_merges: false, add_bos: false },
 ];
 
-/// One name for each way to cut words, the most usual ways first.
+/// Returns one name per distinct pre-tokenizer, the most common first.
 pub(super) fn distinct_pre_tokenizers() -> impl Iterator<Item = &'static str> {
     let (default, others) = TABLE.split_at(1);
     others.iter().chain(default).filter_map(|pre| pre.names.first().copied())
 }
 
-/// The names of the pre-tokenizers that are supported, sorted.
+/// Returns the sorted names of the supported pre-tokenizers.
 pub fn known_pre_tokenizers() -> Vec<&'static str> {
     let mut names: Vec<_> = TABLE.iter().flat_map(|pre| pre.names).copied().collect();
     names.sort_unstable();
@@ -171,7 +171,7 @@ pub fn known_pre_tokenizers() -> Vec<&'static str> {
 }
 
 impl Pre {
-    /// The pre-tokenizer a file names; `default` where it names none.
+    /// Returns a pre-tokenizer by name; `default` if the file has none.
     pub(super) fn by_name(name: Option<&str>) -> Result<Self, TokenizerError> {
         let name = name.unwrap_or("default");
         TABLE.iter().find(|pre| pre.names.contains(&name)).copied().ok_or_else(|| {
@@ -179,7 +179,7 @@ impl Pre {
         })
     }
 
-    /// The same as `tokenizer.json` writes it.
+    /// Converts to the form of `tokenizer.json`.
     pub(super) fn to_json(self) -> serde_json::Value {
         let split = |pattern: &&str| {
             serde_json::json!({
@@ -193,7 +193,7 @@ impl Pre {
         serde_json::json!({ "type": "Sequence", "pretokenizers": steps })
     }
 
-    /// As a part of a pipeline: words first, then their bytes as characters.
+    /// Builds the part of a pipeline: splits words, then maps their bytes to characters.
     pub(super) fn build(&self) -> Result<PreTokenizerWrapper, TokenizerError> {
         let mut steps = Vec::with_capacity(self.patterns.len() + 1);
         for pattern in self.patterns {

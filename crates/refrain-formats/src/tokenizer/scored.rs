@@ -1,4 +1,4 @@
-//! SentencePiece's way to ids: join the two neighbours whose joint token has the highest score, until none are left.
+//! SentencePiece's algorithm: repeatedly merge the two neighbours whose merged token has the highest score.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
@@ -12,17 +12,17 @@ use super::pieces::BLANK;
 use super::spec::{TextIndex, TokenKind, Vocabulary};
 use crate::gguf::StrArray;
 
-/// No symbol: the end of the list.
+/// End of the linked list.
 const NONE: u32 = u32::MAX;
 
-/// A vocabulary with scores. It has no list of merges: whether two tokens join is one look at their joint text, as in
-/// SentencePiece itself. A list holds every way to make every token, half a million for 262,144 of them.
+/// A vocabulary with scores. As in SentencePiece, two tokens merge if their concatenation is a token. A list of merges
+/// would hold every way to make every token, half a million for 262,144 tokens.
 pub(super) struct ScoredPieces {
     tokens: StrArray,
     kinds: Vec<TokenKind>,
     scores: Vec<f32>,
     ids: TextIndex,
-    /// Ids of user-defined tokens that are written with [`BLANK`], by their text with plain blanks.
+    /// Ids of user-defined tokens spelled with [`BLANK`], by their text with plain spaces.
     plain: HashMap<String, u32>,
     byte_ids: Box<[Option<u32>; 256]>,
     unk: Option<u32>,
@@ -30,7 +30,7 @@ pub(super) struct ScoredPieces {
 }
 
 impl ScoredPieces {
-    /// The scores are one for each token, and none is NaN.
+    /// Creates a model. There is one score per token, and none is NaN.
     pub(super) fn new(vocabulary: Vocabulary<'_>, scores: &[f32], unk: Option<u32>) -> Self {
         let Vocabulary { tokens, kinds, ids } = vocabulary;
         let mut plain = HashMap::new();
@@ -70,8 +70,8 @@ impl ScoredPieces {
         self.tokens.get(id as usize).unwrap_or_default()
     }
 
-    /// The token that two neighbours become. Control and byte tokens are not made from text, and user-defined ones are
-    /// found before anything is joined.
+    /// Returns the token that two neighbours merge into. Control and byte tokens are never merged, and user-defined
+    /// tokens are matched before any merge.
     fn joint(&self, left: u32, right: u32, scratch: &mut String) -> Option<u32> {
         if self.kind(left) != TokenKind::Normal || self.kind(right) != TokenKind::Normal {
             return None;
@@ -86,10 +86,10 @@ impl ScoredPieces {
         self.ids.get(&self.tokens, scratch).filter(|&id| self.kind(id) == TokenKind::Normal)
     }
 
-    /// One symbol for each character, or for each byte of one that has no token.
+    /// Returns one symbol per character, or per byte of a character without a token.
     fn symbols(&self, text: &str) -> Vec<Symbol> {
         let mut symbols = Vec::with_capacity(text.len());
-        let mut unknown_until = None; // the end of unknown characters that become one token
+        let mut unknown_until = None; // end of a run of unknown characters, which becomes one token
         for (start, c) in text.char_indices() {
             let end = start + c.len_utf8();
             let part = &text[start..end];
@@ -121,35 +121,35 @@ impl ScoredPieces {
         symbols
     }
 
-    /// The symbols of a text after every join.
+    /// Returns the symbols of a text after all merges.
     fn join(&self, text: &str) -> Vec<Symbol> {
         let mut symbols = self.symbols(text);
         let mut scratch = String::with_capacity(self.longest);
-        let mut candidate = |symbols: &[Symbol], at: u32| {
-            let left = symbols[at as usize];
+        let mut candidate = |symbols: &[Symbol], idx: u32| {
+            let left = symbols[idx as usize];
             let right = *symbols.get(left.next as usize)?;
             let joint = self.joint(left.id, right.id, &mut scratch)?;
             let order = descending(self.scores[joint as usize]);
-            Some(Reverse(MergeCandidate { order, joint, left: left.id, at, end: right.end }))
+            Some(Reverse(MergeCandidate { order, joint, left: left.id, symbol: idx, end: right.end }))
         };
         let all = 0..symbols.len() as u32;
-        let mut queue: BinaryHeap<_> = all.filter_map(|at| candidate(&symbols, at)).collect();
+        let mut queue: BinaryHeap<_> = all.filter_map(|idx| candidate(&symbols, idx)).collect();
         while let Some(Reverse(best)) = queue.pop() {
-            let left = symbols[best.at as usize];
-            // A candidate is stale once either of its symbols was joined: the pair now ends elsewhere, or is gone.
+            let left = symbols[best.symbol as usize];
+            // A candidate is stale if either of its symbols has been merged: the pair has another end or is gone.
             let Some(&right) = symbols.get(left.next as usize).filter(|right| right.end == best.end) else {
                 continue;
             };
             symbols[left.next as usize].next = NONE;
-            let joined = &mut symbols[best.at as usize];
+            let joined = &mut symbols[best.symbol as usize];
             (joined.id, joined.end, joined.next) = (best.joint, right.end, right.next);
             if let Some(next) = symbols.get_mut(right.next as usize) {
-                next.previous = best.at;
+                next.previous = best.symbol;
             }
             if left.previous != NONE {
                 queue.extend(candidate(&symbols, left.previous));
             }
-            queue.extend(candidate(&symbols, best.at));
+            queue.extend(candidate(&symbols, best.symbol));
         }
         symbols
     }
@@ -160,7 +160,7 @@ impl Model for ScoredPieces {
 
     fn tokenize(&self, sequence: &str) -> tokenizers::Result<Vec<Token>> {
         if u32::try_from(sequence.len()).is_err() {
-            return Err(format!("a text of {} bytes, the most is {}", sequence.len(), u32::MAX).into());
+            return Err(format!("a text of {} bytes, the limit is {}", sequence.len(), u32::MAX).into());
         }
         let symbols = self.join(sequence);
         let (mut tokens, mut at, mut start) = (Vec::new(), 0, 0);
@@ -189,7 +189,7 @@ impl Model for ScoredPieces {
     }
 
     fn save(&self, _folder: &Path, _prefix: Option<&str>) -> tokenizers::Result<Vec<PathBuf>> {
-        Err("a vocabulary with scores is not written".into())
+        Err("a vocabulary with scores cannot be saved".into())
     }
 
     fn get_trainer(&self) -> TrainerWrapper {
@@ -203,38 +203,38 @@ impl fmt::Debug for ScoredPieces {
     }
 }
 
-/// A token at its place in a text, in a list that is linked both ways.
+/// A token in a doubly linked list over the text.
 #[derive(Clone, Copy, Default)]
 struct Symbol {
     id: u32,
     end: u32, // bytes from the start of the text
     previous: u32,
-    next: u32, // NONE for the last one and for one that was joined to its left neighbour
+    next: u32, // NONE for the last symbol and for one merged into its left neighbour
 }
 
-/// Two neighbours that could become one token. The least is joined first: the highest score, then the lowest ids, then
+/// Two neighbours that can merge. The smallest candidate is merged first: the highest score, then the lowest ids, then
 /// the leftmost.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
 struct MergeCandidate {
     order: u32, // of the score, see `descending`
     joint: u32,
     left: u32,
-    at: u32,
-    end: u32, // where the pair ends
+    symbol: u32,
+    end: u32, // end of the pair
 }
 
-/// A number that is the smaller the higher a score is.
+/// Maps a score to a number so that higher scores sort first.
 fn descending(score: f32) -> u32 {
     let bits = score.to_bits();
     if bits >> 31 == 0 { !(bits | 1 << 31) } else { bits }
 }
 
-/// Whether a token stands in texts with plain blanks: user-defined ones are found before blanks are replaced.
+/// Returns whether a token occurs in text with plain spaces: user-defined tokens are matched before spaces are replaced.
 fn is_escaped(text: &str, kind: TokenKind) -> bool {
     kind == TokenKind::UserDefined && text.contains(BLANK)
 }
 
-/// A token's text with plain blanks.
+/// Returns a token's text with plain spaces.
 pub(super) fn plain_blanks(text: &str) -> String {
     text.replace(BLANK, " ")
 }
@@ -244,7 +244,7 @@ mod tests {
     use super::descending;
 
     #[test]
-    fn scores_are_ordered_as_numbers_the_highest_first() {
+    fn higher_scores_sort_first() {
         let scores = [f32::INFINITY, 3.5, 1.0, f32::MIN_POSITIVE, 0.0, -0.0, -1.0, -1e9, f32::NEG_INFINITY];
         assert!(scores.windows(2).all(|pair| descending(pair[0]) < descending(pair[1])));
     }

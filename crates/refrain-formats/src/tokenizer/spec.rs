@@ -1,4 +1,4 @@
-//! A vocabulary as data, as GGUF files carry it.
+//! A vocabulary as data, in the form of GGUF files.
 
 use std::hash::{BuildHasher, RandomState};
 
@@ -9,25 +9,25 @@ use super::error::{TokenizerError, excerpt};
 use crate::FormatError;
 use crate::gguf::{Array, FromValue, GgufWriter, Metadata, MetadataValue, StrArray};
 
-/// Longer than any token in use; merging costs the square of it.
+/// Limit on the length of a token, above any in use. Merging is quadratic in it.
 pub(super) const MAX_TOKEN_BYTES: usize = 4096;
-/// More ids than any vocabulary in use has, by an order of magnitude.
+/// Limit on the number of ids, ten times the largest vocabulary in use.
 pub(super) const MAX_TOKENS: usize = 1 << 22;
 
-/// What sort of token an id is.
+/// Kind of a token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TokenKind {
     /// Text.
     Normal,
-    /// Stands for what has no token.
+    /// Replaces text without a token.
     Unknown,
-    /// Steers the model, never part of a user's text.
+    /// Control token, never part of users' text.
     Control,
-    /// Added text, found before anything else is split.
+    /// Added text, matched before anything else.
     UserDefined,
-    /// A place holder.
+    /// Placeholder.
     Unused,
-    /// One byte of a character that has no token.
+    /// One byte of a character without a token.
     Byte,
 }
 
@@ -44,7 +44,7 @@ impl TokenKind {
         })
     }
 
-    /// The number that GGUF files have for it.
+    /// Returns GGUF's number of this kind.
     pub(super) fn number(self) -> i32 {
         match self {
             Self::Normal => 1,
@@ -57,7 +57,7 @@ impl TokenKind {
     }
 }
 
-/// Ids of tokens with a role.
+/// Ids of the special tokens.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[allow(missing_docs)] // The names are the roles.
 pub struct SpecialIds {
@@ -88,7 +88,7 @@ impl SpecialIds {
     }
 }
 
-/// A vocabulary and the settings beside it.
+/// A vocabulary and its settings.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct VocabSpec {
     /// Kind of tokenizer: `gpt2`, `llama`, `bert` or `gemma4`.
@@ -99,23 +99,23 @@ pub struct VocabSpec {
     pub tokens: StrArray,
     /// Scores by id (SentencePiece).
     pub scores: Option<Vec<f32>>,
-    /// Token types by id, as numbers of the format; all normal when absent.
+    /// GGUF's token types by id; all normal if absent.
     pub token_types: Option<Vec<i32>>,
-    /// Merges in order, two tokens with a blank between them (byte-level, and `gemma4`).
+    /// Merges in order, two tokens separated by a space (byte-level, and `gemma4`).
     pub merges: Option<StrArray>,
-    /// Tokens with a role.
+    /// Special tokens.
     pub specials: SpecialIds,
-    /// Put BOS in front; by kind when absent.
+    /// Prepend BOS; depends on the kind if absent.
     pub add_bos: Option<bool>,
-    /// Put EOS behind; no when absent.
+    /// Append EOS; no if absent.
     pub add_eos: Option<bool>,
-    /// Put the separator behind; by kind when absent.
+    /// Append the separator; depends on the kind if absent.
     pub add_sep: Option<bool>,
-    /// Put a blank in front of a text (SentencePiece); yes when absent.
+    /// Prepend a space (SentencePiece); yes if absent.
     pub add_space_prefix: Option<bool>,
-    /// Lower-case the text (WordPiece); yes when absent.
+    /// Lower-case the text (WordPiece); yes if absent.
     pub lowercase: Option<bool>,
-    /// Drop accents (WordPiece); as `lowercase` when absent.
+    /// Strip accents (WordPiece); same as `lowercase` if absent.
     pub strip_accents: Option<bool>,
     /// The model's chat template.
     pub chat_template: Option<String>,
@@ -144,7 +144,7 @@ impl VocabSpec {
                 eom: reader.get("eom_token_id")?,
                 unk: reader.get("unknown_token_id")?,
                 pad: reader.get("padding_token_id")?,
-                sep: reader.get("seperator_token_id")?, // the format's own spelling
+                sep: reader.get("seperator_token_id")?, // misspelled in the format
                 cls: reader.get("cls_token_id")?,
                 mask: reader.get("mask_token_id")?,
             },
@@ -188,7 +188,7 @@ impl VocabSpec {
             ("eom_token_id", self.specials.eom),
             ("unknown_token_id", self.specials.unk),
             ("padding_token_id", self.specials.pad),
-            ("seperator_token_id", self.specials.sep), // the format's own spelling
+            ("seperator_token_id", self.specials.sep), // misspelled in the format
             ("cls_token_id", self.specials.cls),
             ("mask_token_id", self.specials.mask),
         ];
@@ -212,7 +212,7 @@ impl VocabSpec {
         }
     }
 
-    /// Checks the lengths of the lists and the ids with a role.
+    /// Checks the lengths of the lists and the ids of special tokens.
     pub(super) fn check_sizes(&self) -> Result<(), TokenizerError> {
         let n_tokens = self.tokens.len();
         if n_tokens == 0 {
@@ -251,7 +251,7 @@ impl VocabSpec {
             let number = self.token_types.as_ref().map_or(1, |types| types[id]);
             let kind = TokenKind::from_number(number)
                 .ok_or(TokenizerError::UnknownTokenType { id, found: number })?;
-            // Place holders without a text are common, and never found in a text.
+            // Placeholders without text are common and never match.
             if !text.is_empty()
                 && let Err(first) = ids.insert(&self.tokens, id as u32, text)
             {
@@ -264,7 +264,7 @@ impl VocabSpec {
     }
 }
 
-/// A vocabulary whose texts, types and special ids were checked.
+/// A vocabulary with checked texts, types and special ids.
 pub(super) struct Vocabulary<'a> {
     pub(super) tokens: &'a StrArray,
     pub(super) kinds: Vec<TokenKind>,
@@ -272,7 +272,7 @@ pub(super) struct Vocabulary<'a> {
 }
 
 impl<'a> Vocabulary<'a> {
-    /// The text of an id that was checked.
+    /// Returns the text of a valid id.
     pub(super) fn text(&self, id: u32) -> &'a str {
         self.tokens.get(id as usize).unwrap_or_default()
     }
@@ -282,8 +282,8 @@ impl<'a> Vocabulary<'a> {
     }
 }
 
-/// Ids by text. The texts are in the array that every call names, always the same one: a vocabulary is one allocation
-/// then, not one for each token.
+/// Ids by text. Every call passes the same array of texts, so that a vocabulary is one allocation instead of one per
+/// token.
 pub(super) struct TextIndex {
     table: HashTable<u32>,
     hasher: RandomState,
@@ -294,7 +294,7 @@ impl TextIndex {
         Self { table: HashTable::with_capacity(n_tokens), hasher: RandomState::new() }
     }
 
-    /// Adds an id; its text's id where another one has it.
+    /// Adds an id. The error is an earlier id with the same text.
     fn insert(&mut self, tokens: &StrArray, id: u32, text: &str) -> Result<(), u32> {
         let hash_of = |&id: &u32| self.hasher.hash_one(tokens.get(id as usize).unwrap_or_default());
         let is_same = |&other: &u32| tokens.get(other as usize) == Some(text);

@@ -1,19 +1,18 @@
-//! Ids to text, one at a time.
+//! Streaming decoder: ids to text.
 
 use std::sync::Arc;
 
 use super::pieces::PieceTable;
 use super::spec::TokenKind;
 
-/// Turns ids into text as they come.
+/// Decodes ids as they arrive.
 ///
-/// A character may be spread over several tokens: its bytes wait until it is complete. The texts returned, put
-/// together, are those of the whole: bytes that can never be UTF-8 become U+FFFD, an unfinished character does so only
-/// at the end.
+/// A character may be spread over several tokens; its bytes are held back until it is complete. Concatenated, the deltas
+/// equal the decoded whole: invalid bytes become U+FFFD at once, an incomplete character only at the end.
 #[derive(Debug, Clone)]
 pub struct DecodeStream {
     pieces: Arc<PieceTable>,
-    drop_space: bool, // take away the blank that encoding put in front
+    drop_space: bool, // remove the space that encoding prepended
     with_special: bool,
     pending: Vec<u8>,
     text: String,
@@ -24,8 +23,8 @@ impl DecodeStream {
         Self { pieces, drop_space, with_special, pending: Vec::new(), text: String::new() }
     }
 
-    /// The text that is complete with this id, possibly none. An id outside the vocabulary gives none: models may
-    /// have more outputs than the vocabulary has tokens.
+    /// Returns the text that this id completes, possibly none. Ids outside the vocabulary have no text: a model may
+    /// have more logits than its vocabulary has tokens.
     pub fn push(&mut self, id: u32) -> &str {
         self.text.clear();
         let hidden = matches!(self.pieces.kind(id), Some(TokenKind::Control | TokenKind::Unused))
@@ -42,7 +41,7 @@ impl DecodeStream {
         &self.text
     }
 
-    /// What is left at the end: an unfinished character, as U+FFFD. The stream may be used again afterwards.
+    /// Returns the remaining text: an incomplete character as U+FFFD. The stream can be used again afterwards.
     pub fn finish(&mut self) -> &str {
         self.text.clear();
         self.text.push_str(&String::from_utf8_lossy(&self.pending));
@@ -50,32 +49,32 @@ impl DecodeStream {
         &self.text
     }
 
-    /// Whether bytes of an unfinished character are waiting.
+    /// Returns whether bytes of an incomplete character are held back.
     pub fn is_pending(&self) -> bool {
         !self.pending.is_empty()
     }
 
-    /// Moves whole characters from `pending` to `text`.
+    /// Moves complete characters from `pending` to `text`.
     fn take_complete(&mut self) {
-        let mut at = 0;
+        let mut n_done = 0;
         loop {
-            let rest = &self.pending[at..];
-            match std::str::from_utf8(rest) {
+            let bytes = &self.pending[n_done..];
+            match std::str::from_utf8(bytes) {
                 Ok(valid) => {
                     self.text.push_str(valid);
-                    at = self.pending.len();
+                    n_done = self.pending.len();
                     break;
                 }
                 Err(error) => {
-                    let (valid, _) = rest.split_at(error.valid_up_to());
+                    let (valid, _) = bytes.split_at(error.valid_up_to());
                     self.text.push_str(&String::from_utf8_lossy(valid));
-                    at += valid.len();
+                    n_done += valid.len();
                     let Some(n_invalid) = error.error_len() else { break };
                     self.text.push(char::REPLACEMENT_CHARACTER);
-                    at += n_invalid;
+                    n_done += n_invalid;
                 }
             }
         }
-        self.pending.drain(..at);
+        self.pending.drain(..n_done);
     }
 }

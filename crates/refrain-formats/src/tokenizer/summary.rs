@@ -1,4 +1,4 @@
-//! What a vocabulary is, without building a tokenizer from it.
+//! Kind and size of a vocabulary, without building a tokenizer.
 
 use serde::Deserialize;
 use serde::de::{Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
@@ -12,21 +12,20 @@ use super::pre::Pre;
 use super::spec::VocabSpec;
 use crate::gguf::Metadata;
 
-/// What a vocabulary is. It can be told of one that is broken inside: token texts, merges and patterns are not looked
-/// at.
+/// Kind and size of a vocabulary. Token texts, merges and patterns are not checked, so it also works on broken ones.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct TokenizerSummary {
-    /// The kind that the files name.
+    /// Kind of tokenizer, as named in the files.
     pub kind: String,
-    /// How many ids there are.
+    /// Number of ids.
     pub n_tokens: usize,
-    /// Whether a chat template came with it.
+    /// Whether it includes a chat template.
     pub has_chat_template: bool,
 }
 
 impl TokenizerSummary {
-    /// Of the vocabulary inside a GGUF file.
+    /// Summarises the vocabulary of a GGUF file.
     pub fn from_gguf(metadata: &Metadata) -> Result<Self, TokenizerError> {
         let spec = VocabSpec::from_gguf(metadata)?;
         spec.check_sizes()?;
@@ -42,7 +41,7 @@ impl TokenizerSummary {
         Ok(Self { kind, n_tokens: spec.tokens.len(), has_chat_template })
     }
 
-    /// Of a Hugging Face folder, from the contents of `tokenizer.json` and `tokenizer_config.json`.
+    /// Summarises `tokenizer.json` and `tokenizer_config.json` of a Hugging Face folder.
     pub fn from_files(tokenizer_json: &[u8], config_json: Option<&[u8]>) -> Result<Self, TokenizerError> {
         let file: Outline = parse(JSON, tokenizer_json)?;
         let config: Config = config_json.map(|bytes| parse(CONFIG, bytes)).transpose()?.unwrap_or_default();
@@ -57,7 +56,7 @@ impl TokenizerSummary {
     }
 }
 
-/// `tokenizer.json`, counted.
+/// The parts of `tokenizer.json` that a summary needs.
 #[derive(Deserialize)]
 struct Outline {
     model: ModelOutline,
@@ -77,7 +76,7 @@ struct AddedId {
     id: u32,
 }
 
-/// One more than the highest id.
+/// The highest id plus one.
 struct VocabSize(usize);
 
 impl<'de> Deserialize<'de> for VocabSize {

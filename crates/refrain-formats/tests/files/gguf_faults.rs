@@ -1,7 +1,7 @@
 //! Every way a file can be wrong has a message that names the file, the place and the numbers.
 
 use crate::common::{llama_metadata, read, refused, small_gguf, zeroes};
-use refrain_formats::gguf::{Array, Gguf, GgufWriter};
+use refrain_formats::gguf::{Array, Gguf, GgufFault, GgufWriter};
 use refrain_tensor::{Bytes, DType, Shape};
 
 /// A file put together byte by byte.
@@ -71,6 +71,11 @@ fn other_versions_and_big_endian_are_refused() {
     assert_eq!(version(1), "m.gguf: byte 4: GGUF version 1 is not supported, versions 2 and 3 are");
     assert_eq!(version(4), "m.gguf: byte 4: GGUF version 4 is not supported, versions 2 and 3 are");
     assert_eq!(version(3u32.swap_bytes()), "m.gguf: byte 4: big-endian GGUF is not supported");
+    let hint = |found| GgufFault::Version { found }.hint().unwrap();
+    assert!(hint(1).contains("obsolete") && hint(4).contains("newer"));
+    for damaged in [0, 0x4000_0000] {
+        assert!(hint(damaged).contains("damaged") && !hint(damaged).contains("newer"));
+    }
 }
 
 #[test]

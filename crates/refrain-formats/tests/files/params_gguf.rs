@@ -127,7 +127,7 @@ fn experts_of_gemma4_are_read_and_checked() {
     let experts = Experts { n_experts: 128, n_choices: 8, ffn: 704, renormalise: true };
     assert_eq!(with(8).unwrap().experts, Some(experts));
     let text = with(129).unwrap_err().to_string();
-    assert!(text.contains("a token goes through 129 experts, but a layer has 128"), "{text}");
+    assert!(text.contains("129 experts per token, but a layer has 128"), "{text}");
     let error = config(&gemma4(&[("expert_count", 128u32.into())])).unwrap_err();
     assert!(error.to_string().contains("expert_used_count"), "{error}");
 }

@@ -164,7 +164,7 @@ fn variants_of_gemma4_that_cannot_be_run_are_refused_by_name() {
     let experts =
         json!({ "enable_moe_block": true, "num_experts": 4, "top_k_experts": 5, "moe_intermediate_size": 8 });
     let (text, _) = refusal(experts);
-    assert!(text.contains("a token goes through 5 experts, but a layer has 4"), "{text}");
+    assert!(text.contains("5 experts per token, but a layer has 4"), "{text}");
     let (text, _) = refusal(json!({ "use_bidirectional_attention": "all" }));
     assert!(text.contains("attention to later tokens"), "{text}");
     let (text, _) = refusal(json!({ "num_kv_shared_layers": 7 }));
@@ -270,7 +270,7 @@ fn configurations_that_cannot_be_run_are_refused() {
         set(json!({ "layer_types": ["full_attention", "x"] })).contains("layer type \"x\" is not supported")
     );
     let slides = json!({ "layer_types": ["full_attention", "sliding_attention"] });
-    assert!(set(slides).contains("some layers slide, but no window size is given"));
+    assert!(set(slides).contains("some layers use a sliding window, but its size is missing"));
     let mut both_ways = gemma();
     both_ways["use_bidirectional_attention"] = json!(true);
     assert!(refused(parse(both_ways)).contains("attention to later tokens is not supported"));
