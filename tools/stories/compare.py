@@ -1,9 +1,9 @@
-"""How well story models predict held-out stories, computed in PyTorch from their GGUF files.
+"""Measures how well story models predict held-out stories, in PyTorch from their GGUF files.
 
     python3 compare.py HELDOUT.txt MODEL.gguf... [--stories 4000]
 
-Each story is scored by itself, from the token that begins it to the one that ends it. Vocabularies differ, so what is
-compared is nats per word and per byte.
+Each story is scored by itself, from its first token to its end token. Vocabularies differ, so compare nats per word and
+per byte.
 """
 
 import argparse
@@ -42,7 +42,7 @@ class Llama:
         return x.unflatten(-1, (n_heads, self.head_dim)).transpose(1, 2)
 
     def rotate(self, x):
-        """Llama GGUFs rotate rows 2i and 2i + 1 together."""
+        """Rope as in llama GGUFs, which rotate rows 2i and 2i + 1 together."""
         positions = torch.arange(x.shape[2], device=x.device, dtype=torch.float32)
         rates = self.theta ** -(torch.arange(0, self.head_dim, 2, device=x.device) / self.head_dim)
         angles = torch.outer(positions, rates)
@@ -68,7 +68,7 @@ class Llama:
 
 @torch.inference_mode()
 def score(model, stories, device, batch=64):
-    """(nats, tokens) of all stories."""
+    """Total nats and tokens of all stories."""
     encoded = model.tokenizer.encode_batch_fast(stories, add_special_tokens=False)
     rows = sorted(([model.begin, *e.ids, model.end] for e in encoded), key=len)
     nats, n_tokens = 0.0, sum(len(row) - 1 for row in rows)

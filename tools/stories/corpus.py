@@ -1,8 +1,8 @@
-"""Cuts the log of generate.py into stories and keeps the clean ones.
+"""Splits the log of generate.py into stories and keeps the clean ones.
 
     python3 corpus.py SMOLLM2.gguf LOG.npy OUT_DIR [--length 288]
 
-OUT_DIR gets stories.txt and heldout-stories.txt, with <|endoftext|> between stories, and chains.txt: some stories of
+Writes to OUT_DIR: stories.txt and heldout-stories.txt, with <|endoftext|> between stories, and chains.txt: some stories of
 stories.txt again, three to a document, so that the model sees positions beyond a story's end.
 """
 
@@ -32,7 +32,7 @@ TWICE = re.compile(r"\b(?!(?:very|so|no|ha|bye|far|many|that|had)\b)([a-z']{2,})
 
 
 def clean(text):
-    """The story with even spacing, or None with the reason it is dropped."""
+    """The story with normalised spacing, or None and the reason why it is dropped."""
     text = re.sub(r"\s+", " ", text).strip()
     if not text.isascii() or not text[:1].isupper():
         return None, "letters"
@@ -60,7 +60,7 @@ def clean(text):
 
 
 def stories_of(rows):
-    """The finished stories of some rows of the log, cleaned, and counts of why others were dropped."""
+    """The finished stories of some rows of the log, cleaned, and counts of the reasons why others were dropped."""
     kept, why = [], collections.Counter()
     for row in rows:
         starts = np.flatnonzero(row & FIRST)
@@ -79,7 +79,7 @@ def stories_of(rows):
 
 
 def known_words(stories, least):
-    """Drops stories with a word that few others use: mostly slips and invented names."""
+    """Drops stories with a word that few others use: mostly typos and invented names."""
     counts = collections.Counter()
     for story in stories:
         counts.update(set(WORD.findall(story)))
@@ -93,7 +93,7 @@ def chains(stories):
 
 
 def setup(path, length):
-    """What the worker processes share with their parent."""
+    """Data that the worker processes share with their parent."""
     global BYTES, ASSISTANT, N_SHARED, LENGTH
     import prompts
 

@@ -2,8 +2,8 @@
 
     python3 generate.py SMOLLM2.gguf OUT.npy [--seconds 230] [--batch 4096] [--length 288]
 
-Every row of the batch writes its own story; a row that ends takes the next prompt at once, all on the device, so that
-the step never changes and one CUDA graph serves the whole run. The log of tokens is cut into stories afterwards.
+Every row of the batch writes its own story. A row that ends takes the next prompt at once, all on the device, so that
+the step never changes and one CUDA graph serves the whole run. corpus.py splits the log of tokens into stories.
 """
 
 import argparse
@@ -17,10 +17,10 @@ import prompts
 import smollm
 from gguf_io import Reader
 
-WIDTH = 96  # tokens in the longest prompt, at most
+WIDTH = 96  # maximum tokens of a prompt
 
 
-# Words and signs that a story cannot do without: the penalty on used words spares them.
+# Words and punctuation that every story needs: exempt from the penalty on used words.
 FREE = """. , ! ? " ' 's The He She They It But And So""".split() + ['."', ',"', '!"', '?"', ' "'] + [
     " " + w
     for w in """the a an and to of in on at it he she they his her their was were is had i you we my your me him them with
@@ -35,7 +35,7 @@ class Writer:
         self.temperature, self.log_min_p, self.penalty = a.temperature, float(np.log(a.min_p)), a.penalty
         allowed = smollm.story_tokens(tokenizer, a.common)
         self.allowed = torch.tensor(allowed, device=device)
-        # How often a row's story has used each word; the words a story cannot do without are not counted.
+        # Number of uses of each word in a row's story; exempt words are not counted.
         self.uses = torch.zeros(batch, len(allowed), dtype=torch.int8, device=device)
         free = {i for text in FREE for i in tokenizer.encode(text, add_special_tokens=False).ids[:1]}
         self.counted = torch.tensor([i not in free and i != allowed[-1] for i in allowed], device=device).to(torch.int8)
@@ -54,7 +54,7 @@ class Writer:
         for i, token in enumerate(shared):
             self.positions.fill_(i)
             model.hidden_of(torch.full_like(self.positions, token), self.positions)
-        # The story so far, as indices into `allowed`, for the repetition penalty; -1 where a token was given.
+        # The story so far, as indices into `allowed`, for the repetition penalty; -1 for prompt tokens.
         self.history = torch.full((batch, a.length), -1, device=device)
         self.nudge_after = a.nudge_after
         self.repeat_3, self.repeat_4 = a.repeat_3, a.repeat_4
@@ -62,12 +62,12 @@ class Writer:
         self.tokens = self.prompts[:batch, 0].long()
         self.positions.fill_(self.n_shared)
         self.n_taken = torch.full((1,), batch, device=device)
-        # A story's first entry carries a flag, so that the log alone tells where stories begin.
+        # A story's first entry has a flag, so that the log itself shows where stories start.
         self.log = torch.zeros(a.steps, batch, dtype=torch.int32, device=device)
         self.at = torch.zeros(1, dtype=torch.int64, device=device)
 
     def repeats(self):
-        """(index [B, n], penalty [B, n]) of the words that would repeat three or four words of the story."""
+        """Index [B, n] and penalty [B, n] of the words that would repeat three or four words of the story."""
         h = self.history
         at = self.positions[:, None]
         one, two, three = (h.gather(1, at - i) for i in range(3))
@@ -81,7 +81,7 @@ class Writer:
         logits = logits.float().sub_(self.uses.clamp(max=6), alpha=self.penalty)
         index, penalty = self.repeats()
         logits.scatter_add_(1, index, -penalty.to(logits.dtype))
-        # Long stories are nudged to end wherever an end is likely at all.
+        # Make the end of long stories more likely wherever it is plausible.
         n_written = self.positions - self.n_shared - self.prompt_len[self.row_prompt]
         logits[:, -1] += (n_written - self.nudge_after).clamp(min=0) * 0.04
         keep = logits >= logits.amax(-1, keepdim=True) + self.temperature * self.log_min_p
@@ -111,7 +111,7 @@ class Writer:
 
 
 def encoded_prompts(task):
-    """(token table, lengths) of `n` prompts; run in worker processes."""
+    """Token table and lengths of `n` prompts; runs in worker processes."""
     n, seed = task
     encoded = [TOKENIZER.encode(text, add_special_tokens=False).ids for text in prompts.suffixes(n, seed)]
     table = np.zeros((n, WIDTH), np.int32)
@@ -151,18 +151,18 @@ def main():
     args.add_argument("--batch", type=int, default=4096)
     args.add_argument("--length", type=int, default=288)
     args.add_argument("--prompts", type=int, default=640_000)
-    args.add_argument("--steps", type=int, default=100_000, help="room in the log")
+    args.add_argument("--steps", type=int, default=100_000, help="steps that the log holds")
     args.add_argument("--temperature", type=float, default=0.7)
     args.add_argument("--min-p", type=float, default=0.05)
-    args.add_argument("--penalty", type=float, default=0.4, help="taken off a word's logit for each earlier use")
-    args.add_argument("--repeat-3", type=float, default=1.5, help="taken off a word that repeats the last three words")
-    args.add_argument("--repeat-4", type=float, default=4.0, help="further taken off if it repeats four")
+    args.add_argument("--penalty", type=float, default=0.4, help="subtracted from a word's logit per earlier use")
+    args.add_argument("--repeat-3", type=float, default=1.5, help="subtracted if a word repeats the last three words")
+    args.add_argument("--repeat-4", type=float, default=4.0, help="additionally subtracted if it repeats four")
     args.add_argument("--nudge-after", type=int, default=90, help="tokens after which the end is made more likely")
     args.add_argument("--common", type=int, default=24_000)
     args.add_argument("--seed", type=int, default=1)
     a = args.parse_args()
     began = time.perf_counter()
-    # Before the GPU is touched: its driver does not survive a fork.
+    # Before the GPU is used: a CUDA context does not survive a fork.
     a.table = all_prompts(a.model, a.prompts, a.seed)
     print(f"prompts after {time.perf_counter() - began:.1f} s", flush=True)
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)

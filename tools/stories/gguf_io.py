@@ -1,4 +1,4 @@
-"""Just enough GGUF for the recipe: reads F32, BF16, Q4_1 and Q8_0 tensors, writes F32 and Q8_0 ones. Needs only numpy."""
+"""Minimal GGUF support for the recipe: reads F32, BF16, Q4_1 and Q8_0 tensors, writes F32 and Q8_0 ones. Needs only numpy."""
 
 import struct
 
@@ -18,7 +18,7 @@ class Reader:
     def __init__(self, path):
         self.data = np.memmap(path, dtype=np.uint8, mode="r")
         self.at = 0
-        assert self._take(4) == MAGIC, f"{path} is no GGUF file"
+        assert self._take(4) == MAGIC, f"{path} is not a GGUF file"
         version, n_tensors, n_meta = self._unpack("IQQ")
         assert version in (2, 3), f"GGUF version {version}"
         self.meta, self.types = {}, {}
@@ -81,7 +81,7 @@ class Reader:
 
 
 def quantise_q8_0(x):
-    """[.., n] f32 to blocks of an f16 scale and 32 signed bytes, as ggml rounds them (half away from zero)."""
+    """Quantises [.., n] f32 to blocks of an f16 scale and 32 signed bytes, rounded as in ggml (half away from zero)."""
     blocks = np.ascontiguousarray(x, dtype=np.float32).reshape(-1, BLOCK)
     scale = np.abs(blocks).max(axis=1, keepdims=True) / np.float32(127)
     inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)

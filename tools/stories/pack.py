@@ -1,4 +1,4 @@
-"""Makes of a trained GGUF file the one that is built in: matrices in Q8_0, a name, and a description.
+"""Converts a trained GGUF file to the one that is built in: Q8_0 matrices, a name, and a description.
 
     python3 pack.py TRAINED.gguf OUT.gguf --name NAME --description TEXT [--chat-template FILE]
 """
@@ -14,13 +14,13 @@ LIMIT = 8_000_000
 
 
 def packed(reader, name):
-    """The tensor and the type it gets."""
+    """The tensor and its type in the output."""
     w = reader.tensor(name)
     return name, g.Q8_0 if w.ndim == 2 else g.F32, w
 
 
 def metadata(reader, own):
-    """What the trained file says, with `own` entries in place of its own or behind them."""
+    """Metadata of the trained file, with the entries of `own` replaced or appended."""
     own = {key: (key, kind, value) for key, kind, value in own}
     kept = [own.pop(key, (key, reader.types[key], value)) for key, value in reader.meta.items()]
     return kept + list(own.values())
@@ -32,7 +32,7 @@ def main():
     args.add_argument("out", type=pathlib.Path)
     args.add_argument("--name", required=True)
     args.add_argument("--description", required=True)
-    args.add_argument("--chat-template", type=pathlib.Path, help="the template to store, in place of the file's own")
+    args.add_argument("--chat-template", type=pathlib.Path, help="the template to store, instead of the file's own")
     a = args.parse_args()
     reader = g.Reader(a.trained)
     tensors = [packed(reader, name) for name in reader.tensors]
@@ -56,10 +56,10 @@ def main():
         scale = np.abs(w).max()
         off = max(off, np.abs(again.tensor(name) - w).max() / scale if scale else 0.0)
     size = a.out.stat().st_size
-    print(f"{a.out}: {n_parameters:,} parameters, {size:,} bytes, off by {off:.1e} of a tensor's largest value at most")
-    # Half a step, one 127th of a block's largest value, and the rounding of the scale to 11 bits.
+    print(f"{a.out}: {n_parameters:,} parameters, {size:,} bytes, largest error {off:.1e} of a tensor's largest value")
+    # Half a quantisation step, which is 1/127 of a block's largest value, plus the rounding of the scale to 11 bits.
     assert off < 0.5 / 127 + 2**-11
-    assert size <= LIMIT, f"{size} bytes, at most {LIMIT} are wanted"
+    assert size <= LIMIT, f"{size} bytes, at most {LIMIT} are allowed"
 
 
 if __name__ == "__main__":

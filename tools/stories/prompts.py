@@ -1,4 +1,4 @@
-"""What the stories are about: hand-written word lists, and the prompts made from them."""
+"""Subjects of the stories: hand-written word lists, and the prompts made from them."""
 
 import random
 
@@ -72,7 +72,7 @@ they help an old man
 they share their food""".split("\n")
 
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
-# What all prompts share comes first: its keys and values are computed once and stay in the cache.
+# Shared prefix of all prompts: its keys and values are computed once and stay in the cache.
 SHARED = f"""<|im_start|>system
 {SYSTEM}<|im_end|>
 <|im_start|>user
@@ -110,7 +110,7 @@ def article(word):
 
 
 def hero(rng):
-    """(the hero with a description, the name)"""
+    """The hero with a description, and the name."""
     quality = rng.choice(QUALITIES + ["little"] * 20) if rng.random() < 0.6 else None
     kind = rng.random()
     if kind < 0.5:

@@ -1,7 +1,7 @@
 """SmolLM2 as a batched story generator: weights and tokenizer from its GGUF file, one decode step for all rows.
 
-On a GPU the step is two Triton kernels and four matrix products per layer and runs as one CUDA graph. Elsewhere the
-plain functions beside the kernels are used, which are also what the kernels are checked against.
+On a GPU, the step is two Triton kernels and four matrix products per layer and runs as one CUDA graph. Elsewhere, plain
+functions replace the kernels; they also serve as the reference for the kernels.
 """
 
 import re
@@ -34,7 +34,7 @@ def tokenizer_of(reader):
 
 
 def byte_alphabet():
-    """The printable stand-ins of byte-level BPE, each with its byte."""
+    """Maps the printable characters of byte-level BPE to bytes."""
     own = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in own]
     return {chr(b): b for b in own} | {chr(256 + i): b for i, b in enumerate(others)}
@@ -59,7 +59,7 @@ class SmolLM:
             return torch.from_numpy(reader.tensor(name)).to(device=device, dtype=dtype)
 
         def unpermute(w, n_heads):
-            # llama GGUFs pair neighbouring rows for the rotation; here, as in transformers, halves are paired.
+            # llama GGUFs rotate neighbouring rows together; here, as in transformers, rows of the two halves are.
             return w.view(n_heads, self.head_dim // 2, 2, -1).transpose(1, 2).reshape(w.shape)
 
         self.embedding, self.norm = load("token_embd.weight"), load("output_norm.weight")
@@ -82,7 +82,7 @@ class SmolLM:
         self.kv = torch.zeros(shape, device=self.device, dtype=self.dtype)
 
     def hidden_of(self, tokens, positions):
-        """One step for all rows: token [B] at position [B], its keys and values go into the cache."""
+        """One step for all rows: token [B] at position [B]; appends keys and values to the cache."""
         attend = attend_kernel if self.device == "cuda" else attend_plain
         silu_mul = silu_mul_kernel if self.device == "cuda" else silu_mul_plain
         x = F.embedding(tokens, self.embedding)
@@ -208,7 +208,7 @@ def silu_mul_kernel(gate_up):
 
 
 def check_kernels(m):
-    """The kernels against the plain functions, on random rows at random positions."""
+    """Compares the kernels with the plain functions, on random rows at random positions."""
     torch.manual_seed(0)
     b, length = 8, 160
     m.cache(b, length)
@@ -223,7 +223,7 @@ def check_kernels(m):
     cache_off = (plain_kv.float() - kernel_kv.float()).abs().max().item()
     gate_up = torch.randn(b, 2 * 1536, device=m.device).to(m.dtype)
     silu_off = (silu_mul_plain(gate_up).float() - silu_mul_kernel(gate_up).float()).abs().max().item()
-    print(f"kernels against plain: attention {off:.1e}, cache {cache_off:.1e}, silu {silu_off:.1e}", flush=True)
+    print(f"kernels against plain functions: attention {off:.1e}, cache {cache_off:.1e}, silu {silu_off:.1e}", flush=True)
     assert off < 1e-2 and cache_off < 0.05 and silu_off < 0.1
 
 

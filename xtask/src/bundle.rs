@@ -69,7 +69,7 @@ if wants sanitizer; then
             row "$tool" skipped 0 "compute-sanitizer is not installed"
             continue
         fi
-        # API errors are not reported: some driver calls are expected to fail, as in searches.
+        # API errors are not reported: driver calls that end a search are expected to fail.
         if out=$(timeout 300 "$sanitizer" --tool "$tool" --report-api-errors no --error-exitcode 9 \
             ./refrain run --raw --temp 0 -n 8 --device cuda --graph require "Once upon a time" 2>&1); then
             verdict=ok

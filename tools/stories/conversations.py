@@ -1,13 +1,13 @@
 """Conversations for the built-in chat model: questions from word lists, answers by SmolLM2-135M-Instruct.
 
-    python3 talks.py ask ASK1.jsonl [--n 100000]
+    python3 conversations.py ask ASK1.jsonl [--n 100000]
     refrain batch SMOLLM2.gguf ASK1.jsonl -o SAID1.jsonl --seqs 256 -c 384
-    python3 talks.py follow ASK1.jsonl SAID1.jsonl ASK2.jsonl
+    python3 conversations.py follow ASK1.jsonl SAID1.jsonl ASK2.jsonl
     refrain batch SMOLLM2.gguf ASK2.jsonl -o SAID2.jsonl --seqs 256 -c 384
-    python3 talks.py keep ASK1.jsonl SAID1.jsonl ASK2.jsonl SAID2.jsonl stories.txt OUT_DIR
+    python3 conversations.py keep ASK1.jsonl SAID1.jsonl ASK2.jsonl SAID2.jsonl stories.txt OUT_DIR
 
-OUT_DIR gets chat.jsonl and heldout-chat.jsonl. Of an answer the first sentence or two are kept. Stories come from the corpus of
-the story model; what SmolLM2 cannot know (names, who the model is) is written by hand.
+Writes chat.jsonl and heldout-chat.jsonl to OUT_DIR. Keeps the first one or two sentences of each answer. Stories come from
+the corpus of the story model. Answers that SmolLM2 cannot know (names, who the model is) are written by hand.
 """
 
 import argparse
@@ -202,7 +202,7 @@ def fill(text, rng):
 
 
 def careless(text, rng):
-    """Now and then as people type."""
+    """Sometimes rewrites a question the way people type."""
     return text.lower().rstrip(".!?") if rng.random() < 0.06 else text
 
 
@@ -226,8 +226,7 @@ def assistant(text):
     return {"role": "assistant", "content": text}
 
 
-# What stands before each question: the tone and the length that answers should have. It is evaluated once and stays in
-# the prefix cache.
+# Precedes each question and sets the tone and length of answers. It is evaluated once and stays in the prefix cache.
 SHOWN = [
     {"role": "system", "content": SYSTEM},
     user("What is a cow?"),
@@ -256,7 +255,7 @@ HERO = re.compile(
 
 
 def clean(text):
-    """The first sentence or two of an answer, with even spacing, or None."""
+    """The first one or two sentences of an answer, with normalised spacing, or None."""
     text = re.sub(r"\s+", " ", text).strip()
     sentences = re.findall(r"""[^.!?]+[.!?]+"?""", text)
     if not sentences:
@@ -283,14 +282,14 @@ def lines(path):
 
 
 def answers(asked, said):
-    """The messages, without the system's, of each talk whose answer is kept."""
+    """The messages, without the system message, of each conversation whose answer is kept."""
     for ask, answer in zip(lines(asked), lines(said)):
         if text := clean(answer.get("text", "")):
             yield [*ask["messages"][len(SHOWN) :], assistant(text)]
 
 
 def told(stories, rng):
-    """Stories of the corpus, each asked for by its hero."""
+    """Stories of the corpus, each requested by its hero."""
     for story in stories:
         if hero := HERO.search(story[:120]):
             yield [user(careless(rng.choice(STORIES).format(hero[1]), rng)), assistant(story)]
@@ -303,7 +302,7 @@ def write(path, items):
 
 
 def by_hand(rng, n):
-    """Greetings, talks about the model itself, and about names that must be remembered."""
+    """Greetings, and conversations about the model itself and about names that it must remember."""
     for _ in range(n):
         if rng.random() < 0.6:
             ask, said = rng.choice(ME + MANNERS)
@@ -330,7 +329,7 @@ def by_hand(rng, n):
 
 
 def joined(talks, rng):
-    """Conversations of one to six talks, below the context of 512 tokens; some begin with a system's text."""
+    """Conversations of one to six exchanges, within the context of 512 tokens; some start with a system message."""
     talks, at = list(talks), 0
     while at < len(talks):
         system = rng.choice(SYSTEMS) if rng.random() < 0.08 else None
@@ -344,7 +343,7 @@ def joined(talks, rng):
 
 
 def n_tokens(messages):
-    """About the tokens of a conversation, on the safe side."""
+    """An upper estimate of the tokens of a conversation."""
     return sum(12 + len(m["content"]) / 3 for m in messages)
 
 
@@ -367,7 +366,7 @@ def follow(a):
 def keep(a):
     rng = random.Random(a.seed + 2)
     twice = list(answers(a.asked2, a.said2))
-    # A talk of one turn whose second turn was kept is part of that one.
+    # A conversation of one turn whose second turn was kept is part of the longer one.
     begun = {json.dumps(messages[:2]) for messages in twice}
     once = [messages for messages in answers(a.asked, a.said) if json.dumps(messages) not in begun]
     talks = twice + once
@@ -387,7 +386,7 @@ def keep(a):
     held_out, kept = list(joined(talks[:n_held], rng)), list(joined(talks[n_held:], rng))
     write(a.out / "heldout-chat.jsonl", ({"messages": m} for m in held_out))
     write(a.out / "chat.jsonl", ({"messages": m} for m in kept))
-    print(f"{len(twice)} talks of two answers and {len(once)} of one, {n_talks} without rare words; {len(stories)} stories, "
+    print(f"{len(twice)} conversations of two answers and {len(once)} of one, {n_talks} without rare words; {len(stories)} stories, "
           f"{len(hands)} by hand; {n_held} held out; {len(kept)} conversations of {len(talks) - n_held} talks")
 
 
@@ -406,7 +405,7 @@ def main():
     c = commands.add_parser("keep")
     for name in ["asked", "said", "asked2", "said2", "stories", "out"]:
         c.add_argument(name, type=pathlib.Path)
-    c.add_argument("--least", type=int, default=12, help="drop talks with a word that fewer use")
+    c.add_argument("--least", type=int, default=12, help="drop conversations with a word that fewer conversations use")
     c.set_defaults(run=keep)
     a = args.parse_args()
     a.run(a)
