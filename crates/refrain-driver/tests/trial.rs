@@ -39,7 +39,7 @@ fn a_capture_that_loses_the_context_is_harmful_and_one_that_only_fails_is_not() 
     let Finding::Harmful { because } = run(sim("on 4th replay: wrong byte")).unwrap() else {
         panic!("not found")
     };
-    assert!(because.contains("other bytes"), "{because}");
+    assert!(because.contains("different bytes"), "{because}");
     // A broken device says nothing about capture.
     run(sim("on 1st launch: illegal address")).unwrap_err();
 }

@@ -13,7 +13,7 @@ use crate::api::{Code, DevicePtr, HostPtr, LaunchConfig, ParamInfo};
 /// Result of a twin. The first fault ends the kernel, as on a GPU.
 pub type KernelResult<T = ()> = Result<T, Fault>;
 
-type Body = dyn Fn(&mut SimKernel<'_>) -> KernelResult + Send + Sync;
+type TwinBody = dyn Fn(&mut SimKernel<'_>) -> KernelResult + Send + Sync;
 
 /// A reference function that runs when the kernel of that name is launched.
 pub struct Twin {
@@ -23,7 +23,7 @@ pub struct Twin {
     pub(super) waits: bool,
     pub(super) starts_next_late: bool,
     pub(super) static_shared_bytes: u32,
-    pub(super) body: Box<Body>,
+    pub(super) body: Box<TwinBody>,
 }
 
 impl Twin {
