@@ -1,4 +1,4 @@
-//! The smallest program: the built-in model continues a text.
+//! The smallest program: the built-in model continues a story.
 //!
 //! `cargo run --release -p refrain --example 01_story`
 
@@ -11,8 +11,8 @@ fn main() -> Result<(), refrain::Error> {
     let options = Generate { max_tokens: Some(200), ..Generate::default() };
     let prompt = "Once upon a time";
     print!("{prompt}");
-    for piece in session.generate(Prompt::Text(prompt), &options)? {
-        print!("{}", piece?.text);
+    for delta in session.generate(Prompt::Text(prompt), &options)? {
+        print!("{}", delta?.text);
         let _ = std::io::stdout().flush();
     }
     println!();

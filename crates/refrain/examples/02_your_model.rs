@@ -1,4 +1,4 @@
-//! A model of your own, greedy, with the run's ledger at the end.
+//! Greedy generation with a model of your own, and the ledger of its steps.
 //!
 //! `cargo run --release -p refrain --example 02_your_model -- model.gguf "The capital of France is"`
 
@@ -15,8 +15,8 @@ fn main() -> Result<(), refrain::Error> {
     let options =
         Generate { sampling: Some(SamplingParams::greedy()), max_tokens: Some(48), ..Generate::default() };
     let mut text = String::new();
-    for piece in session.generate(Prompt::Text(&prompt), &options)? {
-        text += &piece?.text;
+    for delta in session.generate(Prompt::Text(&prompt), &options)? {
+        text += &delta?.text;
     }
     println!("{text}");
     let ledger = session.ledger();

@@ -1,33 +1,26 @@
-//! A conversation: what is already in the cache is not evaluated again.
+//! A conversation: each turn evaluates only what is new.
 //!
 //! `cargo run --release -p refrain --example 03_chat -- model.gguf`
 
-use refrain::{Generate, Message, Model, Prompt, RenderOptions, Session, SessionOptions};
+use refrain::{Builtin, Chat, ChatOptions, Generate, Model, Session, SessionOptions};
 use std::io::Write;
 
 fn main() -> Result<(), refrain::Error> {
-    let Some(path) = std::env::args().nth(1) else {
-        eprintln!("usage: 03_chat MODEL");
-        return Ok(());
+    let model = match std::env::args().nth(1) {
+        Some(path) => Model::open(path)?,
+        None => Builtin::Chat.open()?,
     };
-    let model = Model::open(path)?;
-    let mut session = Session::new(&model, &SessionOptions::default())?;
-    let render = RenderOptions { add_generation_prompt: true, ..RenderOptions::default() };
-    let mut messages = Vec::new();
+    let session = Session::new(&model, &SessionOptions::default())?;
+    let mut chat = Chat::new(session, ChatOptions::default())?;
     for question in ["What is the capital of France?", "And of Italy?"] {
         println!("> {question}");
-        messages.push(Message::new("user", question));
-        let mut reply = String::new();
-        let mut generation = session.generate(Prompt::Chat(&messages, &render), &Generate::default())?;
-        for piece in &mut generation {
-            let piece = piece?;
-            print!("{}", piece.text);
+        let mut reply = chat.send(question, &Generate::default())?;
+        for delta in &mut reply {
+            print!("{}", delta?.text);
             let _ = std::io::stdout().flush();
-            reply += &piece.text;
         }
-        let summary = generation.summary();
+        let summary = reply.summary();
         println!("\n({} of {} prompt tokens evaluated)", summary.n_evaluated, summary.n_prompt);
-        messages.push(Message::new("assistant", reply));
     }
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! Below the models: a graph of your own, with a step on the host in the middle, and the plan it becomes.
+//! A graph of your own with a host step in the middle, and its plan.
 //!
 //! `cargo run --release -p refrain --example 04_own_graph`
 

@@ -9,15 +9,15 @@ fn main() -> Result<(), refrain::Error> {
     let options = SessionOptions { context: Some(256), ..SessionOptions::default() };
     let prompts = ["Once upon a time, a cat", "One day, a little boat"];
     let stories = std::thread::scope(|scope| {
-        let tell = |prompt| {
-            // The first session loads the weights; the other one joins it and adds its KV cache.
+        let story = |prompt| {
+            // The first session loads the weights; the second one shares them and adds its own KV cache.
             let mut session = Session::new(&model, &options)?;
             let generate = Generate { max_tokens: Some(80), ..Generate::default() };
-            let pieces = session.generate(Prompt::Text(prompt), &generate)?;
-            let text: String = pieces.map(|piece| Ok(piece?.text)).collect::<Result<_, refrain::Error>>()?;
+            let deltas = session.generate(Prompt::Text(prompt), &generate)?;
+            let text: String = deltas.map(|delta| Ok(delta?.text)).collect::<Result<_, refrain::Error>>()?;
             Ok::<_, refrain::Error>(format!("{prompt}{text}"))
         };
-        let threads = prompts.map(|prompt| scope.spawn(move || tell(prompt)));
+        let threads = prompts.map(|prompt| scope.spawn(move || story(prompt)));
         threads.map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
     });
     for story in stories {

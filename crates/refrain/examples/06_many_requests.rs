@@ -1,4 +1,4 @@
-//! A hundred stories at once, from one model.
+//! A hundred stories at once from one model.
 //!
 //! ```sh
 //! cargo run --release -p refrain --example 06_many_requests

@@ -1,9 +1,9 @@
-//! Training: a whole run by the trainer, then steps in a loop of one's own.
+//! Training: a whole run with the trainer, then single steps in your own loop.
 //!
 //! `cargo run --release -p refrain --example train`
 
 use refrain::train::{
-    AdamSettings, ConfigOverlay, Rows, StepLearner, TrainConfig, TrainEvent, TrainOptions, TrainSpec,
+    AdamSettings, BatchRows, ConfigOverlay, StepLearner, TrainConfig, TrainEvent, TrainOptions, TrainSpec,
     Training,
 };
 use refrain::{DType, Device, Generate, Model, Prompt, Session, SessionOptions};
@@ -52,8 +52,8 @@ fn whole_run(folder: &Path) -> Result<(), Box<dyn std::error::Error>> {
     let model = Model::open(out.join("model.gguf"))?;
     let mut session = Session::new(&model, &SessionOptions::default())?;
     let options = Generate { max_tokens: Some(16), ..Generate::default() };
-    for piece in session.generate(Prompt::Text("one for"), &options)? {
-        print!("{}", piece?.text);
+    for delta in session.generate(Prompt::Text("one for"), &options)? {
+        print!("{}", delta?.text);
     }
     println!();
     Ok(())
@@ -69,7 +69,7 @@ fn own_loop() -> Result<(), Box<dyn std::error::Error>> {
     let positions: Vec<i32> = (0..n).map(|i| (i % context) as i32).collect();
     let spans: Vec<[i32; 2]> =
         (0..n).map(|i| (i / context * context) as i32).map(|first| [first, first + context as i32]).collect();
-    let rows = Rows { tokens: &tokens, targets: &targets, positions: &positions, spans: &spans };
+    let rows = BatchRows { tokens: &tokens, targets: &targets, positions: &positions, spans: &spans };
 
     let shape: refrain::train::NewModel = refrain::train::NewModel::Shape(refrain::train::ModelShape {
         arch: "qwen3".into(),

@@ -1,9 +1,9 @@
-//! Prefill and decode speed of a model on a device, beside what the device's memory allows.
+//! Benchmarks: prefill and decode speed of a model, compared with the bandwidth of the device's memory.
 
-use crate::engines::{MonitoredEngine, Room, lone_engine};
+use crate::engines::{EngineCapacity, MonitoredEngine, lone_engine};
 use crate::error::Error;
 use crate::examine::read_bandwidth;
-use crate::model::Model;
+use crate::model::{Model, one_line};
 use crate::session::{Device, SessionOptions};
 use refrain_cpu::CpuBackend;
 use refrain_cpu::pool::default_threads;
@@ -17,44 +17,48 @@ use refrain_models::{NamedShape, QuantMix};
 use std::sync::Arc;
 use std::time::Instant;
 
-/// What to measure.
+/// The model to measure.
 #[derive(Clone, Debug)]
 pub enum BenchTarget<'a> {
-    /// An open model.
+    /// An opened model.
     Model(&'a Model),
-    /// Open files; they need no tokenizer.
+    /// Opened files, which need no tokenizer.
     Files(&'a ModelFiles),
     /// Random weights of a well-known shape.
     Shape(&'a NamedShape, QuantMix),
 }
 
-/// How to measure.
+/// Options of a benchmark.
 #[derive(Clone, Debug)]
 pub struct BenchOptions {
-    /// Where.
+    /// Device and cache. A context, if one is given, must hold the prompt and every depth; without one it is as small as
+    /// possible.
     pub session: SessionOptions,
-    /// Tokens of the prompt.
+    /// Tokens in the prompt.
     pub n_prompt: usize,
     /// Tokens to decode.
     pub n_decode: usize,
-    /// Tokens already in the context when decoding begins; decoding is measured at each of these depths.
+    /// Depths at which decoding is measured: tokens in the context when it starts.
     pub depths: Vec<usize>,
-    /// Numbers of sequences that are decoded at once; speed is measured for each of these.
+    /// Batch sizes for which decoding is measured.
     pub seqs: Vec<usize>,
-    /// How often.
+    /// Number of measurements of each.
     pub repeats: usize,
 }
 
-/// One quantity, measured several times.
+/// Measurements of one quantity.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Samples(pub Vec<f64>);
 
 impl Samples {
-    /// The middle one.
+    /// The median: of an even number of measurements, the mean of the middle two.
     pub fn median(&self) -> f64 {
         let mut sorted = self.0.clone();
         sorted.sort_by(f64::total_cmp);
-        sorted.get(sorted.len() / 2).copied().unwrap_or(f64::NAN)
+        match sorted.as_slice() {
+            [] => f64::NAN,
+            sorted => (sorted[(sorted.len() - 1) / 2] + sorted[sorted.len() / 2]) / 2.0,
+        }
     }
 
     /// The mean.
@@ -69,123 +73,130 @@ impl Samples {
     }
 }
 
-/// Decoding with so much in the context.
+/// Decode speed at one depth.
 #[derive(Clone, Debug)]
 pub struct DecodeReport {
-    /// Tokens in the context when decoding began.
+    /// Tokens in the context when decoding started.
     pub depth: usize,
     /// Tokens per second.
     pub speed: Samples,
-    /// Bytes that a token reads, at the middle of the measured stretch.
+    /// Bytes that a token reads, halfway through the measurement.
     pub bytes_per_token: usize,
 }
 
 impl DecodeReport {
-    /// Milliseconds of a token.
+    /// Milliseconds per token.
     pub fn ms(&self) -> f64 {
         1e3 / self.speed.median()
     }
 
-    /// Bytes per second that decoding read.
+    /// Bytes per second that decoding reads.
     pub fn bandwidth(&self) -> f64 {
         self.speed.median() * self.bytes_per_token as f64
     }
 }
 
-/// Decoding so many sequences at once, each behind a prompt of its own.
+/// Decode speed of a batch of sequences, each with its own prompt.
 #[derive(Clone, Debug)]
 pub struct BatchReport {
-    /// Sequences.
+    /// Number of sequences.
     pub n_seqs: usize,
-    /// Tokens in the context of each when decoding began.
+    /// Tokens in the context of each when decoding started.
     pub depth: usize,
-    /// Tokens per second of all together.
+    /// Tokens per second of all sequences together.
     pub speed: Samples,
 }
 
-/// Memory that the process holds.
+/// Resident memory of the process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Resident {
-    /// Bytes now.
+pub struct ResidentMemory {
+    /// Current bytes.
     pub now: u64,
-    /// Bytes at most so far.
+    /// Peak bytes.
     pub most: u64,
 }
 
-impl Resident {
-    /// Of this process, where the system tells it.
-    pub fn of_this_process() -> Option<Resident> {
+impl ResidentMemory {
+    /// Reads that of this process, if the system reports it.
+    pub fn of_this_process() -> Option<ResidentMemory> {
         let status = std::fs::read_to_string("/proc/self/status").ok()?;
         let field = |name: &str| {
             let line = status.lines().find_map(|line| line.strip_prefix(name))?;
             Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? * 1024)
         };
-        Some(Resident { now: field("VmRSS:")?, most: field("VmHWM:")? })
+        Some(ResidentMemory { now: field("VmRSS:")?, most: field("VmHWM:")? })
     }
 }
 
-/// What came out.
+/// Result of a benchmark.
 #[derive(Clone, Debug)]
 pub struct BenchReport {
     /// Name of the model or shape.
     pub name: String,
     /// Name of the backend.
     pub backend: &'static str,
-    /// Numbers in the weights.
+    /// Number of parameters.
     pub n_parameters: usize,
-    /// Bytes of the weights.
+    /// Size of the weights in bytes.
     pub weight_bytes: usize,
-    /// Tokens per second while a prompt is evaluated.
+    /// Prefill speed in tokens per second.
     pub prefill: Samples,
-    /// Generating tokens, at each depth; empty if none were to be decoded.
+    /// Decode speed at each depth; empty if decoding was not measured.
     pub decode: Vec<DecodeReport>,
-    /// Generating tokens of several sequences at once, for each number of them.
+    /// Decode speed for each batch size.
     pub batches: Vec<BatchReport>,
-    /// Bytes per second that memory delivers at best; `None` where it was not measured.
+    /// Measured read bandwidth of the device's memory in bytes per second, before the model was loaded; `None` if it was
+    /// not measured.
     pub read_bandwidth: Option<f64>,
-    /// Seconds from open files to a device that is ready.
+    /// Seconds from opened files to a device that is ready.
     pub load_seconds: f64,
-    /// Memory of the process when all was measured, where the system tells it.
-    pub resident: Option<Resident>,
-    /// How the decoded steps ran, as the ledger tells it, at all depths; those of the first round, which is not
-    /// counted, too.
+    /// Memory of the process at the end, if the system reports it.
+    pub resident: Option<ResidentMemory>,
+    /// How the decode steps at all depths ran, according to the ledger, including those of the warm-up round.
     pub decode_steps: Tally,
-    /// Kernels of a decoded token, and launches by the host for them; `None` on the CPU, which calls its kernels.
+    /// Kernels and host launches of a decode step; `None` on the CPU, which calls its kernels directly.
     pub launches: Option<Launches>,
-    /// Memory, graphs and timings of a CUDA device, with the timeline where it was profiled; `None` on the CPU.
+    /// Memory, graphs and timings of a CUDA device, and the timeline if it was profiled; `None` on the CPU.
     pub device: Option<(Status, Timeline)>,
-    /// How weights lie in memory, with the bytes of each layout.
+    /// The layouts of the weights in memory, with the bytes of each.
     pub layouts: Vec<(String, usize)>,
 }
 
-/// What a decoded token takes on a CUDA device.
+/// Launches of a decode step on a CUDA device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Launches {
-    /// Calls of the host: one for each recorded segment, or one for each kernel where a step ran eagerly.
+    /// Host launches: one per recorded segment, or one per kernel if the step ran eagerly.
     pub by_host: usize,
     /// Kernels and copies.
     pub kernels: usize,
 }
 
 impl BenchReport {
-    /// What decoding read as a part of what memory delivers at best; `None` where that was not measured.
+    /// The bandwidth of decoding as a share of the measured one; `None` if that was not measured.
     pub fn bandwidth_share(&self, decode: &DecodeReport) -> Option<f64> {
         self.read_bandwidth.filter(|best| *best > 0.0).map(|best| decode.bandwidth() / best)
     }
 }
 
-/// Measures. `progress` hears what is going on.
+/// Runs a benchmark. `progress` receives a description of each phase.
 pub fn bench(
     target: &BenchTarget<'_>,
     options: &BenchOptions,
     mut progress: impl FnMut(&str),
 ) -> Result<BenchReport, Error> {
+    progress("measuring the read bandwidth");
+    // Before the model is loaded: next to a large model there is too little free memory to measure it well.
+    let read_bandwidth = match &options.session.device {
+        // The host's speed says nothing about a simulated device.
+        Device::Sim { .. } => None,
+        device @ (Device::Cpu { .. } | Device::Cuda { .. }) => Some(read_bandwidth(device)?),
+    };
     let (name, weights) = match target {
         BenchTarget::Model(model) => (model.name().to_string(), model.weights().clone()),
         BenchTarget::Files(files) => {
             let weights = refrain_models::Model::load(files)?;
             let name = weights.config().name.clone().unwrap_or_else(|| files.path().display().to_string());
-            (name, Arc::new(weights))
+            (one_line(&name), Arc::new(weights))
         }
         BenchTarget::Shape(shape, mix) => {
             progress("making random weights");
@@ -196,20 +207,26 @@ pub fn bench(
     let seqs: &[usize] = if options.n_decode > 0 { &options.seqs } else { &[] };
     let deepest =
         depths.iter().copied().max().unwrap_or(0).max(if seqs.is_empty() { 0 } else { BATCH_DEPTH });
-    let context = options.n_prompt.max(deepest + options.n_decode + 1);
+    let needed = options.n_prompt.max(deepest.saturating_add(options.n_decode).saturating_add(1));
+    let most = weights.config().n_context;
+    let limit = options.session.context.unwrap_or(most).min(most);
+    if needed > limit {
+        return Err(Error::BenchContext { needed, limit });
+    }
+    let context = options.session.context.unwrap_or(needed);
     let session = SessionOptions { context: Some(context), ..options.session.clone() };
     let began = Instant::now();
-    progress("loading");
+    progress("loading the model");
     let most_seqs = seqs.iter().copied().max().unwrap_or(0);
-    let room = |context: usize| Room {
-        // Whole blocks for each, and for the sequence that is measured alone.
+    let room = |context: usize| EngineCapacity {
+        // Whole blocks for each sequence, and for the one that is measured alone.
         n_positions: (most_seqs + 1) * context.next_multiple_of(RunnerOptions::default().kv_block),
         max_seqs: most_seqs.max(1),
         n_recurrent: most_seqs + 1,
         max_requests: most_seqs.max(1),
         context,
     };
-    let (MonitoredEngine { engine, monitor, .. }, Room { context, .. }) =
+    let (MonitoredEngine { engine, monitor, .. }, EngineCapacity { context, .. }) =
         lone_engine(&weights, &name, &session, room)?;
     let sequence = engine.open(context)?;
     let load_seconds = began.elapsed().as_secs_f64();
@@ -220,7 +237,7 @@ pub fn bench(
     }
 
     let vocab = weights.config().n_vocab as u32;
-    // Any tokens do; these avoid the first ones, which are often special.
+    // The choice of tokens does not matter; these avoid the first ids, which are often special.
     let tokens: Vec<u32> = (0..context as u32).map(|i| (1000 + i * 7919) % vocab).collect();
     let (prefill, decode) = measure(&engine, &sequence, options, depths, &tokens, &mut progress)?;
     let traffic = engine.plan(1)?.traffic();
@@ -238,15 +255,7 @@ pub fn bench(
     };
     let device = monitor.map(|monitor| (monitor.status(), monitor.timeline()));
     let (layouts, backend) = (engine.layouts()?, engine.backend());
-    let resident = Resident::of_this_process();
-    // The device is free again, and its clocks are up.
-    drop(engine);
-    progress("measuring read bandwidth");
-    let read_bandwidth = match &options.session.device {
-        // What a simulated device reads says nothing.
-        Device::Sim { .. } => None,
-        device @ (Device::Cpu { .. } | Device::Cuda { .. }) => Some(read_bandwidth(device)?),
-    };
+    let resident = ResidentMemory::of_this_process();
     Ok(BenchReport {
         layouts,
         decode_steps,
@@ -265,7 +274,7 @@ pub fn bench(
     })
 }
 
-/// Runs the rounds: how fast the prompt was read, and how fast tokens came at each depth.
+/// Measures prefill, and decoding at each depth.
 fn measure(
     engine: &Engine,
     sequence: &Sequence,
@@ -275,7 +284,7 @@ fn measure(
     progress: &mut impl FnMut(&str),
 ) -> Result<(Samples, Vec<Samples>), Error> {
     let (mut prefill, mut decode) = (Samples(Vec::new()), vec![Samples(Vec::new()); depths.len()]);
-    // The first round warms caches and compiles the steps; it is not counted.
+    // The first round warms caches and compiles the steps, and is not counted.
     for round in 0..=options.repeats {
         progress(&format!("round {round} of {}", options.repeats));
         if options.n_prompt > 0 {
@@ -303,10 +312,10 @@ fn measure(
     Ok((prefill, decode))
 }
 
-/// Tokens in the context of each of several sequences when decoding begins.
+/// Depth at which batches are measured.
 const BATCH_DEPTH: usize = 16;
 
-/// How fast tokens come when so many sequences are decoded at once.
+/// Measures decoding for each batch size.
 fn measure_batches(
     engine: &Engine,
     options: &BenchOptions,
@@ -319,7 +328,7 @@ fn measure_batches(
         let mut speed = Samples(Vec::new());
         for round in 0..=options.repeats {
             progress(&format!("{n_seqs} sequences, round {round} of {}", options.repeats));
-            // No two prompts begin alike, so that nothing is found in the cache.
+            // No two prompts have a common prefix, so that the prefix cache never hits.
             let first = |seq: usize| (1000 + ((round * n_seqs + seq) * 104_729) as u32) % vocab;
             let prompt = |seq| (0..BATCH_DEPTH as u32).map(|i| (first(seq) + i * 7919) % vocab).collect();
             let submit = |seq| {
@@ -330,7 +339,7 @@ fn measure_batches(
             let mut streams = (0..n_seqs).map(submit).collect::<Result<Vec<_>, _>>()?;
             streams.iter_mut().try_for_each(|stream| wait_for_tokens(stream, 1))?;
             let began = Instant::now();
-            // Some of the first to begin are further by now.
+            // The sequences that started first have further tokens by now.
             let n_before: usize = streams.iter_mut().map(take_ready).sum::<Result<usize, Error>>()?;
             streams.iter_mut().try_for_each(|stream| wait_for_tokens(stream, options.n_decode))?;
             let took = began.elapsed().as_secs_f64();
@@ -344,7 +353,7 @@ fn measure_batches(
     Ok(reports)
 }
 
-/// Takes the tokens that are there, and says how many they were.
+/// Collects the tokens that are ready and returns their number.
 fn take_ready(stream: &mut TokenStream) -> Result<usize, Error> {
     let mut n = 0;
     while let Some(event) = stream.try_next() {
@@ -353,7 +362,7 @@ fn take_ready(stream: &mut TokenStream) -> Result<usize, Error> {
     Ok(n)
 }
 
-/// Tokens behind a prompt that is evaluated from its beginning.
+/// Submits a prompt that is evaluated from its start.
 fn submit(
     engine: &Engine,
     sequence: &Sequence,
@@ -385,19 +394,19 @@ fn count_launches(engine: &Engine, is_eager: bool) -> Result<Launches, Error> {
     Ok(Launches { by_host: if is_eager { kernels } else { recorded }, kernels })
 }
 
-/// What the CPU backend finds on this machine.
+/// The CPU as the CPU backend sees it.
 #[derive(Clone, Debug)]
 pub struct CpuInfo {
-    /// Instructions in use.
+    /// Instruction set in use.
     pub level: String,
-    /// Threads in use.
+    /// Number of threads in use.
     pub threads: usize,
-    /// Bytes per second that these threads read from memory, at best.
+    /// Measured read bandwidth of these threads in bytes per second.
     pub read_bandwidth: f64,
 }
 
 impl CpuInfo {
-    /// Looks, and measures.
+    /// Detects and measures it.
     pub fn measure() -> Result<CpuInfo, Error> {
         let backend = CpuBackend::new(default_threads())?;
         let level = backend.level().to_string();

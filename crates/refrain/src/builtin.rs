@@ -1,4 +1,4 @@
-//! The models inside the library.
+//! The built-in models.
 
 use crate::error::Error;
 use crate::model::Model;
@@ -6,8 +6,8 @@ use refrain_formats::ModelFiles;
 use refrain_formats::gguf::Gguf;
 use refrain_tensor::Bytes;
 
-/// A model inside the library. Both are small and make many mistakes; `tools/stories` of the repository is how they
-/// were made.
+/// A model that is part of the library. Both are small and make many mistakes. `tools/stories` in the repository trained
+/// them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Builtin {
     /// Continues simple stories. It has no chat template.
@@ -20,7 +20,7 @@ impl Builtin {
     /// All of them.
     pub const ALL: [Builtin; 2] = [Builtin::Stories, Builtin::Chat];
 
-    /// The name it is known by.
+    /// Its name.
     pub const fn name(self) -> &'static str {
         match self {
             Builtin::Stories => "stories",
@@ -28,12 +28,12 @@ impl Builtin {
         }
     }
 
-    /// The one of that name, in upper or lower case.
+    /// Finds a built-in model by name, in any case.
     pub fn named(name: &str) -> Option<Builtin> {
         Builtin::ALL.into_iter().find(|builtin| builtin.name().eq_ignore_ascii_case(name))
     }
 
-    /// Its files.
+    /// Opens its files.
     pub fn files(self) -> Result<ModelFiles, Error> {
         let (origin, bytes): (_, &'static [u8]) = match self {
             Builtin::Stories => ("the built-in story model", include_bytes!("../assets/stories.gguf")),
@@ -42,7 +42,7 @@ impl Builtin {
         Ok(ModelFiles::Gguf(Gguf::from_named_bytes(origin, Bytes::new(bytes))?))
     }
 
-    /// Opens and checks it.
+    /// Opens and checks the model.
     pub fn open(self) -> Result<Model, Error> {
         Model::from_files(self.files()?)
     }

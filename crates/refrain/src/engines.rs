@@ -1,11 +1,11 @@
-//! Which sessions share an engine, and which engines share weights.
+//! Sharing: sessions share engines, and engines share weights.
 //!
 //! Sessions of one model on the same device, with the same type of KV cache, share one engine: its weights, its thread
-//! and its cache, in which each has room of its own. Sessions that differ in one of these have engines of their own; on
-//! the CPU those still share the packed weights, and, where they have as many threads, the threads.
+//! and its cache, in which each has its own blocks. Sessions that differ in one of these have separate engines; on the
+//! CPU these still share the packed weights and, with the same number of threads, the threads.
 //!
-//! A model only knows its engines, the sessions keep them alive: with the last session its engine goes, and with the
-//! last engine the packed weights.
+//! A model holds weak references to its engines, and sessions keep them alive: the last session drops its engine, and
+//! the last engine drops the packed weights.
 
 use crate::error::Error;
 use crate::placement::{TableNeeds, TablePlacement, host_free_bytes};
@@ -13,7 +13,7 @@ use crate::session::{Device, SessionOptions};
 use refrain_cpu::{CpuBackend, CpuWeights};
 use refrain_cuda::{CublasLt, CudaBackend, CudaOptions, Monitor};
 use refrain_driver::Method;
-use refrain_driver::trial::Choice;
+use refrain_driver::trial::MethodChoice;
 use refrain_engine::{
     BackendRunner, Engine, EngineError, EngineOptions, RunnerOptions, Sequence, WeakEngine,
 };
@@ -25,12 +25,12 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 const USUAL_CONTEXT: usize = 4096;
 
-/// An engine, and for a CUDA device a view of what it does.
+/// An engine, with a monitor of its CUDA device.
 #[derive(Clone)]
 pub(crate) struct MonitoredEngine {
     pub(crate) engine: Engine,
     pub(crate) monitor: Option<Monitor>,
-    /// Where the table of per-layer embeddings lies, on a CUDA device.
+    /// Placement of the per-layer embedding table, on a CUDA device.
     pub(crate) table: Option<TablePlacement>,
 }
 
@@ -42,13 +42,13 @@ pub(crate) struct Engines {
 
 #[derive(Default)]
 struct Known {
-    engines: Vec<(Key, WeakEngine, Option<Monitor>, Option<TablePlacement>)>,
+    engines: Vec<(EngineKey, WeakEngine, Option<Monitor>, Option<TablePlacement>)>,
     packed: Weak<CpuWeights>,
 }
 
-/// What sessions of one engine have in common.
+/// The properties that sessions of one engine share.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Key {
+struct EngineKey {
     device: Device,
     kv_dtype: DType,
     ahead: Option<usize>,
@@ -64,9 +64,9 @@ impl fmt::Debug for Engines {
 }
 
 impl Engines {
-    /// A sequence on an engine that has room for it, can make room, or is made for it.
+    /// Opens a sequence on a matching engine, whose cache grows if necessary, or on a new one.
     ///
-    /// Who comes while an engine is being made waits for it instead of making another one.
+    /// A caller that arrives while an engine is being made waits for it instead of making another one.
     pub(crate) fn open(
         &self,
         weights: &Arc<Model>,
@@ -74,14 +74,14 @@ impl Engines {
         options: &SessionOptions,
     ) -> Result<(MonitoredEngine, Sequence), Error> {
         let context = check(weights, name, options)?;
-        let device = match options.device.cuda() {
-            // Those who ask for the usual number of threads share with those who name it.
+        let device = match options.device.cuda_options() {
+            // The default number of threads and the same number given explicitly are the same key.
             Err(threads) => Device::Cpu { threads: Some(threads) },
             Ok(_) => options.device.clone(),
         };
         let SessionOptions { kv_dtype, ahead, verify_every, .. } = *options;
-        let avoids_capture = options.graph_choice.as_ref().is_some_and(Choice::avoids_capture);
-        let key = Key { device, kv_dtype, ahead, verify_every, avoids_capture, table: options.table };
+        let avoids_capture = options.graph_choice.as_ref().is_some_and(MethodChoice::avoids_capture);
+        let key = EngineKey { device, kv_dtype, ahead, verify_every, avoids_capture, table: options.table };
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         known.engines.retain(|(_, engine, ..)| engine.upgrade().is_some());
         for (_, engine, monitor, table) in known.engines.iter().filter(|(other, ..)| *other == key) {
@@ -91,54 +91,54 @@ impl Engines {
                     let monitor = monitor.clone();
                     return Ok((MonitoredEngine { engine, monitor, table: *table }, sequence));
                 }
-                // Its cache cannot grow, or it has stopped: it stays with the sessions that it has.
+                // Its cache cannot grow, or it has stopped: only its existing sessions keep it.
                 Err(EngineError::CannotGrow { .. } | EngineError::Stopped(_)) => {}
                 Err(error) => return Err(error.into()),
             }
         }
-        let made = make_engine(weights, name, &Room::of_one(context), options, &mut known.packed)?;
+        let made = make_engine(weights, name, &EngineCapacity::of_one(context), options, &mut known.packed)?;
         let sequence = made.engine.open(context)?;
         known.engines.push((key, made.engine.downgrade(), made.monitor.clone(), made.table));
         Ok((made, sequence))
     }
 }
 
-/// How many sequences an engine has room for.
+/// The capacity of an engine.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Room {
-    /// Positions of one of them.
+pub(crate) struct EngineCapacity {
+    /// Positions of one sequence.
     pub(crate) context: usize,
-    /// Positions of all.
+    /// Positions of all sequences together.
     pub(crate) n_positions: usize,
-    /// How many take part in one step.
+    /// Maximum number of sequences in one step.
     pub(crate) max_seqs: usize,
-    /// Sequences with recurrent states, in a model that has such.
+    /// Sequences with recurrent states, in a model that has them.
     pub(crate) n_recurrent: usize,
-    /// Requests that may be running or waiting.
+    /// Maximum number of running and waiting requests.
     pub(crate) max_requests: usize,
 }
 
-impl Room {
-    /// For one sequence; the cache grows with further ones.
-    pub(crate) fn of_one(context: usize) -> Room {
+impl EngineCapacity {
+    /// Capacity for one sequence; the cache grows with further ones.
+    pub(crate) fn of_one(context: usize) -> EngineCapacity {
         let (runner, engine) = (RunnerOptions::default(), EngineOptions::default());
         let (max_seqs, max_requests) = (runner.max_seqs, engine.max_requests);
-        Room { context, n_positions: context, max_seqs, n_recurrent: 1, max_requests }
+        EngineCapacity { context, n_positions: context, max_seqs, n_recurrent: 1, max_requests }
     }
 }
 
-/// An engine that nobody else has.
+/// Makes an engine that is not shared.
 pub(crate) fn lone_engine(
     weights: &Arc<Model>,
     name: &str,
     options: &SessionOptions,
-    room: impl FnOnce(usize) -> Room,
-) -> Result<(MonitoredEngine, Room), Error> {
+    room: impl FnOnce(usize) -> EngineCapacity,
+) -> Result<(MonitoredEngine, EngineCapacity), Error> {
     let room = room(check(weights, name, options)?);
     Ok((make_engine(weights, name, &room, options, &mut Weak::new())?, room))
 }
 
-/// The context that is asked for.
+/// Checks the options and returns the context.
 fn check(weights: &Model, name: &str, options: &SessionOptions) -> Result<usize, Error> {
     let most = weights.config().n_context;
     let context = options.context.unwrap_or(most.min(USUAL_CONTEXT));
@@ -154,16 +154,16 @@ fn check(weights: &Model, name: &str, options: &SessionOptions) -> Result<usize,
 fn make_engine(
     weights: &Arc<Model>,
     name: &str,
-    room: &Room,
+    room: &EngineCapacity,
     options: &SessionOptions,
     packed: &mut Weak<CpuWeights>,
 ) -> Result<MonitoredEngine, Error> {
-    let Room { context, n_positions, max_seqs, n_recurrent, max_requests } = *room;
+    let EngineCapacity { context, n_positions, max_seqs, n_recurrent, max_requests } = *room;
     let kv_dtype = options.kv_dtype;
     let runner =
         RunnerOptions { context, n_positions, kv_dtype, max_seqs, n_recurrent, ..RunnerOptions::default() };
     let engine_options = EngineOptions { max_requests };
-    let (kind, cuda) = match options.device.cuda() {
+    let (kind, cuda) = match options.device.cuda_options() {
         Ok(cuda) => cuda,
         Err(threads) => {
             let backend = CpuBackend::shared(threads)?;
@@ -183,14 +183,14 @@ fn make_engine(
     let ahead = options.ahead.unwrap_or(cuda.ahead);
     let (on_load, verify_every) = (options.on_load.clone(), options.verify_every);
     let mut cuda = CudaOptions { model: name.to_owned(), ahead, on_load, verify_every, ..cuda };
-    if options.graph_choice.as_ref().is_some_and(Choice::avoids_capture) {
-        // A library's calls become nodes by a capture, so they are left out too.
+    if options.graph_choice.as_ref().is_some_and(MethodChoice::avoids_capture) {
+        // Library calls become nodes through a capture, so they are not used either.
         (cuda.graphs.method, cuda.cublaslt) = (Method::Nodes, CublasLt::Never);
     }
-    // A prompt goes in pieces as large as the largest graph.
+    // A prompt is evaluated in chunks of at most the largest graph's size.
     let runner = RunnerOptions { max_tokens: cuda.buckets.iter().copied().max().unwrap_or(1), ..runner };
     let needs = table_needs(weights, &runner);
-    // The one step on the host that comes of this; what is behind it must be replayed all the same.
+    // The table's lookup may be one host step; the steps after it must still be replayed.
     cuda.graphs.allow_host_steps =
         needs.is_some() && matches!(options.table, TablePlacement::Auto | TablePlacement::Host);
     let backend = CudaBackend::open(kind, cuda)?;
@@ -215,7 +215,7 @@ fn make_engine(
     let made = (|| {
         let runner = Box::new(BackendRunner::new(backend, model, runner)?);
         let engine = Engine::new(runner, engine_options)?;
-        // The graph of a decode step is recorded and verified here, so that no token waits for it.
+        // Records and verifies the graph of a decode step here, so that no token waits for it.
         engine.plan(1)?;
         Ok(engine)
     })();
@@ -226,7 +226,7 @@ fn make_engine(
     Ok(MonitoredEngine { engine, monitor: Some(monitor), table })
 }
 
-/// What decides where a model's table goes.
+/// The sizes that decide the placement of a model's table.
 pub(crate) fn table_needs(weights: &Model, runner: &RunnerOptions) -> Option<TableNeeds> {
     let RunnerOptions { context, n_positions, kv_block, kv_dtype, .. } = *runner;
     let max_blocks = context.div_ceil(kv_block.max(1));

@@ -1,3 +1,6 @@
+//! Errors of the library.
+
+use crate::model::Model;
 use refrain_cpu::pool::PoolError;
 use refrain_cuda::CudaError;
 use refrain_engine::{EngineError, SamplingError};
@@ -8,17 +11,17 @@ use refrain_models::ModelError;
 use refrain_tensor::DType;
 use refrain_train::TrainError;
 use refrain_train::learner::LearnError;
-use refrain_train::memory::Size;
+use refrain_train::memory::MemorySize;
 use std::path::PathBuf;
 
-/// Why something could not be done, with a hint where there is a way out.
+/// Any error of the library, with a hint where there is a way out.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// The files could not be read.
     #[error(transparent)]
     Format(#[from] FormatError),
-    /// The files do not make a model.
+    /// The files do not make up a model.
     #[error(transparent)]
     Model(#[from] ModelError),
     /// The tokenizer is missing, broken or of an unknown kind.
@@ -33,8 +36,8 @@ pub enum Error {
     /// The chat template is broken or refused the messages.
     #[error("the chat template failed: {0}")]
     Chat(#[from] ChatError),
-    /// A chat was asked for, the model has no template for one.
-    #[error("{model} has no chat template: it completes text")]
+    /// The model has no chat template.
+    #[error("{model} has no chat template: it only continues text")]
     NoChatTemplate {
         /// Name of the model.
         model: String,
@@ -48,80 +51,112 @@ pub enum Error {
     /// A step failed.
     #[error(transparent)]
     Engine(#[from] EngineError),
-    /// A model does not fit on its device, and a table that need not be there is part of it.
-    #[error("{source}; {} of the weights are the table of per-layer embeddings", Size(*table_bytes))]
+    /// A model does not fit on its device, and its per-layer embeddings could be kept elsewhere.
+    #[error("{source}; {} of the weights are the table of per-layer embeddings", MemorySize(*table_bytes))]
     TableOnDevice {
-        /// What did not fit.
+        /// The allocation that failed.
         source: EngineError,
         /// Bytes of the table.
         table_bytes: u64,
     },
-    /// A sampling parameter makes no sense.
+    /// A sampling parameter is out of range.
     #[error(transparent)]
     Sampling(#[from] SamplingError),
-    /// The context asked for makes no sense.
-    #[error("a context of {got} tokens was asked for, {model} takes 1 to {most}")]
+    /// The requested context is outside the model's range.
+    #[error("the context is {got} tokens, {model} takes 1 to {most}")]
     Context {
-        /// Tokens asked for.
+        /// Requested tokens.
         got: usize,
-        /// Tokens the model was trained for.
+        /// Tokens that the model was trained for.
         most: usize,
         /// Name of the model.
         model: String,
     },
-    /// The KV cache was asked for in a type that no kernel reads.
+    /// The prompt does not fit the context.
+    #[error("the prompt has {n_tokens} tokens, the context holds {context}")]
+    PromptTooLong {
+        /// Tokens in the prompt.
+        n_tokens: usize,
+        /// Positions of the context.
+        context: usize,
+        /// Tokens that the model was trained for.
+        most: usize,
+    },
+    /// The prompt is so long that it was refused before it was tokenized.
+    #[error("the prompt has {n_bytes} bytes, a context of {context} tokens holds at most {max_bytes}")]
+    PromptBytes {
+        /// Bytes of the prompt.
+        n_bytes: usize,
+        /// Bytes of the longest prompt that might fit.
+        max_bytes: usize,
+        /// Positions of the context.
+        context: usize,
+    },
+    /// A measurement needs a longer context than the model takes, or than it was given.
+    #[error("the measurement needs a context of {needed} tokens, {limit} are available")]
+    BenchContext {
+        /// Tokens needed.
+        needed: usize,
+        /// Tokens of the given context or, without one, of the model.
+        limit: usize,
+    },
+    /// No kernel reads a KV cache of this type.
     #[error("a KV cache cannot have elements of {got}")]
     KvDtype {
-        /// The type asked for.
+        /// The requested type.
         got: DType,
     },
-    /// Training.
+    /// Training failed.
     #[error(transparent)]
     Train(#[from] TrainError),
-    /// A run does not fit into the device's memory.
-    #[error("training needs about {}, {device} has {} free", Size(*needed_bytes), Size(*free_bytes))]
+    /// A model could not be pulled.
+    #[cfg(feature = "pull")]
+    #[error(transparent)]
+    Hub(#[from] refrain_hub::HubError),
+    /// A training run does not fit the device's memory.
+    #[error("training needs about {}, {device} has {} free", MemorySize(*needed_bytes), MemorySize(*free_bytes))]
     TrainMemory {
         /// Name of the device.
         device: String,
-        /// Bytes that the run needs, as estimated.
+        /// Estimated bytes that the run needs.
         needed_bytes: u64,
         /// Bytes that are free.
         free_bytes: u64,
-        /// What would make it smaller.
+        /// Settings that would make it smaller.
         advice: Vec<String>,
     },
-    /// The folder of a run has checkpoints of an earlier one.
-    #[error("{} has checkpoints of an earlier run", .folder.display())]
+    /// The folder already has checkpoints of another run.
+    #[error("{} already has checkpoints of another run", .folder.display())]
     Occupied {
         /// The folder.
         folder: PathBuf,
     },
-    /// A trained tokenizer that a resumed run needs is gone.
-    #[error("{} has no tokenizer.json, which the run was started with", .folder.display())]
+    /// The trained tokenizer of a resumed run is missing.
+    #[error("{} has no tokenizer.json, and the run was started with one", .folder.display())]
     TokenizerGone {
-        /// Where it was looked for.
+        /// The folder that should hold it.
         folder: PathBuf,
     },
-    /// A factor on an adapter that is no number.
+    /// The scale of an adapter is not a finite number.
     #[error("an adapter cannot be scaled by {got}")]
     AdapterScale {
-        /// The factor.
+        /// The scale.
         got: f64,
     },
-    /// A merged model was asked for in a type that is no float.
+    /// A merged model can only have a float type.
     #[error("a merged model cannot have weights of {got}")]
     MergeType {
-        /// The type asked for.
+        /// The requested type.
         got: DType,
     },
-    /// A merged model would replace something.
-    #[error("{} exists already", .path.display())]
+    /// The output of a merge exists already.
+    #[error("{} already exists", .path.display())]
     MergeExists {
         /// File or folder.
         path: PathBuf,
     },
     /// The tokenizer's vocabulary is larger than the model's.
-    #[error("the tokenizer has {tokenizer} tokens, the model only {model}")]
+    #[error("the tokenizer has {tokenizer} tokens, the model has only {model}")]
     Vocabulary {
         /// Tokens of the tokenizer.
         tokenizer: usize,
@@ -131,11 +166,31 @@ pub enum Error {
 }
 
 impl Error {
-    /// A failure to bring a model to a device that has a table there which could be elsewhere.
+    /// The error of loading a model whose per-layer embeddings are on the device and could be kept elsewhere.
     pub(crate) fn with_table(source: EngineError, table_bytes: u64) -> Error {
         match cuda_cause(&source) {
             Some(CudaError::DoesNotFit(_)) => Error::TableOnDevice { source, table_bytes },
             _ => Error::Engine(source),
+        }
+    }
+
+    /// Adds the model's limit to the error of a prompt that does not fit: a larger context helps only below it.
+    pub(crate) fn with_limit(source: EngineError, model: &Model) -> Error {
+        match source {
+            EngineError::PromptTooLong { n_tokens, context } => {
+                Error::PromptTooLong { n_tokens, context, most: model.config().n_context }
+            }
+            other => Error::Engine(other),
+        }
+    }
+
+    /// The error of the CUDA device that caused this one, if one did.
+    pub fn cuda(&self) -> Option<&CudaError> {
+        match self {
+            Error::Cuda(error) => Some(error),
+            Error::Engine(error) | Error::TableOnDevice { source: error, .. } => cuda_cause(error),
+            Error::Train(error) => learn_cause(error).and_then(|cause| cuda_cause(cause)),
+            _ => None,
         }
     }
 
@@ -150,37 +205,48 @@ impl Error {
             }
             Error::Chat(e) => e.hint().map(Into::into),
             Error::NoChatTemplate { .. } => {
-                Some("use `refrain run` to complete a text, or an instruction-tuned model to chat".into())
+                Some("continue a text with it, or chat with an instruction-tuned model".into())
             }
             Error::Pool(e) => e.hint().map(Into::into),
             Error::Cuda(e) => e.hint(),
             Error::Engine(e) => cuda_cause(e).and_then(CudaError::hint).or_else(|| e.hint()),
-            Error::TableOnDevice { .. } => Some(
-                "keep the table in pinned memory with --ple pinned, or where the file is mapped with --ple host"
-                    .into(),
-            ),
+            Error::TableOnDevice { .. } => {
+                Some("keep the table in pinned memory, or leave it in the mapped file on the host".into())
+            }
             Error::Sampling(e) => Some(e.hint()),
-            Error::Context { most, .. } => Some(format!("ask for 1 to {most} tokens (-c)")),
-            Error::KvDtype { .. } => Some("F16, BF16 and F32 are known (--kv)".into()),
+            Error::Context { most, .. } => Some(format!("use a context of 1 to {most} tokens")),
+            Error::PromptTooLong { n_tokens, most, .. } if n_tokens < most => {
+                Some(format!("shorten the prompt, or use a context of at least {} tokens", n_tokens + 1))
+            }
+            Error::PromptTooLong { most, .. } => {
+                Some(format!("shorten the prompt: the model takes at most {most} tokens"))
+            }
+            Error::PromptBytes { .. } => Some("shorten the prompt, or split it into several".into()),
+            Error::BenchContext { .. } => {
+                Some("measure a shorter prompt, fewer decoded tokens or a smaller depth".into())
+            }
+            Error::KvDtype { .. } => Some("use F16, BF16 or F32".into()),
+            #[cfg(feature = "pull")]
+            Error::Hub(e) => e.hint(),
             Error::Train(e) => learn_cause(e)
                 .and_then(|cause| cuda_cause(cause))
                 .and_then(CudaError::hint)
                 .or_else(|| e.hint()),
-            Error::TrainMemory { advice, .. } if advice.is_empty() => Some("take a smaller model".into()),
+            Error::TrainMemory { advice, .. } if advice.is_empty() => Some("use a smaller model".into()),
             Error::TrainMemory { advice, .. } => Some(advice.join("; ")),
-            Error::Occupied { .. } => Some("go on with it (--resume), or name another folder (--out)".into()),
-            Error::TokenizerGone { .. } => Some("put it back, or name it as the run's tokenizer".into()),
+            Error::Occupied { .. } => Some("resume that run, or use another folder".into()),
+            Error::TokenizerGone { .. } => Some("restore it, or set it as the run's tokenizer".into()),
             Error::AdapterScale { .. } => {
-                Some("give a finite number; 1 is as the adapter was trained".into())
+                Some("use a finite number; 1 applies the adapter as it was trained".into())
             }
-            Error::MergeType { .. } => Some("F32, F16 and BF16 are known (--type)".into()),
-            Error::MergeExists { .. } => Some("remove it, or name another place (-o)".into()),
+            Error::MergeType { .. } => Some("use F32, F16 or BF16".into()),
+            Error::MergeExists { .. } => Some("remove it, or write to another path".into()),
             Error::Vocabulary { .. } => Some("use the tokenizer that belongs to the model".into()),
         }
     }
 }
 
-/// The error of a step, if one is behind a run's.
+/// The error of the step that ended a training run, if one did.
 fn learn_cause(error: &TrainError) -> Option<&(dyn std::error::Error + 'static)> {
     match error {
         TrainError::Learn(LearnError::Run(error)) => Some(error),
@@ -189,7 +255,7 @@ fn learn_cause(error: &TrainError) -> Option<&(dyn std::error::Error + 'static)>
     }
 }
 
-/// What a CUDA device said, if it is behind an error: it knows better what to do.
+/// The CUDA error that caused another error, if one did: its hint is more specific.
 fn cuda_cause<'e>(error: &'e (dyn std::error::Error + 'static)) -> Option<&'e CudaError> {
     type Shared = std::sync::Arc<dyn std::error::Error + Send + Sync>;
     let mut next = error.source();

@@ -1,28 +1,28 @@
-//! What a device offers, without a model on it.
+//! Devices without a model: kernels, free memory, bandwidth.
 
 use crate::error::Error;
 use crate::session::Device;
 use refrain_cpu::CpuBackend;
-use refrain_cuda::{Arch, CudaBackend, CudaError, KernelOrigin, KernelUnits, prebuilt_archs};
+use refrain_cuda::{CudaBackend, CudaError, GpuArch, KernelOrigin, KernelUnits, prebuilt_archs};
 use std::time::{Duration, Instant};
 
-/// Where a device's kernels come from.
+/// The origin of a device's kernels.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KernelReport {
     /// Where they came from.
     pub origin: KernelOrigin,
-    /// How many there are, and how many of them need no compiler.
+    /// Number of kernel units, and of those that need no compiler.
     pub units: KernelUnits,
-    /// How long opening the device and loading those that need no compiler took.
+    /// Time to open the device and to load the units that need no compiler.
     pub took: Duration,
-    /// Architectures that this binary holds compiled kernels for.
-    pub prebuilt: Vec<Arch>,
+    /// Architectures for which this binary contains compiled kernels.
+    pub prebuilt: Vec<GpuArch>,
 }
 
-/// Looks at the kernels of a CUDA device, real or simulated, and loads them all if none has to be compiled; `None` for the
-/// CPU, whose kernels are part of the program.
+/// Examines the kernels of a CUDA device, real or simulated, and loads them all if none has to be compiled. `None` for
+/// the CPU, whose kernels are part of the program.
 pub fn examine_kernels(device: &Device) -> Result<Option<KernelReport>, Error> {
-    let Ok((kind, options)) = device.cuda() else { return Ok(None) };
+    let Ok((kind, options)) = device.cuda_options() else { return Ok(None) };
     let began = Instant::now();
     let backend = CudaBackend::open(kind, options)?;
     let units = backend.examine_kernels()?;
@@ -31,19 +31,19 @@ pub fn examine_kernels(device: &Device) -> Result<Option<KernelReport>, Error> {
     Ok(origin.map(|origin| KernelReport { origin, units, took, prebuilt: prebuilt_archs() }))
 }
 
-/// Free bytes of a CUDA device, and whether they are the host's; `None` for the CPU.
+/// Free bytes of a CUDA device, and whether it shares the host's memory; `None` for the CPU.
 pub fn free_memory(device: &Device) -> Result<Option<(u64, bool)>, Error> {
-    let Ok((kind, _)) = device.cuda() else { return Ok(None) };
-    let failed = |source| Error::Cuda(CudaError::Driver { step: "asking for free memory".into(), source });
+    let Ok((kind, _)) = device.cuda_options() else { return Ok(None) };
+    let failed = |source| Error::Cuda(CudaError::Driver { step: "querying free memory".into(), source });
     let device = refrain_driver::Device::open(kind).map_err(failed)?;
     let free = device.context().and_then(|ctx| ctx.mem_info()).map_err(failed)?.0;
     Ok(Some((free, device.info().unified)))
 }
 
-/// Bytes per second that a device reads from its memory at best, measured. Of a CUDA device it takes 4 GiB of memory for
-/// that, or a quarter of what is free, and nothing else may be using it from this process.
+/// Measures the read bandwidth of a device's memory in bytes per second. On a CUDA device it allocates 4 GiB, or a
+/// quarter of the free memory, and nothing else in this process may use the device meanwhile.
 pub fn read_bandwidth(device: &Device) -> Result<f64, Error> {
-    match device.cuda() {
+    match device.cuda_options() {
         Err(threads) => Ok(CpuBackend::new(threads)?.read_bandwidth()),
         Ok((kind, _)) => refrain_driver::doctor::read_bandwidth(kind).map_err(|source| {
             CudaError::Driver { step: "measuring the read bandwidth".into(), source }.into()

@@ -1,10 +1,10 @@
-//! Text behind a prompt, piece by piece.
+//! Text generation: a prompt goes in, text comes out as it is generated.
 
 use crate::error::Error;
 use crate::model::Model;
 use crate::session::Session;
 use refrain_engine::{
-    Chosen, FinishReason, Pace, Request, SamplingParams, StopFilter, TokenEvent, TokenStream, Verdict,
+    Chosen, FinishReason, Pace, Request, SamplingParams, StopFilter, StopOutcome, TokenEvent, TokenStream,
 };
 use refrain_formats::chat::{Message, RenderOptions};
 use refrain_formats::tokenizer::DecodeStream;
@@ -12,49 +12,49 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// What to continue.
+/// The text to continue.
 #[derive(Clone, Copy, Debug)]
 pub enum Prompt<'a> {
-    /// A text, as it is.
+    /// Text, used as it is.
     Text(&'a str),
-    /// A conversation, through the model's chat template.
+    /// A conversation, rendered with the model's chat template.
     Chat(&'a [Message], &'a RenderOptions),
-    /// Tokens.
+    /// Token ids.
     Tokens(&'a [u32]),
 }
 
-/// How to generate.
+/// Options of a generation.
 #[derive(Clone, Debug, Default)]
 pub struct Generate {
-    /// How tokens are chosen; the model's own parameters when `None`.
+    /// Sampling parameters; [`Model::sampling`] when `None`: those that the authors recommend, with a random seed.
     pub sampling: Option<SamplingParams>,
-    /// The most tokens to generate; to the end of the turn when `None`.
+    /// Maximum number of tokens; until the end of the turn when `None`.
     pub max_tokens: Option<usize>,
-    /// Texts that end the generation; they are not part of the result.
+    /// Stop texts. They end the generation and are not part of the output.
     pub stop: Vec<String>,
-    /// Goes on behind end-of-turn tokens.
+    /// Continues past end-of-turn tokens.
     pub ignore_end: bool,
-    /// Ends the generation when it becomes true, before the next token.
+    /// Cancels the generation before the next token once it is true.
     pub cancel: Option<Arc<AtomicBool>>,
 }
 
-/// A piece of generated text.
+/// The next fragment of generated text.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Piece {
-    /// Text that is ready to be shown; empty while a character is incomplete or a stop text may be coming.
+pub struct TextDelta {
+    /// Text that is ready to be shown; empty while a character is incomplete or a stop text may follow.
     pub text: String,
-    /// The token that led to it; `None` for what was held back to the end.
+    /// The token that produced it; `None` for text that was held back until the end.
     pub token: Option<u32>,
-    /// The logarithm of the token's probability.
+    /// Log-probability of the token.
     pub logprob: f32,
 }
 
-/// Why a generation ended.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// The reason why a generation ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Finish {
     /// The model ended its turn.
     EndOfTurn,
-    /// As many tokens as were asked for.
+    /// The maximum number of tokens was reached.
     MaxTokens,
     /// A stop text appeared.
     StopText,
@@ -64,102 +64,176 @@ pub enum Finish {
     Cancelled,
 }
 
-/// What a generation took.
+/// Measurements of a generation.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Summary {
-    /// Why it ended; `None` while it goes on.
+    /// Why it ended; `None` while it runs.
     pub finish: Option<Finish>,
-    /// Tokens of the prompt.
+    /// Tokens in the prompt.
     pub n_prompt: usize,
-    /// Tokens of the prompt that had to be evaluated.
+    /// Tokens that had to be evaluated, because the cache did not hold them.
     pub n_evaluated: usize,
-    /// Tokens generated, an end-of-turn token included.
+    /// Tokens generated, including an end-of-turn token.
     pub n_generated: usize,
     /// Time to the first token.
     pub prefill: Duration,
-    /// Time of all later tokens.
+    /// Time for all later tokens.
     pub decode: Duration,
+    /// Seed of the random choices: the same seed gives the same text.
+    pub seed: u64,
 }
 
-/// Tokens that the engine may be ahead of the iterator. It shall not wait for whoever shows the text, and little of what
-/// it does shall be lost when the text ends at a stop text or is broken off.
+/// Tokens that the engine may generate ahead of the iterator. Enough to never wait for the consumer, and few enough that
+/// little work is lost when the output ends at a stop text or is cancelled.
 const LEAD: usize = 4;
 
 /// An iterator over generated text.
 ///
-/// The prompt is evaluated when the first piece is asked for. From then on the engine's thread is a few tokens ahead of
-/// what is asked for, and no further.
+/// The prompt is evaluated when the first item is requested. From then on the engine's thread stays a few tokens ahead
+/// of the iterator.
 pub struct Generation<'s> {
     session: &'s mut Session,
-    /// Until it is submitted, with the first piece.
+    /// `None` once it is submitted, with the first item.
     request: Option<Request>,
     writer: Writer,
     on_prefill: Option<Box<dyn FnMut(usize, usize) + 's>>,
+    on_full: Option<OnFullFn<'s>>,
 }
 
+/// Makes space in a full context: from the tokens generated so far to those of a shorter prompt, which ends in them.
+/// `None` ends the generation.
+pub(crate) type OnFullFn<'s> = Box<dyn FnMut(&Model, &[u32]) -> Result<Option<Vec<u32>>, Error> + 's>;
+
 impl<'s> Generation<'s> {
+    /// Everything about the prompt and the options is checked here, before anything is evaluated.
     pub(crate) fn new(
         session: &'s mut Session,
         prompt: Prompt<'_>,
         options: &Generate,
     ) -> Result<Self, Error> {
-        let prompt = prompt.tokens(&session.model)?;
+        let prompt = prompt.tokens(&session.model, session.context())?;
         let n_cached = session.sequence.n_cached(&prompt)?;
         let mut request = Request::new(&session.sequence, prompt);
-        request.pace = Pace::Asked { lead: LEAD };
+        request.pace = Pace::OnDemand { lead: LEAD };
         let writer = Writer::new(&session.model, &mut request, n_cached, options)?;
-        Ok(Generation { request: Some(request), writer, on_prefill: None, session })
+        let refused = session.engine.check(&request);
+        refused.map_err(|error| Error::with_limit(error, &session.model))?;
+        Ok(Generation { request: Some(request), writer, on_prefill: None, on_full: None, session })
     }
 
-    /// Hears how many tokens of the prompt are evaluated, of how many, while the first piece is awaited.
+    /// Reports prefill progress while the first item is awaited: tokens evaluated, and tokens in all.
     pub fn on_prefill(mut self, f: impl FnMut(usize, usize) + 's) -> Self {
-        self.on_prefill = Some(Box::new(f));
+        self.set_on_prefill(f);
         self
     }
 
-    /// What the generation took so far.
+    pub(crate) fn set_on_prefill(&mut self, f: impl FnMut(usize, usize) + 's) {
+        self.on_prefill = Some(Box::new(f));
+    }
+
+    /// Called when the context is full, instead of ending the generation.
+    pub(crate) fn on_full(&mut self, f: OnFullFn<'s>) {
+        self.on_full = Some(f);
+    }
+
+    /// Measurements so far.
     pub fn summary(&self) -> &Summary {
         &self.writer.summary
+    }
+
+    /// Replaces the prompt by a shorter one that ends in what was generated. False where there is none.
+    fn make_space(&mut self) -> Result<bool, Error> {
+        let Some(on_full) = &mut self.on_full else { return Ok(false) };
+        let Some(prompt) = on_full(&self.session.model, &self.writer.generated)? else { return Ok(false) };
+        self.writer.end_request();
+        let n_cached = self.session.sequence.n_cached(&prompt)?;
+        self.writer.summary.n_evaluated += prompt.len() - n_cached;
+        let mut request = Request::new(&self.session.sequence, prompt);
+        request.pace = Pace::OnDemand { lead: LEAD };
+        self.writer.limits.apply(&mut request, self.writer.summary.n_generated);
+        self.request = Some(request);
+        Ok(true)
     }
 }
 
 impl Iterator for Generation<'_> {
-    type Item = Result<Piece, Error>;
+    type Item = Result<TextDelta, Error>;
 
-    fn next(&mut self) -> Option<Result<Piece, Error>> {
-        let began = Instant::now();
-        if self.writer.is_over() {
-            return None;
-        }
-        if !self.writer.is_cancelled()
-            && let Some(request) = self.request.take()
-        {
-            match self.session.engine.submit(request) {
-                Ok(tokens) => self.writer.begin(tokens, began),
-                Err(error) => return self.writer.fail(error.into()),
+    fn next(&mut self) -> Option<Result<TextDelta, Error>> {
+        loop {
+            let began = Instant::now();
+            if self.writer.is_over() {
+                return None;
+            }
+            if !self.writer.is_cancelled()
+                && let Some(request) = self.request.take()
+            {
+                match self.session.engine.submit(request) {
+                    Ok(tokens) => self.writer.begin(tokens, began),
+                    Err(error) => return self.writer.fail(error.into()),
+                }
+            }
+            let mut report = |n_done, n_tokens| {
+                if let Some(report) = &mut self.on_prefill {
+                    report(n_done, n_tokens);
+                }
+            };
+            match self.writer.advance(&self.session.model, &mut report) {
+                Progress::Item(item) => return item,
+                Progress::Full => match self.make_space() {
+                    Ok(true) => {}
+                    Ok(false) => return self.writer.end(Finish::ContextFull).map(Ok),
+                    Err(error) => return self.writer.fail(error),
+                },
             }
         }
-        let mut report = |n_done, n_tokens| {
-            if let Some(report) = &mut self.on_prefill {
-                report(n_done, n_tokens);
-            }
-        };
-        self.writer.piece(&self.session.model, &mut report)
     }
 }
 
 impl Prompt<'_> {
-    pub(crate) fn tokens(self, model: &Model) -> Result<Vec<u32>, Error> {
+    /// The prompt's tokens. A text that is far too long for the context is refused before it is tokenized, which takes
+    /// seconds and much memory for a large file.
+    pub(crate) fn tokens(self, model: &Model, context: usize) -> Result<Vec<u32>, Error> {
         let tokenizer = model.tokenizer();
         Ok(match self {
-            Prompt::Text(text) => tokenizer.encode(text, true, false)?,
-            Prompt::Chat(messages, render) => tokenizer.encode_chat(&model.render(messages, render)?)?,
+            Prompt::Text(text) => {
+                model.check_length(text.len(), context)?;
+                tokenizer.encode(text, true, false)?
+            }
+            Prompt::Chat(messages, render) => {
+                model.check_length(messages.iter().map(|message| message.content.len()).sum(), context)?;
+                tokenizer.encode_chat(&model.render(messages, render)?)?
+            }
             Prompt::Tokens(tokens) => tokens.to_vec(),
         })
     }
 }
 
-/// Makes text of a request's tokens.
+/// The parameters of a request, kept for one that continues it.
+struct RequestLimits {
+    sampling: SamplingParams,
+    max_tokens: usize,
+    end: Vec<u32>,
+}
+
+impl RequestLimits {
+    fn apply(&self, request: &mut Request, n_generated: usize) {
+        request.sampling = self.sampling.clone();
+        request.max_tokens = match self.max_tokens {
+            usize::MAX => usize::MAX,
+            max => max.saturating_sub(n_generated),
+        };
+        request.end.clone_from(&self.end);
+    }
+}
+
+/// The next item of a generation, or a context that holds no further token.
+enum Progress {
+    Item(Option<Result<TextDelta, Error>>),
+    Full,
+}
+
+/// Turns a request's tokens into text.
 pub(crate) struct Writer {
     tokens: Option<TokenStream>,
     began: Instant,
@@ -167,12 +241,14 @@ pub(crate) struct Writer {
     cancel: Option<Arc<AtomicBool>>,
     text: DecodeStream,
     stop: StopFilter,
+    limits: RequestLimits,
+    generated: Vec<u32>,
     pub(crate) summary: Summary,
     failed: bool,
 }
 
 impl Writer {
-    /// Fills in what the options say of a request whose prompt is known. The engine gets it with [`Writer::begin`].
+    /// Fills in a request from the options. [`Writer::begin`] takes the stream of the submitted request.
     pub(crate) fn new(
         model: &Model,
         request: &mut Request,
@@ -180,12 +256,12 @@ impl Writer {
         options: &Generate,
     ) -> Result<Writer, Error> {
         let tokenizer = model.tokenizer();
-        request.sampling = options.sampling.clone().unwrap_or_else(|| model.sampling());
-        request.sampling.check(model.config().n_vocab)?;
-        request.max_tokens = options.max_tokens.unwrap_or(usize::MAX);
-        if !options.ignore_end {
-            request.end = tokenizer.end_of_generation().to_vec();
-        }
+        let sampling = options.sampling.clone().unwrap_or_else(|| model.sampling());
+        sampling.check(model.config().n_vocab)?;
+        let end = if options.ignore_end { Vec::new() } else { tokenizer.end_of_generation().to_vec() };
+        let seed = sampling.seed;
+        let limits = RequestLimits { sampling, max_tokens: options.max_tokens.unwrap_or(usize::MAX), end };
+        limits.apply(request, 0);
         let summary = Summary {
             finish: None,
             n_prompt: request.prompt.len(),
@@ -193,6 +269,7 @@ impl Writer {
             n_generated: 0,
             prefill: Duration::ZERO,
             decode: Duration::ZERO,
+            seed,
         };
         Ok(Writer {
             tokens: None,
@@ -201,12 +278,14 @@ impl Writer {
             cancel: options.cancel.clone(),
             text: tokenizer.stream(),
             stop: StopFilter::new(&options.stop),
+            limits,
+            generated: Vec::new(),
             summary,
             failed: false,
         })
     }
 
-    /// The request was submitted.
+    /// Starts reading the tokens of the submitted request.
     pub(crate) fn begin(&mut self, tokens: TokenStream, began: Instant) {
         (self.tokens, self.began) = (Some(tokens), began);
     }
@@ -219,44 +298,49 @@ impl Writer {
         self.cancel.as_ref().is_some_and(|cancel| cancel.load(Ordering::Relaxed))
     }
 
-    pub(crate) fn fail(&mut self, error: Error) -> Option<Result<Piece, Error>> {
+    pub(crate) fn fail(&mut self, error: Error) -> Option<Result<TextDelta, Error>> {
         self.failed = true;
         Some(Err(error))
     }
 
-    /// The next piece; `None` behind the last.
-    pub(crate) fn piece(
-        &mut self,
-        model: &Model,
-        report: &mut dyn FnMut(usize, usize),
-    ) -> Option<Result<Piece, Error>> {
-        if self.is_over() {
-            return None;
-        }
-        if self.is_cancelled() {
-            return self.end(Finish::Cancelled).map(Ok);
-        }
-        let chosen = match self.token(report) {
-            Ok(Ok(chosen)) => chosen,
-            Ok(Err(finish)) => return self.end(finish).map(Ok),
-            Err(error) => return self.fail(error),
-        };
-        self.summary.n_generated += 1;
-        if !self.ignore_end && model.tokenizer().is_end_of_generation(chosen.token) {
-            return self.end(Finish::EndOfTurn).map(Ok);
-        }
-        let piece = |text| Piece { text, token: Some(chosen.token), logprob: chosen.logprob };
-        match self.stop.push(self.text.push(chosen.token)) {
-            Verdict::Pass(text) => Some(Ok(piece(text))),
-            Verdict::Stop(text) => {
-                self.end_request();
-                self.summary.finish = Some(Finish::StopText);
-                Some(Ok(piece(text)))
-            }
+    /// The next fragment; `None` after the last.
+    pub(crate) fn next(&mut self, model: &Model) -> Option<Result<TextDelta, Error>> {
+        match self.advance(model, &mut |_, _| {}) {
+            Progress::Item(item) => item,
+            Progress::Full => self.end(Finish::ContextFull).map(Ok),
         }
     }
 
-    /// The next token, or why there is none.
+    fn advance(&mut self, model: &Model, report: &mut dyn FnMut(usize, usize)) -> Progress {
+        if self.is_over() {
+            return Progress::Item(None);
+        }
+        if self.is_cancelled() {
+            return Progress::Item(self.end(Finish::Cancelled).map(Ok));
+        }
+        let chosen = match self.token(report) {
+            Ok(Ok(chosen)) => chosen,
+            Ok(Err(Finish::ContextFull)) => return Progress::Full,
+            Ok(Err(finish)) => return Progress::Item(self.end(finish).map(Ok)),
+            Err(error) => return Progress::Item(self.fail(error)),
+        };
+        self.summary.n_generated += 1;
+        self.generated.push(chosen.token);
+        if !self.ignore_end && model.tokenizer().is_end_of_generation(chosen.token) {
+            return Progress::Item(self.end(Finish::EndOfTurn).map(Ok));
+        }
+        let delta = |text| TextDelta { text, token: Some(chosen.token), logprob: chosen.logprob };
+        Progress::Item(match self.stop.push(self.text.push(chosen.token)) {
+            StopOutcome::Pass(text) => Some(Ok(delta(text))),
+            StopOutcome::Stop(text) => {
+                self.end_request();
+                self.summary.finish = Some(Finish::StopText);
+                Some(Ok(delta(text)))
+            }
+        })
+    }
+
+    /// The next token, or the reason why there is none.
     fn token(&mut self, report: &mut dyn FnMut(usize, usize)) -> Result<Result<Chosen, Finish>, Error> {
         loop {
             let Some(event) = self.tokens.as_mut().and_then(Iterator::next) else {
@@ -281,18 +365,18 @@ impl Writer {
         }
     }
 
-    /// Ends the generation and gives what was held back.
-    fn end(&mut self, finish: Finish) -> Option<Piece> {
+    /// Ends the generation and returns the text that was held back.
+    fn end(&mut self, finish: Finish) -> Option<TextDelta> {
         self.end_request();
         let (text, finish) = match self.stop.push(self.text.finish()) {
-            Verdict::Pass(text) => (text + &self.stop.finish(), finish),
-            Verdict::Stop(text) => (text, Finish::StopText),
+            StopOutcome::Pass(text) => (text + &self.stop.finish(), finish),
+            StopOutcome::Stop(text) => (text, Finish::StopText),
         };
         self.summary.finish = Some(finish);
-        (!text.is_empty()).then_some(Piece { text, token: None, logprob: 0.0 })
+        (!text.is_empty()).then_some(TextDelta { text, token: None, logprob: 0.0 })
     }
 
-    /// Leaves no step in flight, a complete ledger, and a session that can go on.
+    /// Ends the request: no step is in flight afterwards, the ledger is complete, and the session can be used again.
     fn end_request(&mut self) {
         if let Some(mut tokens) = self.tokens.take() {
             tokens.stop();

@@ -6,26 +6,29 @@
 //! # fn main() -> Result<(), refrain::Error> {
 //! let model = Model::open("model.gguf")?;
 //! let mut session = Session::new(&model, &SessionOptions::default())?;
-//! for piece in session.generate(Prompt::Text("Once upon a time"), &Generate::default())? {
-//!     print!("{}", piece?.text);
+//! for delta in session.generate(Prompt::Text("Once upon a time"), &Generate::default())? {
+//!     print!("{}", delta?.text);
 //! }
 //! # Ok(())
 //! # }
 //! ```
 //!
-//! A [`Model`] is opened once and may serve several [`Session`]s. A session evaluates prompts and generates text; it
-//! remembers what it has evaluated, so a conversation that goes on is not evaluated again. Sessions on the same device
-//! share one engine: the weights are there once, and each further session adds the KV cache of its context. They may be
-//! used from different threads. The engine goes with the last of its sessions.
+//! A [`Model`] is opened once and may serve several [`Session`]s. A session evaluates prompts and generates text. It
+//! keeps what it has evaluated, so the next turn of a conversation evaluates only new tokens; [`Chat`] keeps the
+//! conversation itself. Sessions on the same device share one engine: the weights are loaded once, and each further
+//! session adds the KV cache of its context. Sessions may be used from different threads. The last session of an engine
+//! drops it.
 //!
-//! A [`Service`] is for many requests at once that have nothing to remember: they share one KV cache, and wait where there
-//! is no room in it.
+//! A [`Service`] serves many independent requests at once: they share one KV cache, and wait while it has no space.
+//!
+//! With the feature `pull`, `Model::pull` opens a model by name and downloads it first if necessary.
 //!
 //! Invariant: no clap, no TLS, no terminal.
 #![forbid(unsafe_code)]
 
 mod bench;
 mod builtin;
+mod chat;
 mod engines;
 mod error;
 mod examine;
@@ -34,18 +37,21 @@ mod merge;
 mod model;
 mod placement;
 mod planner;
+#[cfg(feature = "pull")]
+mod pull;
 mod service;
 mod session;
 pub mod train;
 
 pub use bench::{
-    BatchReport, BenchOptions, BenchReport, BenchTarget, CpuInfo, DecodeReport, Launches, Resident, Samples,
-    bench,
+    BatchReport, BenchOptions, BenchReport, BenchTarget, CpuInfo, DecodeReport, Launches, ResidentMemory,
+    Samples, bench,
 };
 pub use builtin::Builtin;
+pub use chat::{Chat, ChatOptions, ChatReply, OnFull, Role};
 pub use error::Error;
 pub use examine::{KernelReport, examine_kernels, free_memory, read_bandwidth};
-pub use generate::{Finish, Generate, Generation, Piece, Prompt, Summary};
+pub use generate::{Finish, Generate, Generation, Prompt, Summary, TextDelta};
 pub use merge::merge;
 pub use model::Model;
 pub use placement::{TableNeeds, TablePlacement, host_free_bytes};
@@ -53,23 +59,27 @@ pub use planner::Planner;
 pub use service::{Reply, Service, ServiceOptions};
 pub use session::{Device, Session, SessionOptions};
 
+pub use refrain_cpu::pool::PoolError;
 pub use refrain_cuda::{
-    Accounting, Arch, CacheStats, Compared, CudaError, GraphLine, GraphMode, KernelOrigin, KernelUnits,
+    Accounting, CacheStats, Compared, CudaError, GpuArch, GraphLine, GraphMode, KernelOrigin, KernelUnits,
     LoadEvent, LoadListener, Nvrtc, ProfileRow, ProfileSpan, ProfileStep, Status, Timeline, Upload,
 };
 pub use refrain_driver::Method;
 pub use refrain_driver::sim::{FaultScript, FaultScriptError};
 pub use refrain_driver::trial;
 pub use refrain_engine::{
-    BlockCounts, EngineError, EngineLoad, Ledger, Perplexity, SamplingError, SamplingParams, StepKind, Tally,
+    BlockCounts, EngineError, EngineLoad, Ledger, MIN_WINDOW, Perplexity, SamplingError, SamplingParams,
+    StepKind, Tally,
 };
 pub use refrain_formats::chat::{
-    ChatTemplate, Message, Part, PartKind, RenderOptions, ThinkFilter, ThinkTags,
+    ChatError, ChatTemplate, Message, Part, PartKind, RenderOptions, ThinkFilter, ThinkTags,
 };
 pub use refrain_formats::params::{GenerationDefaults, ModelConfig};
 pub use refrain_formats::tokenizer::{DecodeStream, Tokenizer, TokenizerSummary};
 pub use refrain_formats::{FormatError, ModelFiles, TensorInfo};
 pub use refrain_graph as graph;
+#[cfg(feature = "pull")]
+pub use refrain_hub as hub;
 pub use refrain_models::{NamedShape, QuantMix, SHAPES};
 pub use refrain_tensor::DType;
 

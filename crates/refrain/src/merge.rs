@@ -1,4 +1,4 @@
-//! A model and its adapter as one model.
+//! Merging an adapter into its model.
 
 use crate::error::Error;
 use crate::model::{adapted, tokenizer_form};
@@ -9,8 +9,8 @@ use refrain_models::Model as Weights;
 use refrain_tensor::DType;
 use std::path::Path;
 
-/// Writes a model with a LoRA adapter merged into its weights: a GGUF file where `out` ends in `.gguf`, else a Hugging
-/// Face folder. Quantised weights are decoded; `dtype` is F32, F16 or BF16.
+/// Merges a LoRA adapter into a model's weights and writes the result: a GGUF file if `out` ends in `.gguf`, otherwise a
+/// Hugging Face folder. Quantised weights are decoded; `dtype` is F32, F16 or BF16.
 pub fn merge(
     files: &ModelFiles,
     adapter: &Path,

@@ -1,4 +1,4 @@
-//! An open model: files, weights, tokenizer and chat template.
+//! Opened models: files, weights, tokenizer and chat template.
 
 use crate::builtin::Builtin;
 use crate::engines::Engines;
@@ -10,23 +10,24 @@ use refrain_formats::params::{GenerationDefaults, ModelConfig};
 use refrain_formats::tokenizer::{Tokenizer, TokenizerForm, TokenizerSummary, VocabSpec};
 use refrain_formats::{FormatError, ModelFiles};
 use refrain_models::Adapter;
+use std::hash::{BuildHasher, Hasher};
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
-/// A model, opened and checked. Cloning shares it.
+/// A model that was opened and checked. Clones share it.
 #[derive(Clone, Debug)]
 pub struct Model {
-    inner: Arc<Inner>,
+    inner: Arc<ModelInner>,
 }
 
 #[derive(Debug)]
-struct Inner {
+struct ModelInner {
     opened: Arc<Opened>,
     weights: Arc<refrain_models::Model>,
     engines: Engines,
 }
 
-/// What models with the same files share, whatever is beside their weights.
+/// The part of a model that is the same with and without an adapter.
 #[derive(Debug)]
 struct Opened {
     name: String,
@@ -34,6 +35,8 @@ struct Opened {
     tokenizer: Tokenizer,
     template: Option<ChatTemplate>,
     defaults: GenerationDefaults,
+    /// Bytes of the vocabulary's longest token.
+    longest_token: OnceLock<usize>,
 }
 
 impl Model {
@@ -42,14 +45,14 @@ impl Model {
         Model::from_files(ModelFiles::open(path)?)
     }
 
-    /// The small story model inside the library, [`Builtin::Stories`].
+    /// The small built-in story model, [`Builtin::Stories`].
     pub fn builtin() -> Result<Model, Error> {
         Builtin::Stories.open()
     }
 
-    /// A model from files that are open already.
+    /// Opens a model from files that are already open.
     pub fn from_files(files: ModelFiles) -> Result<Model, Error> {
-        // Building a large tokenizer takes as long as checking the weights: one beside the other.
+        // Building a large tokenizer takes as long as checking the weights, so both run in parallel.
         let (weights, tokenizer) = std::thread::scope(|scope| {
             let tokenizer = scope.spawn(|| open_tokenizer(&files));
             let weights = refrain_models::Model::load(&files);
@@ -65,30 +68,34 @@ impl Model {
             return Err(Error::Vocabulary { tokenizer: tokenizer.vocab_size(), model: n_vocab });
         }
         let source = template_source(&files, &tokenizer)?;
-        let template =
-            source.map(|source| ChatTemplate::new(&source, tokenizer.special_texts())).transpose()?;
-        let name = weights.config().name.clone().unwrap_or_else(|| stem(files.path()));
-        let opened = Arc::new(Opened { name, files, tokenizer, template, defaults });
+        // A broken template must not stop raw completion: its error waits until a conversation is rendered.
+        let template = source.map(|source| ChatTemplate::deferred(&source, tokenizer.special_texts()));
+        let name = weights.config().name.as_deref().map(one_line).filter(|name| !name.is_empty());
+        let name = name.unwrap_or_else(|| one_line(&stem(files.path())));
+        let opened =
+            Arc::new(Opened { name, files, tokenizer, template, defaults, longest_token: OnceLock::new() });
         Ok(Model::of(opened, weights))
     }
 
     fn of(opened: Arc<Opened>, weights: refrain_models::Model) -> Model {
-        Model { inner: Arc::new(Inner { opened, weights: Arc::new(weights), engines: Engines::default() }) }
+        Model {
+            inner: Arc::new(ModelInner { opened, weights: Arc::new(weights), engines: Engines::default() }),
+        }
     }
 
-    /// The model with a LoRA adapter beside its weights, live and unmerged. What the adapter adds is multiplied by `scale`:
-    /// 1 is as it was trained. The files are shared with this model; engines are not.
+    /// The model with a live, unmerged LoRA adapter. `scale` multiplies the adapter's contribution; 1 is as trained. Both
+    /// models share their files, but not their engines.
     pub fn with_lora(&self, folder: impl AsRef<Path>, scale: f64) -> Result<Model, Error> {
         let weights = adapted(self.weights(), folder.as_ref(), scale)?;
         Ok(Model::of(self.inner.opened.clone(), weights))
     }
 
-    /// The tokenizer of open files, also of files that hold nothing else.
+    /// Builds the tokenizer of open files, which may hold nothing else.
     pub fn open_tokenizer(files: &ModelFiles) -> Result<Tokenizer, Error> {
         open_tokenizer(files)
     }
 
-    /// What the tokenizer of open files is, without building it.
+    /// Describes the tokenizer of open files without building it.
     pub fn summarize_tokenizer(files: &ModelFiles) -> Result<TokenizerSummary, Error> {
         match files {
             ModelFiles::Gguf(gguf) => Ok(TokenizerSummary::from_gguf(gguf.metadata())?),
@@ -99,7 +106,7 @@ impl Model {
         }
     }
 
-    /// The name the files give the model, or the file's.
+    /// The model's name from its metadata, or the name of its file. It has no control characters.
     pub fn name(&self) -> &str {
         &self.inner.opened.name
     }
@@ -124,12 +131,12 @@ impl Model {
         self.inner.opened.template.as_ref()
     }
 
-    /// How the authors want the model to be sampled.
+    /// The sampling parameters that the authors recommend.
     pub fn defaults(&self) -> &GenerationDefaults {
         &self.inner.opened.defaults
     }
 
-    /// The authors' sampling parameters, and the usual ones where they say nothing.
+    /// The sampling parameters that the authors recommend, with defaults for the others, and a random seed.
     pub fn sampling(&self) -> SamplingParams {
         let (d, usual) = (self.defaults(), SamplingParams::default());
         let greedy = d.do_sample == Some(false);
@@ -139,19 +146,39 @@ impl Model {
             top_p: d.top_p.unwrap_or(usual.top_p),
             min_p: d.min_p.unwrap_or(usual.min_p),
             repeat_penalty: d.repetition_penalty.unwrap_or(usual.repeat_penalty),
+            seed: random_seed(),
             ..usual
         }
     }
 
-    /// The tokens of a text, with what the model wants in front of it.
+    /// Tokenizes a text and adds the tokens that the model expects before it, such as BOS.
     pub fn text_tokens(&self, text: &str) -> Result<Vec<u32>, Error> {
         Ok(self.tokenizer().encode(text, true, false)?)
     }
 
-    /// A conversation as the chat template writes it.
+    /// Renders a conversation with the chat template.
     pub fn render(&self, messages: &[Message], options: &RenderOptions) -> Result<String, Error> {
         let no_template = || Error::NoChatTemplate { model: self.name().into() };
         Ok(self.chat_template().ok_or_else(no_template)?.render(messages, options)?)
+    }
+
+    /// Refuses a prompt that cannot fit a context of this many tokens, by its length alone: tokenizing a large file takes
+    /// minutes and gigabytes. The bound is loose, so that it never refuses a prompt that fits.
+    pub fn check_length(&self, n_bytes: usize, context: usize) -> Result<(), Error> {
+        // Normalizers may shorten a text; none known halves it, and added tokens may be longer than the others.
+        const SLACK: usize = 4;
+        // Runs of spaces in code and in tables are single tokens in most vocabularies.
+        const MIN_TOKEN_BYTES: usize = 64;
+        let longest = *self.inner.opened.longest_token.get_or_init(|| {
+            let ids = 0..u32::try_from(self.tokenizer().vocab_size()).unwrap_or(u32::MAX);
+            let longest = ids.filter_map(|id| self.tokenizer().piece(id)).map(<[u8]>::len).max();
+            longest.unwrap_or(0).max(MIN_TOKEN_BYTES)
+        });
+        let max_bytes = context.saturating_mul(longest).saturating_mul(SLACK);
+        match n_bytes > max_bytes {
+            true => Err(Error::PromptBytes { n_bytes, max_bytes, context }),
+            false => Ok(()),
+        }
     }
 
     pub(crate) fn weights(&self) -> &Arc<refrain_models::Model> {
@@ -162,18 +189,18 @@ impl Model {
         &self.inner.engines
     }
 
-    /// Numbers in all weights.
+    /// Number of parameters.
     pub fn n_parameters(&self) -> usize {
         self.inner.weights.n_parameters()
     }
 
-    /// Bytes of all weights.
+    /// Size of all weights in bytes.
     pub fn weight_bytes(&self) -> usize {
         self.inner.weights.weight_bytes()
     }
 }
 
-/// A model with the adapter of a folder.
+/// Adds the adapter of a folder to a model.
 pub(crate) fn adapted(
     weights: &refrain_models::Model,
     folder: &Path,
@@ -186,7 +213,7 @@ pub(crate) fn adapted(
     Ok(weights.with_live_adapter(&adapter, scale)?)
 }
 
-/// The tokenizer of open files, in the form that they have it, with the chat template that belongs to it.
+/// The tokenizer of open files in its original form, with its chat template.
 pub(crate) fn tokenizer_form(files: &ModelFiles) -> Result<TokenizerForm, Error> {
     match files {
         ModelFiles::Gguf(gguf) => Ok(TokenizerForm::Vocab(Box::new(VocabSpec::from_gguf(gguf.metadata())?))),
@@ -215,7 +242,7 @@ fn open_tokenizer(files: &ModelFiles) -> Result<Tokenizer, Error> {
     }
 }
 
-/// The contents of `tokenizer.json` and of `tokenizer_config.json`.
+/// Reads `tokenizer.json` and `tokenizer_config.json`.
 fn read_tokenizer(folder: &HfFolder) -> Result<(Vec<u8>, Option<Vec<u8>>), Error> {
     let read = |path: &Path| std::fs::read(path).map_err(|source| cannot_read(path, source));
     let missing = || Error::NoTokenizer { folder: folder.path().display().to_string() };
@@ -239,4 +266,15 @@ fn template_source(files: &ModelFiles, tokenizer: &Tokenizer) -> Result<Option<S
 
 fn stem(path: &Path) -> String {
     path.file_stem().map_or_else(|| "model".into(), |s| s.to_string_lossy().into_owned())
+}
+
+/// Text from a file's metadata as one line: control characters become spaces.
+pub(crate) fn one_line(text: &str) -> String {
+    let text = text.replace(char::is_control, " ");
+    text.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+/// A seed of 32 bits: short enough to be typed again.
+pub(crate) fn random_seed() -> u64 {
+    std::hash::RandomState::new().build_hasher().finish() >> 32
 }

@@ -1,28 +1,28 @@
-//! Where a table lies of which a step reads one row a token: the per-layer embeddings of Gemma 4 E2B and E4B.
+//! Placement of the per-layer embedding table of Gemma 4 E2B and E4B, of which a step reads one row per token.
 
 use refrain_models::{KvSpec, Model, NamedShape};
 use std::fmt;
 
-/// Where the table of per-layer embeddings lies. All give the same bits.
+/// Placement of the per-layer embedding table. All placements give the same bits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum TablePlacement {
-    /// The first of the others that fits.
+    /// The first of the other placements that fits.
     #[default]
     Auto,
     /// On the device: rows are gathered inside the graph.
     Device,
-    /// In pinned memory of the host, which the device reads itself: rows are gathered inside the graph, over the bus.
+    /// In pinned host memory that the device reads over the bus: rows are gathered inside the graph.
     Pinned,
-    /// Where the file is mapped: a host step gathers rows before the graph, so that each token has to come back first.
+    /// In the mapped file: a host step gathers rows before the graph, so each token must reach the host first.
     Host,
 }
 
 impl TablePlacement {
-    /// All that are a place.
+    /// All placements but `Auto`.
     pub const PLACES: [TablePlacement; 3] =
         [TablePlacement::Device, TablePlacement::Pinned, TablePlacement::Host];
 
-    /// As the command line spells it.
+    /// Its name on the command line.
     pub fn name(self) -> &'static str {
         match self {
             TablePlacement::Auto => "auto",
@@ -39,22 +39,22 @@ impl fmt::Display for TablePlacement {
     }
 }
 
-/// A model's table and what else takes room, as far as it decides where the table goes.
+/// Sizes that decide the placement of a model's table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TableNeeds {
     /// Bytes of the table.
     pub table_bytes: u64,
-    /// Bytes of a row, which is what a token reads.
+    /// Bytes of a row; a token reads one.
     pub row_bytes: u64,
     /// Bytes of all other weights and of the KV cache.
     pub other_bytes: u64,
 }
 
-/// Room for what steps need besides weights and cache.
+/// Reserve for activations and workspaces.
 const RESERVE_BYTES: u64 = 1 << 30;
 
 impl TableNeeds {
-    /// Those of a model with a cache of these measures; `None` where it has no such table.
+    /// The sizes of a model with a KV cache of this spec; `None` if it has no such table.
     pub(crate) fn of(model: &Model, kv: &KvSpec) -> Option<TableNeeds> {
         let table = model.token_table()?.idx();
         let bytes = model.tensors()[table].bytes().as_slice().len() as u64;
@@ -69,26 +69,26 @@ impl TableNeeds {
         })
     }
 
-    /// Those of a shape with weights in 16 bits and no cache; `None` where it has no such table.
+    /// The sizes of a shape with 16-bit weights and no cache; `None` if it has no such table.
     pub fn of_shape(shape: &NamedShape) -> Option<TableNeeds> {
         let [others, table] = shape.n_parameters().map(|n| 2 * n as u64);
         let rows = shape.config().per_layer?.n_vocab.max(1) as u64;
         Some(TableNeeds { table_bytes: table, row_bytes: table / rows, other_bytes: others })
     }
 
-    /// Whether the rest of the model fits a device with so many free bytes.
+    /// Whether the model without its table fits this much free device memory.
     pub fn rest_fits(&self, device_free: u64) -> bool {
         self.other_bytes.saturating_add(RESERVE_BYTES) <= device_free
     }
 
-    /// The first place that fits a device with so many free bytes and a host that has so many to give. A device that
-    /// shares the host's memory gains nothing by pinning.
+    /// The first placement that fits the free memory of device and host. A device that shares the host's memory gains
+    /// nothing from pinning.
     pub fn choose(&self, device_free: u64, host_free: Option<u64>, unified: bool) -> TablePlacement {
         let needed = self.other_bytes.saturating_add(RESERVE_BYTES);
         if needed.saturating_add(self.table_bytes) <= device_free {
             return TablePlacement::Device;
         }
-        // Pinned pages are taken from everybody else: at most half of what is free.
+        // Pinned pages are unavailable to everyone else, so pin at most half of the free memory.
         match host_free {
             Some(free) if !unified && self.table_bytes <= free / 2 => TablePlacement::Pinned,
             _ => TablePlacement::Host,
@@ -96,7 +96,7 @@ impl TableNeeds {
     }
 }
 
-/// Bytes that the system could give without swapping, where it tells.
+/// Host memory that is available without swapping, if the system reports it.
 pub fn host_free_bytes() -> Option<u64> {
     let info = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = info.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;

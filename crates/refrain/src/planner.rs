@@ -1,8 +1,8 @@
-//! A model's steps on a device, to be looked at.
+//! Plans of a model's steps on a device.
 
-use crate::engines::{MonitoredEngine, Room, lone_engine, table_needs};
+use crate::engines::{EngineCapacity, MonitoredEngine, lone_engine, table_needs};
 use crate::error::Error;
-use crate::model::adapted;
+use crate::model::{adapted, one_line};
 use crate::placement::{TableNeeds, TablePlacement};
 use crate::session::SessionOptions;
 use refrain_cuda::{Monitor, Status};
@@ -13,7 +13,7 @@ use std::borrow::Cow;
 use std::path::Path;
 use std::sync::Arc;
 
-/// A model on a device without a tokenizer: its steps can be planned and compiled, not talked to.
+/// A model on a device, without a tokenizer: its steps can be planned and compiled, but it cannot generate text.
 pub struct Planner {
     name: String,
     engine: Engine,
@@ -23,12 +23,12 @@ pub struct Planner {
 }
 
 impl Planner {
-    /// Brings a model to a device.
+    /// Loads a model onto a device.
     pub fn new(files: &ModelFiles, options: &SessionOptions) -> Result<Planner, Error> {
         Planner::of(files, refrain_models::Model::load(files)?, options)
     }
 
-    /// The same with a LoRA adapter beside the model's weights.
+    /// As [`Planner::new`], with a LoRA adapter.
     pub fn with_lora(
         files: &ModelFiles,
         folder: &Path,
@@ -45,22 +45,22 @@ impl Planner {
         options: &SessionOptions,
     ) -> Result<Planner, Error> {
         let name = weights.config().name.clone().unwrap_or_else(|| files.path().display().to_string());
+        let name = one_line(&name);
         let weights = Arc::new(weights);
-        let (MonitoredEngine { engine, monitor, table }, Room { context, n_positions, .. }) =
-            lone_engine(&weights, &name, options, Room::of_one)?;
+        let (MonitoredEngine { engine, monitor, table }, EngineCapacity { context, n_positions, .. }) =
+            lone_engine(&weights, &name, options, EngineCapacity::of_one)?;
         let runner =
             RunnerOptions { context, n_positions, kv_dtype: options.kv_dtype, ..RunnerOptions::default() };
         let table = table_needs(&weights, &runner).zip(table);
         Ok(Planner { name, engine, context, monitor, table })
     }
 
-    /// What the table of per-layer embeddings needs and where it lies; `None` where the model has none or it runs on the
-    /// CPU.
+    /// Size and placement of the per-layer embedding table; `None` if the model has none or runs on the CPU.
     pub fn table(&self) -> Option<(TableNeeds, TablePlacement)> {
         self.table
     }
 
-    /// The name the files give the model, or the file's.
+    /// The model's name from its metadata, or the path of its file.
     pub fn name(&self) -> &str {
         &self.name
     }
@@ -70,17 +70,17 @@ impl Planner {
         self.engine.backend()
     }
 
-    /// Tokens a sequence can have.
+    /// Maximum number of tokens in a sequence.
     pub fn context(&self) -> usize {
         self.context
     }
 
-    /// The plan of a step over `n_tokens` tokens.
+    /// Plans a step over `n_tokens` tokens.
     pub fn plan(&self, n_tokens: usize) -> Result<Plan, Error> {
         Ok(self.engine.plan(n_tokens)?)
     }
 
-    /// The kernels of that plan, each with the (first) step it runs.
+    /// The kernels of that plan, each with the index of the (first) plan step that it runs.
     pub fn kernels(&self, n_tokens: usize) -> Result<Vec<(usize, Cow<'static, str>)>, Error> {
         Ok(self.engine.kernels(n_tokens)?)
     }

@@ -1,25 +1,25 @@
-//! A model on a device that serves many requests at once.
+//! Services: a model on a device that serves many requests at once.
 
-use crate::engines::{MonitoredEngine, Room, lone_engine};
+use crate::engines::{EngineCapacity, MonitoredEngine, lone_engine};
 use crate::error::Error;
-use crate::generate::{Generate, Piece, Prompt, Summary, Writer};
+use crate::generate::{Generate, Prompt, Summary, TextDelta, Writer};
 use crate::model::Model;
 use crate::session::SessionOptions;
 use refrain_cuda::{Monitor, Status};
 use refrain_engine::{Engine, EngineLoad, Ledger, Request};
 use std::time::Instant;
 
-/// How a service is laid out.
+/// Options of a service.
 #[derive(Clone, Debug)]
 pub struct ServiceOptions {
-    /// Where it runs, with the tokens that one request may have, prompt and reply together.
+    /// Device and cache. The context is that of one request, prompt and reply together.
     pub session: SessionOptions,
-    /// Requests that take part in one step, at most.
+    /// Maximum number of sequences in one step.
     pub max_seqs: usize,
-    /// Requests that may be running or waiting; a further one is refused.
+    /// Maximum number of running and waiting requests; further ones are refused.
     pub max_requests: usize,
-    /// Tokens that the KV cache holds for all of them; as many as all that run may have, but no more than 32,768 unless
-    /// one needs that, when `None`.
+    /// Capacity of the KV cache in tokens, for all requests. When `None`: enough for all sequences of a step, up to 32,768
+    /// or the context of one request.
     pub kv_tokens: Option<usize>,
 }
 
@@ -36,10 +36,10 @@ impl Default for ServiceOptions {
 
 const USUAL_KV_TOKENS: usize = 32_768;
 
-/// A model on a device that serves many requests at once, from any thread. Cloning gives another handle to it.
+/// A model on a device that serves many requests at once, from any thread. Clones are handles to the same service.
 ///
-/// All requests that run share each step, so that the weights are read once for all of them. Requests with a common
-/// beginning share its KV. Those for which there is no room wait.
+/// Running requests share each step, so that the weights are read once for all of them. Requests with a common prefix
+/// share its KV blocks. Requests wait while the KV cache has no space for them.
 ///
 /// ```no_run
 /// # fn main() -> Result<(), refrain::Error> {
@@ -65,10 +65,10 @@ pub struct Service {
 }
 
 impl Service {
-    /// Brings a model to a device.
+    /// Loads a model onto a device.
     pub fn new(model: &Model, options: &ServiceOptions) -> Result<Service, Error> {
         let max_seqs = options.max_seqs.max(1);
-        let room = |context: usize| Room {
+        let room = |context: usize| EngineCapacity {
             context,
             n_positions: options.kv_tokens.unwrap_or(USUAL_KV_TOKENS.min(max_seqs * context)),
             max_seqs,
@@ -81,9 +81,9 @@ impl Service {
         Ok(Service { model: model.clone(), engine, monitor, context: room.context })
     }
 
-    /// Asks for text behind a prompt. What cannot be served is refused here; everything else shows in the reply.
+    /// Submits a prompt. A request that can never be served is refused here; later errors are returned by the reply.
     pub fn submit(&self, prompt: Prompt<'_>, options: &Generate) -> Result<Reply, Error> {
-        let mut request = Request::once(prompt.tokens(&self.model)?);
+        let mut request = Request::once(prompt.tokens(&self.model, self.context)?);
         let mut writer = Writer::new(&self.model, &mut request, 0, options)?;
         writer.begin(self.engine.submit(request)?, Instant::now());
         Ok(Reply { writer, model: self.model.clone() })
@@ -99,17 +99,17 @@ impl Service {
         self.engine.backend()
     }
 
-    /// Tokens that one request may have.
+    /// Maximum number of tokens of one request, prompt and reply together.
     pub fn context(&self) -> usize {
         self.context
     }
 
-    /// How much it has to do at this moment.
+    /// The number of running and waiting requests, and of KV blocks in use.
     pub fn load(&self) -> Result<EngineLoad, Error> {
         Ok(self.engine.load()?)
     }
 
-    /// How every step ran.
+    /// The ledger of all steps: how many were replayed, and why others were not.
     pub fn ledger(&self) -> Result<Ledger, Error> {
         Ok(self.engine.ledger()?)
     }
@@ -120,19 +120,19 @@ impl Service {
     }
 }
 
-/// What a service answers: an iterator over pieces of text. Dropping it cancels the request.
+/// The reply to a request: an iterator over its text. Dropping it cancels the request.
 pub struct Reply {
     writer: Writer,
     model: Model,
 }
 
 impl Reply {
-    /// What it took so far. Tokens of the prompt that were found in the cache count as evaluated.
+    /// Measurements so far. Prompt tokens that were found in the cache count as evaluated.
     pub fn summary(&self) -> &Summary {
         &self.writer.summary
     }
 
-    /// Waits for all of the text, and gives it with what it took.
+    /// Waits for the whole text and returns it with its measurements.
     pub fn text(mut self) -> Result<(String, Summary), Error> {
         let mut text = String::new();
         for piece in self.by_ref() {
@@ -143,9 +143,9 @@ impl Reply {
 }
 
 impl Iterator for Reply {
-    type Item = Result<Piece, Error>;
+    type Item = Result<TextDelta, Error>;
 
-    fn next(&mut self) -> Option<Result<Piece, Error>> {
-        self.writer.piece(&self.model, &mut |_, _| {})
+    fn next(&mut self) -> Option<Result<TextDelta, Error>> {
+        self.writer.next(&self.model)
     }
 }

@@ -1,4 +1,4 @@
-//! A model on a device, with a conversation in its cache.
+//! Sessions: a model on a device with one KV cache.
 
 use crate::engines::MonitoredEngine;
 use crate::error::Error;
@@ -8,7 +8,7 @@ use crate::placement::TablePlacement;
 use refrain_cpu::pool::default_threads;
 use refrain_cuda::{CudaOptions, GraphMode, LoadListener, Monitor, Status, Timeline};
 use refrain_driver::sim::{FaultScript, SimOptions};
-use refrain_driver::trial::Choice;
+use refrain_driver::trial::MethodChoice;
 use refrain_driver::{DeviceKind, Method};
 use refrain_engine::{Engine, Ledger, Perplexity, PerplexityOptions, Sequence};
 use refrain_graph::Plan;
@@ -17,18 +17,18 @@ use std::borrow::Cow;
 use std::num::NonZeroU32;
 use std::path::PathBuf;
 
-/// Where a session runs.
+/// The device that a session runs on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Device {
-    /// The CPU, with that many threads, or as many as suit the machine.
+    /// The CPU.
     Cpu {
-        /// Threads.
+        /// Number of threads; a number that suits the machine when `None`.
         threads: Option<usize>,
     },
-    /// A CUDA card.
+    /// A CUDA GPU.
     Cuda {
-        /// Its number.
+        /// Its index.
         ordinal: u32,
         /// Whether steps run as graphs.
         graph: GraphMode,
@@ -36,16 +36,16 @@ pub enum Device {
         method: Method,
         /// Times every launch; steps then run eagerly.
         profile: bool,
-        /// Folder of compiled kernels; without one they are compiled at each start.
+        /// Cache folder for compiled kernels; without one, kernels that are not prebuilt are compiled at each start.
         kernel_cache: Option<PathBuf>,
-        /// The compiler library; without a path the usual places are searched.
+        /// Path of the NVRTC library; the standard locations are searched when `None`.
         nvrtc: Option<PathBuf>,
     },
-    /// The simulated CUDA device: slow, and the same machinery.
+    /// The simulated CUDA device: slow, but it takes the same code path as a GPU.
     Sim {
-        /// Names the run.
+        /// Seed of the simulation.
         seed: u64,
-        /// What goes wrong.
+        /// Faults to inject.
         faults: FaultScript,
         /// Whether steps run as graphs.
         graph: GraphMode,
@@ -63,8 +63,23 @@ impl Default for Device {
 }
 
 impl Device {
-    /// What a CUDA device, real or simulated, is opened with; for the CPU its threads.
-    pub(crate) fn cuda(&self) -> Result<(DeviceKind, CudaOptions), usize> {
+    /// GPU 0 if there is a usable one, and the CPU otherwise. The GPU is only looked up here; opening a session on it may
+    /// still fail, for example because the model does not fit.
+    pub fn auto() -> Device {
+        match refrain_driver::Device::query(DeviceKind::Cuda(0)) {
+            Ok(_) => Device::cuda(0),
+            Err(_) => Device::default(),
+        }
+    }
+
+    /// A GPU by its index, with graphs where they can be recorded.
+    pub fn cuda(ordinal: u32) -> Device {
+        let (graph, method) = (GraphMode::Auto, Method::Stream);
+        Device::Cuda { ordinal, graph, method, profile: false, kernel_cache: None, nvrtc: None }
+    }
+
+    /// The options that open a CUDA device, real or simulated; for the CPU, its number of threads.
+    pub(crate) fn cuda_options(&self) -> Result<(DeviceKind, CudaOptions), usize> {
         match self {
             Device::Cpu { threads } => Err(threads.unwrap_or_else(default_threads)),
             Device::Cuda { ordinal, graph, method, profile, kernel_cache, nvrtc } => {
@@ -82,28 +97,28 @@ impl Device {
     }
 }
 
-/// How a session is laid out.
+/// Options of a session.
 #[derive(Clone, Debug)]
 pub struct SessionOptions {
-    /// Where it runs.
+    /// The device it runs on.
     pub device: Device,
-    /// Tokens it can hold; the smaller of the model's and 4,096 when `None`.
+    /// Maximum number of tokens; the smaller of 4,096 and the model's limit when `None`.
     pub context: Option<usize>,
     /// Element type of the KV cache: F16, BF16 or F32.
     pub kv_dtype: DType,
-    /// Decode steps that a CUDA device may have under way at once; the usual number when `None`, 1 for none ahead.
+    /// Maximum number of decode steps in flight on a CUDA device; its default when `None`, and 1 launches none ahead.
     pub ahead: Option<usize>,
-    /// Compares every so many decode steps with their eager run while a text goes on, on a CUDA device. Each of them
-    /// waits for the device twice: on an H200 about 1 ms with the built-in model, whose step takes a tenth of that.
+    /// Compares every n-th decode step with its eager run, on a CUDA device. Each comparison waits for the device twice:
+    /// about 1 ms on an H200 with the built-in model, whose step takes a tenth of that.
     pub verify_every: Option<NonZeroU32>,
-    /// Hears how much memory a CUDA device needs, before any is allocated, and how far the weights are.
+    /// Receives the memory plan of a CUDA device, before anything is allocated, and the progress of the upload.
     pub on_load: LoadListener,
-    /// Where the table of per-layer embeddings lies, in a model that has one. On the CPU it is where the file is mapped,
-    /// whatever this says; [`TablePlacement::Host`] makes its rows a step of their own there too.
+    /// Placement of the per-layer embedding table, in a model that has one. On the CPU the table always stays in the
+    /// mapped file; [`TablePlacement::Host`] makes its lookup a host step there too.
     pub table: TablePlacement,
-    /// What a trial of stream capture says about the device's method. Where captures are harmful it goes before the
-    /// device's own, and no stream is captured for the calls of libraries either.
-    pub graph_choice: Option<Choice>,
+    /// Result of a trial of stream capture. If captures are harmful on this driver, it overrides the device's method, and
+    /// streams are not captured for library calls either.
+    pub graph_choice: Option<MethodChoice>,
 }
 
 impl Default for SessionOptions {
@@ -121,35 +136,36 @@ impl Default for SessionOptions {
     }
 }
 
-/// One conversation on one device.
+/// One sequence of tokens on one device. [`Chat`](crate::Chat) adds the history of a conversation.
 ///
-/// Sessions of one [`Model`] on the same device share its weights there, and its threads: a further session adds the KV
-/// cache of its context. They may be used from different threads; those that generate at the same time share steps.
+/// Sessions of one [`Model`] on the same device share its weights and its threads: each further session adds only the
+/// KV cache of its context. They may be used from different threads; sessions that generate at the same time share
+/// steps.
 pub struct Session {
     pub(crate) model: Model,
     pub(crate) engine: Engine,
     pub(crate) sequence: Sequence,
     monitor: Option<Monitor>,
     table: Option<TablePlacement>,
-    graph_choice: Option<Choice>,
+    graph_choice: Option<MethodChoice>,
 }
 
 impl Session {
-    /// Brings a model to a device, if no other session of it is there already.
+    /// Loads a model onto a device, unless another session has already loaded it.
     ///
-    /// The KV cache grows for a further session, and steps are then compiled again. Where a device has no room for the old
-    /// and the new cache at once, the session is refused.
+    /// A further session grows the KV cache, and steps are then compiled again. If the device cannot hold the old and the
+    /// new cache at once, the session is refused.
     pub fn new(model: &Model, options: &SessionOptions) -> Result<Session, Error> {
         let (made, sequence) = model.engines().open(model.weights(), model.name(), options)?;
-        // What was repacked or is on the card is not read from the file again; what still is, as float weights are on
-        // the CPU, comes back with the pages that are touched.
+        // Weights that were repacked or uploaded are not read from the file again. Others, such as float weights on the
+        // CPU, are paged in again when they are read.
         model.files().release();
         let MonitoredEngine { engine, monitor, table } = made;
         let graph_choice = options.graph_choice.clone();
         Ok(Session { model: model.clone(), engine, sequence, monitor, table, graph_choice })
     }
 
-    /// Where the table of per-layer embeddings lies; `None` where the model has none or it runs on the CPU.
+    /// Placement of the per-layer embedding table; `None` if the model has none or runs on the CPU.
     pub fn table_placement(&self) -> Option<TablePlacement> {
         self.table
     }
@@ -159,12 +175,12 @@ impl Session {
         self.monitor.as_ref().map(Monitor::status)
     }
 
-    /// How graphs are recorded and why, where a trial was asked.
-    pub fn graph_choice(&self) -> Option<&Choice> {
+    /// How graphs are recorded and why, if a trial was made.
+    pub fn graph_choice(&self) -> Option<&MethodChoice> {
         self.graph_choice.as_ref()
     }
 
-    /// When each profiled launch ran; `None` on the CPU.
+    /// The timeline of profiled launches; `None` on the CPU.
     pub fn timeline(&self) -> Option<Timeline> {
         self.monitor.as_ref().map(Monitor::timeline)
     }
@@ -174,7 +190,7 @@ impl Session {
         &self.model
     }
 
-    /// Tokens the session can hold.
+    /// Maximum number of tokens.
     pub fn context(&self) -> usize {
         self.sequence.context()
     }
@@ -184,39 +200,41 @@ impl Session {
         self.engine.backend()
     }
 
-    /// How every step of this session ran.
+    /// The ledger of this session's steps: how many were replayed, and why others were not.
     pub fn ledger(&self) -> Ledger {
         self.sequence.ledger()
     }
 
-    /// Forgets the steps so far.
+    /// Clears the ledger.
     pub fn reset_ledger(&mut self) {
         self.sequence.reset_ledger();
     }
 
-    /// The plan of a step over `n_tokens` tokens.
+    /// Plans a step over `n_tokens` tokens.
     pub fn plan(&self, n_tokens: usize) -> Result<Plan, Error> {
         Ok(self.engine.plan(n_tokens)?)
     }
 
-    /// The kernels of that plan, each with the (first) step it runs.
+    /// The kernels of that plan, each with the index of the (first) plan step that it runs.
     pub fn kernels(&self, n_tokens: usize) -> Result<Vec<(usize, Cow<'static, str>)>, Error> {
         Ok(self.engine.kernels(n_tokens)?)
     }
 
-    /// Generates text behind a prompt. What the cache already holds of the prompt is not evaluated again.
+    /// Generates text after a prompt. The part of the prompt that the cache already holds is not evaluated again.
+    ///
+    /// A prompt or options that cannot work are refused here, before anything is evaluated.
     pub fn generate(&mut self, prompt: Prompt<'_>, options: &Generate) -> Result<Generation<'_>, Error> {
         Generation::new(self, prompt, options)
     }
 
-    /// Forgets the conversation.
+    /// Clears the cache.
     pub fn reset(&mut self) {
-        // A generation ends its request before it gives the session back, so the sequence is never busy here.
+        // A generation ends its request before it releases the session, so the sequence is never busy here.
         let cleared = self.sequence.clear();
         debug_assert!(cleared.is_ok(), "{cleared:?}");
     }
 
-    /// How well the model predicts a text, in windows of `window` tokens of which the second half is scored.
+    /// Measures how well the model predicts a text, in windows of `window` tokens whose second half is scored.
     pub fn perplexity(
         &mut self,
         text: &str,

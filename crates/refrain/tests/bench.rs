@@ -1,6 +1,6 @@
 //! The measurement itself, on the built-in model: what is counted, not how fast it is.
 
-use refrain::{BenchOptions, BenchTarget, Device, Model, Session, SessionOptions, bench};
+use refrain::{BenchOptions, BenchTarget, Device, Error, Model, Samples, Session, SessionOptions, bench};
 
 #[test]
 fn a_bench_measures_as_often_as_asked_and_counts_the_bytes_that_a_token_reads() {
@@ -10,7 +10,9 @@ fn a_bench_measures_as_often_as_asked_and_counts_the_bytes_that_a_token_reads() 
     let (depths, seqs) = (vec![32, 5], vec![1, 3]);
     let options =
         BenchOptions { session: session.clone(), n_prompt: 16, n_decode: 8, depths, seqs, repeats: 2 };
-    let report = bench(&BenchTarget::Model(&model), &options, |_| {}).unwrap();
+    let mut phases = Vec::new();
+    let report = bench(&BenchTarget::Model(&model), &options, |phase| phases.push(phase.to_owned())).unwrap();
+    assert_eq!(phases[..2], ["measuring the read bandwidth", "loading the model"]);
     assert_eq!((report.prefill.0.len(), report.decode.len()), (2, 2));
     for decode in &report.decode {
         assert_eq!(decode.speed.0.len(), 2);
@@ -39,7 +41,29 @@ fn a_bench_measures_as_often_as_asked_and_counts_the_bytes_that_a_token_reads() 
 }
 
 #[test]
-fn sequences_that_fill_no_whole_blocks_have_room_beside_the_one_that_is_measured_alone() {
+fn the_median_of_an_even_number_of_samples_is_the_mean_of_the_middle_two() {
+    assert_eq!(Samples(vec![4.0, 1.0]).median(), 2.5);
+    assert_eq!(Samples(vec![4.0, 1.0, 3.0]).median(), 3.0);
+    assert_eq!(Samples(vec![8.0, 1.0, 3.0, 4.0]).median(), 3.5);
+    assert!(Samples(Vec::new()).median().is_nan());
+}
+
+#[test]
+fn a_measurement_that_does_not_fit_the_context_is_refused_with_what_it_needs() {
+    let model = Model::builtin().unwrap();
+    let of = |context| {
+        let device = Device::Cpu { threads: Some(1) };
+        let session = SessionOptions { device, context, ..SessionOptions::default() };
+        let (depths, seqs) = (vec![1], vec![]);
+        let options = BenchOptions { session, n_prompt: 600, n_decode: 1, depths, seqs, repeats: 1 };
+        bench(&BenchTarget::Model(&model), &options, |_| {}).unwrap_err()
+    };
+    assert!(matches!(of(None), Error::BenchContext { needed: 600, limit: 512 }));
+    assert!(matches!(of(Some(64)), Error::BenchContext { needed: 600, limit: 64 }));
+}
+
+#[test]
+fn sequences_that_do_not_fill_whole_blocks_fit_next_to_the_one_that_is_measured_alone() {
     let model = Model::builtin().unwrap();
     let session = SessionOptions { device: Device::Cpu { threads: Some(1) }, ..SessionOptions::default() };
     let (depths, seqs) = (vec![1], vec![1]);

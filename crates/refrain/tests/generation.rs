@@ -141,12 +141,12 @@ fn a_full_context_ends_the_text_and_a_prompt_that_does_not_fit_is_refused() {
     assert_eq!(summary.finish, Some(Finish::ContextFull));
     // The last token needs no place of its own.
     assert_eq!(summary.n_prompt + summary.n_generated, 17);
-    let mut refused = session.generate(Prompt::Text(&long_prompt()), &greedy(1)).unwrap();
-    let error = refused.next().unwrap().unwrap_err();
-    assert!(matches!(error, Error::Engine(EngineError::PromptTooLong { context: 16, .. })), "{error}");
-    assert!(error.hint().is_some());
-    assert!(refused.next().is_none());
-    drop(refused);
+    let error = session.generate(Prompt::Text(&long_prompt()), &greedy(1)).err().unwrap();
+    assert!(matches!(error, Error::PromptTooLong { context: 16, most: 512, .. }), "{error}");
+    assert_eq!(error.hint().unwrap(), "shorten the prompt, or use a context of at least 355 tokens");
+    let beyond_the_model = long_prompt().repeat(2);
+    let error = session.generate(Prompt::Text(&beyond_the_model), &greedy(1)).err().unwrap();
+    assert_eq!(error.hint().unwrap(), "shorten the prompt: the model takes at most 512 tokens");
     assert_eq!(text(&mut session, START, &greedy(2)).1.n_generated, 2);
 
     for context in [0, 1 << 30] {
@@ -187,9 +187,43 @@ fn sampling_that_makes_no_sense_is_refused_before_anything_runs() {
     let sampling = Some(SamplingParams { top_p: 2.0, ..SamplingParams::default() });
     let error = session.generate(Prompt::Text(START), &Generate { sampling, ..greedy(1) }).err().unwrap();
     assert_eq!(error.to_string(), "top-p is 2, must be above 0 and at most 1");
-    let mut unknown = session.generate(Prompt::Tokens(&[1, u32::MAX]), &greedy(1)).unwrap();
-    let error = unknown.next().unwrap().unwrap_err();
+    let error = session.generate(Prompt::Tokens(&[1, u32::MAX]), &greedy(1)).err().unwrap();
     assert!(matches!(error, Error::Engine(EngineError::UnknownToken { .. })), "{error}");
+    let error = session.generate(Prompt::Tokens(&[]), &greedy(1)).err().unwrap();
+    assert!(matches!(error, Error::Engine(EngineError::EmptyPrompt)), "{error}");
+    assert_eq!(session.ledger().tally(StepKind::Prompt).steps(), 0);
+}
+
+#[test]
+fn a_prompt_far_too_long_is_refused_before_it_is_tokenized() {
+    let mut session = session(SessionOptions { context: Some(64), ..SessionOptions::default() });
+    let huge = "word ".repeat(10_000_000);
+    let began = std::time::Instant::now();
+    let error = session.generate(Prompt::Text(&huge), &greedy(1)).err().unwrap();
+    assert!(matches!(error, Error::PromptBytes { n_bytes: 50_000_000, context: 64, .. }), "{error}");
+    assert!(began.elapsed().as_secs() < 5, "{:?}", began.elapsed());
+    // The bound is loose: this does not fit either, and the tokens are counted.
+    let error = session.generate(Prompt::Text(&huge[..8_000]), &greedy(1)).err().unwrap();
+    assert!(matches!(error, Error::PromptTooLong { context: 64, .. }), "{error}");
+}
+
+#[test]
+fn the_seed_is_random_unless_it_is_given() {
+    let mut session = session(SessionOptions::default());
+    let mut seeds =
+        || text(&mut session, START, &Generate { max_tokens: Some(2), ..Generate::default() }).1.seed;
+    assert_ne!(seeds(), seeds());
+    let model = session.model();
+    assert_ne!(model.sampling().seed, model.sampling().seed);
+    let sampling = Some(SamplingParams { seed: 7, ..model.sampling() });
+    assert_eq!(text(&mut session, START, &Generate { sampling, ..greedy(2) }).1.seed, 7);
+}
+
+#[test]
+fn the_automatic_device_is_one_that_can_be_used() {
+    let options = SessionOptions { device: Device::auto(), ..SessionOptions::default() };
+    let mut session = session(options);
+    assert_eq!(text(&mut session, START, &greedy(3)).1.n_generated, 3);
 }
 
 #[test]

@@ -154,7 +154,7 @@ fn a_checkpoint_of_an_adapter_is_refused_over_other_frozen_weights_with_both_nam
     };
     let error = resume("other.gguf", changed_files(folder.path())).unwrap_err();
     let said = error.to_string();
-    assert!(said.contains(&format!("belongs to stories (sha256 {}...)", &sha256[..12])), "{said}");
+    assert!(said.contains(&format!("was trained on stories (sha256 {}...)", &sha256[..12])), "{said}");
     assert!(said.contains("has other.gguf (sha256 "), "{said}");
     assert_eq!(error.hint().unwrap(), "resume over stories");
     let error = resume("stories", changed_files(folder.path())).unwrap_err();
@@ -221,7 +221,7 @@ fn settings_of_adapters_are_checked() {
     assert!(refused("[lora]\ndropout = 1").contains("lora.dropout"));
     assert!(
         refused("[lora]\ntargets = ['q_proj', 'moe']")
-            .contains("no linear layer of the model is called \"moe\"")
+            .contains("no linear layer of the model is named \"moe\"")
     );
     let error = ConfigOverlay::from_toml("[lora]\nranks = 4").unwrap_err().to_string();
     assert!(error.contains("lora.ranks"), "{error}");

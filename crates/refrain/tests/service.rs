@@ -54,7 +54,7 @@ fn what_cannot_be_served_is_refused_and_a_reply_that_is_dropped_is_cancelled() {
     let open = [(); 2].map(|()| service.submit(Prompt::Text("A cat"), &sampled(1, 90)).unwrap());
     let full = service.submit(Prompt::Text("A cat"), &sampled(1, 5));
     // They may have ended by now, or not.
-    assert!(matches!(full, Ok(_) | Err(Error::Engine(EngineError::QueueFull { most: 2, .. }))));
+    assert!(matches!(full, Ok(_) | Err(Error::Engine(EngineError::QueueFull { max: 2, .. }))));
     drop((open, full));
     while service.load().unwrap().n_running > 0 {}
     assert_eq!(service.load().unwrap().blocks.used, 0);

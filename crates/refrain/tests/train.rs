@@ -1,7 +1,7 @@
 //! Training through the library: what is exported is what was trained.
 
 use refrain::train::{
-    AdamSettings, ConfigOverlay, ModelShape, NewModel, Rows, StepLearner, TrainConfig, TrainEvent,
+    AdamSettings, BatchRows, ConfigOverlay, ModelShape, NewModel, StepLearner, TrainConfig, TrainEvent,
     TrainOptions, TrainSpec, TrainedModel, Training,
 };
 use refrain::{Builtin, DType, Device, Error, Model, ModelFiles};
@@ -52,7 +52,7 @@ fn losses(learner: &mut StepLearner) -> Vec<f64> {
         for salt in 0..4 {
             let target = |i: usize| if i % 4 == part { (11 + i * 53 + salt * 71) as i32 % 300 } else { -1 };
             let targets: Vec<i32> = (0..n).map(target).collect();
-            let rows = Rows { tokens: &tokens, targets: &targets, positions: &positions, spans: &spans };
+            let rows = BatchRows { tokens: &tokens, targets: &targets, positions: &positions, spans: &spans };
             losses.push(learner.evaluate(&rows).unwrap().0);
         }
     }
@@ -82,7 +82,7 @@ fn a_trained_model_is_the_same_in_both_forms_it_is_exported_in() {
             .map(|i| (i / CONTEXT * CONTEXT) as i32)
             .map(|f| [f, f + CONTEXT as i32])
             .collect();
-        let rows = Rows { tokens: &tokens, targets: &targets, positions: &positions, spans: &spans };
+        let rows = BatchRows { tokens: &tokens, targets: &targets, positions: &positions, spans: &spans };
         let adam = AdamSettings { lr: 2e-2, betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.1, clip: None };
         for step in 0..4 {
             steps.step(&[rows], &adam, [0, 0, step, 0]).unwrap();

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use refrain_cuda::{CudaBackend, GraphMode};
 use refrain_driver::Method;
-use refrain_driver::sim::{Call, SimDriver, SimOptions};
+use refrain_driver::sim::{DriverCall, SimDriver, SimOptions};
 use refrain_graph::Ran;
 use refrain_models::{Model, TrainSpec};
 use refrain_tensor::DType;
@@ -67,7 +67,8 @@ fn the_host_waits_for_no_step_but_the_oldest() {
     run.trainer.advance(&mut |_| {}).unwrap();
     let waits = |run: &runs::Run| {
         let stats = run.sim.stats();
-        [Call::StreamQuery, Call::StreamSynchronize, Call::EventSynchronize].map(|call| stats.n_calls(call))
+        [DriverCall::StreamQuery, DriverCall::StreamSynchronize, DriverCall::EventSynchronize]
+            .map(|call| stats.n_calls(call))
     };
     let before = waits(&run);
     for _ in 0..20 {

@@ -8,7 +8,7 @@ use refrain_formats::params::Arch;
 use refrain_graph::Ran;
 use refrain_models::{LoraSpec, Model, NamedShape, QuantMix, Targets, TrainSpec};
 use refrain_tensor::{DType, HostTensor};
-use refrain_train::learner::{AdamSettings, Learner, Rows};
+use refrain_train::learner::{AdamSettings, BatchRows, Learner};
 use std::sync::Arc;
 
 /// What a step learns from: documents of random tokens, some padding.
@@ -47,8 +47,13 @@ impl Text {
         text
     }
 
-    fn rows(&self) -> Rows<'_> {
-        Rows { tokens: &self.tokens, targets: &self.targets, positions: &self.positions, spans: &self.spans }
+    fn rows(&self) -> BatchRows<'_> {
+        BatchRows {
+            tokens: &self.tokens,
+            targets: &self.targets,
+            positions: &self.positions,
+            spans: &self.spans,
+        }
     }
 }
 
@@ -89,7 +94,7 @@ fn run(
         while n_sent < n_steps.min(step + learner.depth()) {
             let seed = |i: usize| (n_sent * 31 + i) as u64;
             let texts: Vec<Text> = (0..n_batches).map(|i| Text::new(n, n_vocab, seed(i))).collect();
-            let rows: Vec<Rows<'_>> = texts.iter().map(Text::rows).collect();
+            let rows: Vec<BatchRows<'_>> = texts.iter().map(Text::rows).collect();
             let queued = learner.queue(&rows, &adam(n_sent), [7, 0, n_sent as u32, 0]);
             queued.unwrap_or_else(|e| panic!("{e}: {e:?}"));
             n_sent += 1;

@@ -7,7 +7,7 @@ use refrain_driver::sim::{SimDriver, SimOptions};
 use refrain_graph::{Op, Ran, SegmentKind, StateId, TrainOp};
 use refrain_models::TrainSpec;
 use refrain_tensor::DType;
-use refrain_train::learner::{AdamSettings, Learner, Rows, StepOutcome};
+use refrain_train::learner::{AdamSettings, BatchRows, Learner, StepOutcome};
 use runs::{AHEAD, Bench, OwnRows, assert_same, backend, states};
 
 const PLAIN: AdamSettings =
@@ -48,7 +48,7 @@ impl Replayed {
         }
     }
 
-    fn step(&mut self, rows: &[Rows<'_>], adam: &AdamSettings, random: [u32; 4]) -> StepOutcome {
+    fn step(&mut self, rows: &[BatchRows<'_>], adam: &AdamSettings, random: [u32; 4]) -> StepOutcome {
         let outcome = self.learner.step(rows, adam, random).unwrap_or_else(|e| panic!("{e}: {e:?}"));
         let replayed = |ran: &Ran| matches!(ran, Ran::Replayed { n_launches: 1, n_host_steps: 0 });
         assert!(outcome.ran.len() == rows.len() && outcome.ran.iter().all(replayed), "{outcome:?}");

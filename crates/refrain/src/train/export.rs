@@ -1,4 +1,4 @@
-//! The trained model as files that this program and others read.
+//! Export of the trained model as files that this and other programs read.
 
 use crate::error::Error;
 use refrain_formats::FormatError;
@@ -11,7 +11,7 @@ use refrain_train::config::Export;
 use refrain_train::trainer::Trainer;
 use std::path::{Path, PathBuf};
 
-/// A form of a model on the disk.
+/// File format of an exported model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ExportForm {
     /// A GGUF file.
@@ -22,16 +22,16 @@ pub enum ExportForm {
     Adapter,
 }
 
-/// A model that was written.
+/// An exported model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Exported {
-    /// In which form.
+    /// Its format.
     pub form: ExportForm,
-    /// The file or folder.
+    /// Its file or folder.
     pub path: PathBuf,
 }
 
-/// A folder, made where it is not there.
+/// Creates a folder if it does not exist.
 fn create(folder: &Path) -> Result<(), FormatError> {
     std::fs::create_dir_all(folder).map_err(|source| FormatError::Io {
         verb: "create",
@@ -46,8 +46,8 @@ pub(crate) struct Exporter<'e> {
 }
 
 impl Exporter<'_> {
-    /// Writes the model in the forms that the configuration asks for. Where both were asked for and only one of them can
-    /// hold it, the other one comes with the reason.
+    /// Writes the model in the configured formats. If only one of two formats can represent the model, the error of the
+    /// other one is returned as well.
     pub(super) fn export<B: Backend>(
         &self,
         trainer: &Trainer<B>,
@@ -83,7 +83,7 @@ impl Exporter<'_> {
         }
     }
 
-    /// `notes` are for an adapter: the weights it was trained over.
+    /// `notes` identify the base model of an adapter.
     fn write(
         &self,
         model: &Weights,
@@ -106,7 +106,7 @@ impl Exporter<'_> {
             ExportForm::Adapter => {
                 let folder = out.join("adapter");
                 create(&folder)?;
-                // From the masters, where there are some; the files are small.
+                // In F32, from the master weights if there are any; the files are small.
                 if let Some(adapter) = model.adapter()? {
                     adapter.write(&folder, DType::F32, notes)?;
                 }
@@ -115,7 +115,7 @@ impl Exporter<'_> {
         }
     }
 
-    /// Writes a Hugging Face folder, tokenizer included.
+    /// Writes a Hugging Face folder with its tokenizer.
     pub(crate) fn write_hf(&self, model: &Weights, folder: &Path, dtype: DType) -> Result<(), Error> {
         let TokenizerFiles { json, config } = self.form.to_files()?;
         create(folder)?;
@@ -127,7 +127,7 @@ impl Exporter<'_> {
         Ok(write_whole(&folder.join("generation_config.json"), self.generation_config().as_bytes())?)
     }
 
-    /// The tokens that begin and end a text, as generating programs look for them.
+    /// The BOS and EOS tokens, in the file where generating programs look for them.
     fn generation_config(&self) -> String {
         let list = |ids: &[u32]| ids.iter().map(u32::to_string).collect::<Vec<_>>().join(", ");
         let bos = self.tokenizer.bos().map_or_else(String::new, |id| format!("  \"bos_token_id\": {id},\n"));

@@ -1,65 +1,65 @@
-//! How fast a device trains.
+//! Benchmarks of training steps.
 
-use crate::bench::{Resident, Samples};
+use crate::bench::{ResidentMemory, Samples};
 use crate::error::Error;
 use crate::session::Device;
 use crate::train::open::{GraphUse, look};
 use crate::train::{StepLearner, peak_flops};
 use refrain_cuda::{LoadListener, Status};
-use refrain_driver::trial::Choice;
+use refrain_driver::trial::MethodChoice;
 use refrain_graph::Ran;
 use refrain_models::{LoraSpec, Model as Weights, NamedShape, QuantMix, TrainSpec};
 use refrain_tensor::DType;
 use refrain_train::TrainError;
 use refrain_train::config::TrainConfig;
 use refrain_train::flops::step_flops;
-use refrain_train::learner::{AdamSettings, Rows};
+use refrain_train::learner::{AdamSettings, BatchRows};
 use refrain_train::memory::{MemoryCounts, MemoryEstimate};
 use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// What to measure.
+/// Options of a training benchmark.
 #[derive(Clone, Debug)]
 pub struct TrainBench {
-    /// Where.
+    /// The device.
     pub device: Device,
     /// The model's shape.
     pub shape: NamedShape,
-    /// Rows of a step.
+    /// Rows in a step.
     pub batch: usize,
-    /// Tokens of a row.
+    /// Tokens in a row.
     pub context: usize,
     /// Element type of weights and activations: F32 or BF16.
     pub dtype: DType,
-    /// Whether bf16 weights have masters and moments in F32.
+    /// Whether bf16 weights have F32 master weights and moments.
     pub masters: bool,
     /// Train an adapter over frozen random weights instead of a fresh model.
     pub lora: Option<LoraBench>,
-    /// Compute layers again in the backward pass.
+    /// Recompute activations in the backward pass.
     pub recompute: bool,
-    /// Steps that are measured.
+    /// Number of measured steps.
     pub n_steps: usize,
-    /// Steps that may be in flight, at most three; the usual number unless given.
+    /// Maximum number of steps in flight, up to three; the default when `None`.
     pub ahead: Option<usize>,
-    /// Compares every so many replayed steps with their eager run, which takes time; `None`: none of them.
+    /// Compares every n-th replayed step with its eager run, which takes time; never when `None`.
     pub verify_every: Option<NonZeroU32>,
-    /// What a trial of stream capture says about the device's method.
-    pub graph_choice: Option<Choice>,
-    /// Hears what a CUDA device is doing.
+    /// Result of a trial of stream capture.
+    pub graph_choice: Option<MethodChoice>,
+    /// Receives the progress of a CUDA device.
     pub on_load: LoadListener,
 }
 
-/// An adapter to measure.
+/// Adapter of a training benchmark.
 #[derive(Clone, Debug)]
 pub struct LoraBench {
     /// The adapter.
     pub spec: LoraSpec,
-    /// How the frozen weights are stored.
+    /// Storage types of the frozen weights.
     pub base: QuantMix,
 }
 
-/// What came out.
+/// Result of a training benchmark.
 #[derive(Clone, Debug)]
 pub struct TrainBenchReport {
     /// Name of the shape.
@@ -68,34 +68,34 @@ pub struct TrainBenchReport {
     pub backend: &'static str,
     /// Name of the device.
     pub device_name: String,
-    /// Parameters.
+    /// Number of parameters.
     pub n_parameters: usize,
-    /// Those of them that are trained.
+    /// Number of trained parameters.
     pub n_trained: usize,
-    /// Tokens of a step.
+    /// Tokens in a step.
     pub n_tokens: usize,
-    /// Seconds of each step: from the end of the one before to its own.
+    /// Seconds of each step: from the end of the previous step to its own.
     pub seconds: Samples,
-    /// Seconds that each step took the caller's thread: filling the control block and handing it over.
+    /// Seconds that each step took on the caller's thread: filling the control block and submitting it.
     pub host_seconds: Samples,
-    /// Mean seconds that a step took the device thread: checks, upload, launch; `None` on the CPU.
+    /// Mean seconds that a step took on the device thread: checks, upload, launch; `None` on the CPU.
     pub sending_seconds: Option<f64>,
-    /// The most steps that were in flight at once.
+    /// Maximum number of steps that were in flight.
     pub in_flight: usize,
-    /// Seconds from the model to a compiled, recorded and verified step.
+    /// Seconds to compile, record and verify the step.
     pub ready_seconds: f64,
-    /// Operations of a step.
+    /// Floating-point operations per step.
     pub step_flops: f64,
-    /// Operations a second that the device computes at best, where that is known.
+    /// Peak floating-point operations per second of the device, if known.
     pub peak_flops: Option<f64>,
     /// Steps that ran as a graph.
     pub n_replayed: usize,
-    /// Launches by the host for a replayed step; `None` where none was replayed.
+    /// Host launches per replayed step; `None` if none was replayed.
     pub launches: Option<u32>,
-    /// Bytes that the step's states, activations and scratch take, as estimated.
+    /// Estimated bytes of states, activations and scratch memory.
     pub estimated_bytes: u64,
-    /// Memory of the process, where the system tells it.
-    pub resident: Option<Resident>,
+    /// Memory of the process, if the system reports it.
+    pub resident: Option<ResidentMemory>,
     /// Memory, graphs and timings of a CUDA device; `None` on the CPU.
     pub device: Option<Status>,
     /// Loss of the first and the last step.
@@ -103,31 +103,31 @@ pub struct TrainBenchReport {
 }
 
 impl TrainBenchReport {
-    /// Milliseconds of a step: the mean, since several are in flight and results may come together.
+    /// Mean milliseconds per step. A median would mislead: with several steps in flight, results may arrive together.
     pub fn ms(&self) -> f64 {
         1e3 * self.seconds.mean()
     }
 
-    /// Tokens a second.
+    /// Tokens per second.
     pub fn tokens_per_second(&self) -> f64 {
         self.n_tokens as f64 / self.seconds.mean()
     }
 
-    /// Microseconds that a step takes of the host, on both threads together.
+    /// Microseconds per step on the host, on both threads together.
     pub fn host_us(&self) -> f64 {
         1e6 * (self.host_seconds.median() + self.sending_seconds.unwrap_or(0.0))
     }
 
-    /// The share of the peak, where that is known.
+    /// Share of the device's peak, if known.
     pub fn peak_share(&self) -> Option<f64> {
         self.peak_flops.map(|peak| self.step_flops / self.seconds.mean() / peak)
     }
 }
 
-/// Steps that warm caches, compile and record; they are not counted.
+/// Warm-up steps, which compile and record; they are not counted.
 const N_WARM: usize = 3;
 
-/// Measures training steps of a fresh model over random tokens. `progress` hears what is going on.
+/// Measures training steps of a fresh model on random tokens. `progress` receives a description of each phase.
 pub fn bench_steps(bench: &TrainBench, mut progress: impl FnMut(&str)) -> Result<TrainBenchReport, Error> {
     let config = TrainConfig {
         batch: bench.batch,
@@ -168,7 +168,7 @@ pub fn bench_steps(bench: &TrainBench, mut progress: impl FnMut(&str)) -> Result
         StepLearner::open((model.clone(), spec, 1), &bench.device, bench.on_load.clone(), graphs)?;
     let ready_seconds = began.elapsed().as_secs_f64();
     let n_vocab = model.config().n_vocab as u64;
-    // Any tokens do; these repeat, so that there is something to learn.
+    // The tokens repeat, so that there is something to learn.
     let token = |i: usize| ((1000 + (i as u64 % 4096) * 7919) % n_vocab) as i32;
     let tokens: Vec<i32> = (0..n_tokens).map(token).collect();
     let targets: Vec<i32> = (1..=n_tokens).map(token).collect();
@@ -178,7 +178,7 @@ pub fn bench_steps(bench: &TrainBench, mut progress: impl FnMut(&str)) -> Result
         [first as i32, (first + bench.context) as i32]
     };
     let spans: Vec<[i32; 2]> = (0..n_tokens).map(span).collect();
-    let rows = Rows { tokens: &tokens, targets: &targets, positions: &positions, spans: &spans };
+    let rows = BatchRows { tokens: &tokens, targets: &targets, positions: &positions, spans: &spans };
     let adam = AdamSettings { lr: 3e-4, betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.1, clip: Some(1.0) };
     let queue_stats = |learner: &StepLearner| learner.device_status().map(|status| status.queued);
     let (mut seconds, mut host_seconds) = (Samples(Vec::new()), Samples(Vec::new()));
@@ -187,7 +187,7 @@ pub fn bench_steps(bench: &TrainBench, mut progress: impl FnMut(&str)) -> Result
     let (mut n_sent, mut last, mut before) = (0, Instant::now(), None);
     for step in 0..n_steps {
         progress(&format!("step {step} of {n_steps}"));
-        // Warm steps are finished before the first measured one is sent.
+        // Warm-up steps finish before the first measured one is queued.
         let may_send = if step < N_WARM { N_WARM } else { n_steps };
         if step == N_WARM {
             (last, before) = (Instant::now(), queue_stats(&learner));
@@ -233,7 +233,7 @@ pub fn bench_steps(bench: &TrainBench, mut progress: impl FnMut(&str)) -> Result
         n_trained: model.n_trained(),
         n_tokens,
         seconds,
-        // The CPU runs a step while it is queued.
+        // The CPU runs the step in the call that queues it.
         host_seconds: if learner.depth() > 1 { host_seconds } else { Samples(Vec::new()) },
         sending_seconds,
         in_flight: after.map_or(1, |stats| stats.most_in_flight.max(1)),
@@ -242,7 +242,7 @@ pub fn bench_steps(bench: &TrainBench, mut progress: impl FnMut(&str)) -> Result
         n_replayed,
         launches,
         estimated_bytes,
-        resident: Resident::of_this_process(),
+        resident: ResidentMemory::of_this_process(),
         device: learner.device_status(),
         losses,
     })

@@ -1,6 +1,6 @@
-//! Training: a step at a time in a loop of your own ([`StepLearner`]), or a whole run ([`Training`]).
+//! Training: single steps in your own loop ([`StepLearner`]), or a whole run ([`Training`]).
 //!
-//! A run is a [`TrainConfig`]: [`Training::prepare`] reads model, tokenizer and data and says what memory the run needs;
+//! A run is described by a [`TrainConfig`]. [`Training::prepare`] reads model, tokenizer and data and estimates the memory.
 //! [`Training::run`] opens the device and trains. Checkpoints, log, report and the trained model go to the run's folder.
 //!
 //! ```no_run
@@ -21,14 +21,14 @@
 //! # }
 //! ```
 
-mod open; // a backend by its device
+mod open; // opening a backend
 mod setup; // model, tokenizer and data
 mod run; // a run on a device
-mod sample; // what the model says meanwhile
+mod sample; // sampled text during a run
 pub(crate) mod export; // the trained model as files
 mod steps; // the step API on any device
-mod peak; // what a device computes at best
-mod measure; // speed of a step
+mod peak; // peak FLOPS of a device
+mod measure; // benchmarks of a step
 
 pub use export::{ExportForm, Exported};
 pub use measure::{LoraBench, TrainBench, TrainBenchReport, bench_steps};
@@ -46,9 +46,9 @@ pub use refrain_train::config::{
 pub use refrain_train::data::{
     Corpus, CorpusOptions, DataError, DataReport, Encoder, Loader, LoaderOptions, Passes,
 };
-pub use refrain_train::learner::{AdamSettings, LearnError, Learner, Rows, StepOutcome};
+pub use refrain_train::learner::{AdamSettings, BatchRows, LearnError, Learner, StepOutcome};
 pub use refrain_train::log::{EvalRecord, LogLine, StepRecord, read as read_log};
-pub use refrain_train::memory::{Advice, MemoryEstimate, MemoryPart, Size};
+pub use refrain_train::memory::{Advice, MemoryEstimate, MemoryPart, MemorySize};
 pub use refrain_train::tokenize::{TokenizerPlan, TrainedTokenizer};
 pub use refrain_train::trainer::{TrainData, TrainEvent, TrainSummary, Trainer};
 pub use refrain_train::{ConfigOverlay, TrainConfig, TrainError};

@@ -1,29 +1,29 @@
-//! A backend by its device.
+//! Opening a backend for a device.
 
 use crate::error::Error;
 use crate::session::Device;
 use refrain_cpu::CpuBackend;
 use refrain_cuda::{CublasLt, CudaBackend, CudaOptions, LoadListener, Monitor};
 use refrain_driver::Method;
-use refrain_driver::trial::Choice;
+use refrain_driver::trial::MethodChoice;
 use refrain_graph::Backend;
 use std::num::NonZeroU32;
 
-/// What is done with a backend, whichever it is.
+/// Work that is generic over the backend.
 pub(super) trait WithBackend {
     type Output;
 
     fn call<B: Backend + 'static>(self, backend: B, monitor: Option<Monitor>) -> Result<Self::Output, Error>;
 }
 
-/// How a device's graphs are recorded and watched, beyond what the device itself says.
+/// Graph options in addition to those of the device.
 #[derive(Clone, Copy, Default)]
 pub(super) struct GraphUse<'a> {
-    /// What a trial of stream capture says.
-    pub(super) choice: Option<&'a Choice>,
-    /// Compares every so many replayed steps with their eager run.
+    /// Result of a trial of stream capture.
+    pub(super) choice: Option<&'a MethodChoice>,
+    /// Compares every n-th replayed step with its eager run.
     pub(super) verify_every: Option<NonZeroU32>,
-    /// Steps that may be in flight, at most three; the usual number unless given.
+    /// Maximum number of steps in flight, up to three; the default when `None`.
     pub(super) ahead: Option<usize>,
 }
 
@@ -34,8 +34,8 @@ pub(super) fn with_backend<W: WithBackend>(
     graphs: GraphUse<'_>,
     with: W,
 ) -> Result<W::Output, Error> {
-    let (kind, cuda) = match device.cuda() {
-        // Frozen weights are decoded where they are used: copies packed for products would only take room.
+    let (kind, cuda) = match device.cuda_options() {
+        // Frozen weights are decoded where they are used: copies packed for matmuls would only take memory.
         Err(threads) => return with.call(CpuBackend::new(threads)?.with_repacking(false), None),
         Ok(cuda) => cuda,
     };
@@ -47,8 +47,8 @@ pub(super) fn with_backend<W: WithBackend>(
         ahead,
         ..cuda
     };
-    if graphs.choice.is_some_and(Choice::avoids_capture) {
-        // A library's calls become nodes by a capture, so they are left out too.
+    if graphs.choice.is_some_and(MethodChoice::avoids_capture) {
+        // Library calls become nodes through a capture, so they are not used either.
         (cuda.graphs.method, cuda.cublaslt) = (Method::Nodes, CublasLt::Never);
     }
     let backend = CudaBackend::open(kind, cuda)?;
@@ -56,19 +56,19 @@ pub(super) fn with_backend<W: WithBackend>(
     with.call(backend, Some(monitor))
 }
 
-/// What a device is called, and the bytes that are free on it, where that is known before it is opened.
+/// Name and free bytes of a device, if known before it is opened.
 pub(super) fn look(device: &Device) -> (String, Option<u64>) {
-    match device.cuda() {
+    match device.cuda_options() {
         Err(_) => ("the CPU".into(), free_on_host()),
-        Ok((kind, _)) => match refrain_driver::Device::look(kind) {
+        Ok((kind, _)) => match refrain_driver::Device::query(kind) {
             Ok(info) => (info.name, Some(info.total_bytes)),
-            // Opening it says what is wrong.
+            // Opening it reports the error.
             Err(_) => ("the device".into(), None),
         },
     }
 }
 
-/// Memory that the system can give without swapping, where it tells.
+/// Host memory that is available without swapping, if the system reports it.
 fn free_on_host() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;

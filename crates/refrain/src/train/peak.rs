@@ -1,9 +1,8 @@
-//! What a device computes at best.
+//! Peak FLOPS of well-known GPUs.
 
 use refrain_tensor::DType;
 
-/// Dense bf16 operations a second of well-known cards, by their makers' data sheets, in 1e12. The first name that the
-/// card's contains counts.
+/// Dense bf16 TFLOPS of well-known GPUs, from their data sheets. The first name that the GPU's name contains counts.
 const BF16_PEAKS: [(&str, f64); 14] = [
     ("B200", 2250.0),
     ("GH200", 989.0),
@@ -21,9 +20,9 @@ const BF16_PEAKS: [(&str, f64); 14] = [
     ("A10", 125.0),
 ];
 
-/// Operations a second that a card computes at best in products of `dtype`; `None` where that is not known.
-pub fn peak_flops(card: &str, dtype: DType) -> Option<f64> {
-    let known = BF16_PEAKS.iter().find(|(name, _)| card.contains(name));
+/// Peak floating-point operations per second of a GPU in matmuls of `dtype`, if known.
+pub fn peak_flops(gpu: &str, dtype: DType) -> Option<f64> {
+    let known = BF16_PEAKS.iter().find(|(name, _)| gpu.contains(name));
     known.filter(|_| dtype == DType::BF16).map(|(_, peak)| peak * 1e12)
 }
 

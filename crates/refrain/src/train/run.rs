@@ -1,4 +1,4 @@
-//! A run on its device, from the first step to the files that it leaves.
+//! A training run on its device, from the first step to the exported files.
 
 use crate::error::Error;
 use crate::train::export::{Exported, Exporter};
@@ -11,23 +11,23 @@ use refrain_train::TrainError;
 use refrain_train::trainer::{TrainEvent, TrainSummary, Trainer};
 use std::path::PathBuf;
 
-/// What a run leaves.
+/// Result of a run.
 #[derive(Debug)]
 pub struct Finished {
     /// How it ended.
     pub summary: TrainSummary,
-    /// The page with its curves, where it has a folder.
+    /// The page with its curves, if the run has a folder.
     pub report: Option<PathBuf>,
-    /// The trained model; nothing where the run was interrupted.
+    /// The exported model; empty if the run was interrupted.
     pub exports: Vec<Exported>,
-    /// What could not be exported, and why.
+    /// Errors of exports that failed.
     pub not_exported: Vec<Error>,
     /// Memory, graphs and timings of a CUDA device, real or simulated; `None` on the CPU.
     pub device: Option<Status>,
 }
 
 impl Training {
-    /// Trains to the last step, or until `stop` says so between two steps. A run that is stopped saves a checkpoint.
+    /// Trains to the last step, or until `stop` returns true between two steps. A stopped run saves a checkpoint.
     pub fn run(
         self,
         stop: &dyn Fn() -> bool,
@@ -38,21 +38,21 @@ impl Training {
         let choice = self.options.graph_choice.clone();
         let (choice, verify_every) = (choice.as_ref(), self.options.verify_every);
         let graphs = GraphUse { choice, verify_every, ahead: None };
-        with_backend(&device, on_load, graphs, Run { training: self, stop, observe })
+        with_backend(&device, on_load, graphs, TrainingRun { training: self, stop, observe })
     }
 }
 
-struct Run<'r> {
+struct TrainingRun<'r> {
     training: Training,
     stop: &'r dyn Fn() -> bool,
     observe: &'r mut dyn FnMut(&TrainEvent<'_>),
 }
 
-impl WithBackend for Run<'_> {
+impl WithBackend for TrainingRun<'_> {
     type Output = Finished;
 
     fn call<B: Backend + 'static>(self, backend: B, monitor: Option<Monitor>) -> Result<Finished, Error> {
-        let Run { training, stop, observe } = self;
+        let TrainingRun { training, stop, observe } = self;
         let name = backend.name();
         let Training { config, model, form, tokenizer, data, device_name, .. } = training;
         let mut trainer = Trainer::new(backend, model.clone(), config, data)?;
@@ -77,7 +77,7 @@ impl WithBackend for Run<'_> {
                 observe(&TrainEvent::Sampled { step: trainer.n_done(), text: &text });
             }
         };
-        // The page of a run that failed shows where it went wrong.
+        // A failed run gets its report too: the curves show where it went wrong.
         let report = trainer.write_report(&title(&trainer), facts(&trainer, &device_name, name));
         ran?;
         let exporter = Exporter { form: &form, tokenizer: &tokenizer };
@@ -102,7 +102,7 @@ fn title<B: Backend>(trainer: &Trainer<B>) -> String {
     out.unwrap_or_else(|| "A run".into())
 }
 
-/// What stands above the curves of the report.
+/// The facts above the curves of the report.
 fn facts<B: Backend>(trainer: &Trainer<B>, device: &str, backend: &str) -> Vec<(String, String)> {
     let (config, model) = (trainer.config(), trainer.learner().model());
     let start = match (&config.from, model.config().name.as_deref()) {

@@ -1,9 +1,9 @@
-//! What the model says while it learns.
+//! Text sampled from the model during a run.
 //!
-//! Samples are generated on the CPU from a copy of the weights, whatever the device: the run's own memory and its graphs
-//! stay as they are.
+//! Samples are always generated on the CPU from a copy of the weights, so that the run's memory and graphs on its device
+//! stay unchanged.
 
-use crate::engines::{MonitoredEngine, Room, lone_engine};
+use crate::engines::{EngineCapacity, MonitoredEngine, lone_engine};
 use crate::error::Error;
 use crate::session::{Device, SessionOptions};
 use refrain_engine::{Request, SamplingParams, TokenEvent};
@@ -14,7 +14,7 @@ use refrain_train::TrainConfig;
 use refrain_train::learner::Learner;
 use std::sync::Arc;
 
-/// Tokens of a sample.
+/// Tokens in a sample.
 const N_TOKENS: usize = 64;
 
 pub(super) struct Sampler {
@@ -36,7 +36,7 @@ impl Sampler {
         }
     }
 
-    /// Whether a text is due after `n_done` steps: every so many, and after the last one.
+    /// Whether a sample is due after `n_done` steps: after every n-th and after the last one.
     pub(super) fn is_due(&self, n_done: u64, is_last: bool) -> bool {
         self.every.is_some_and(|n| n > 0 && (n_done.is_multiple_of(n) || is_last))
     }
@@ -46,7 +46,7 @@ impl Sampler {
         let model = Arc::new(learner.trained()?);
         let mut prompt = self.tokenizer.encode(&self.prompt, true, false)?;
         if prompt.is_empty() {
-            // A model that wants nothing in front of a text still needs something to go on from.
+            // A model without a BOS token still needs a token to continue.
             prompt.extend(self.tokenizer.eos().or(Some(0)));
         }
         prompt.truncate(self.context.saturating_sub(1).max(1));
@@ -58,14 +58,14 @@ impl Sampler {
             ..SessionOptions::default()
         };
         let (MonitoredEngine { engine, .. }, room) =
-            lone_engine(&model, "the model", &options, Room::of_one)?;
+            lone_engine(&model, "the model", &options, EngineCapacity::of_one)?;
         let sequence = engine.open(room.context)?;
         let mut request = Request::new(&sequence, prompt);
         request.sampling = SamplingParams { seed: self.seed, ..SamplingParams::default() };
         request.max_tokens = n_tokens;
         request.end = self.tokenizer.end_of_generation().to_vec();
         let mut text = self.prompt.clone();
-        // A model may have more rows than the tokenizer has tokens: such an id has no text.
+        // A model may have more rows than the tokenizer has tokens; such ids have no text.
         let mut stream = self.tokenizer.stream();
         for event in engine.submit(request)? {
             if let TokenEvent::Token { token, .. } = event? {

@@ -1,11 +1,11 @@
-//! What a run needs before it opens its device: model, tokenizer, data, and the memory it will take.
+//! Preparation of a run before it opens its device: model, tokenizer, data and memory.
 
 use crate::error::Error;
 use crate::model::tokenizer_form;
 use crate::session::Device;
 use crate::train::open::look;
 use refrain_cuda::{GraphMode, LoadListener};
-use refrain_driver::trial::Choice;
+use refrain_driver::trial::MethodChoice;
 use refrain_formats::ModelFiles;
 use refrain_formats::tokenizer::{Tokenizer, TokenizerForm};
 use refrain_graph::WeightId;
@@ -24,22 +24,22 @@ use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Where a run trains, and what it hears.
+/// Options of a run besides its configuration.
 #[derive(Debug, Default)]
 pub struct TrainOptions {
-    /// The device. The configuration's own word on it is for the caller, who knows which there are.
+    /// The device. The caller resolves the configuration's `device`.
     pub device: Device,
-    /// The model to start from, where the caller has resolved the configuration's `from`; without it, `from` is a path.
+    /// The files of the configuration's `from`, if the caller resolved it; otherwise `from` is a path.
     pub files: Option<ModelFiles>,
-    /// Hears how much memory a CUDA device needs, and how far its kernels are.
+    /// Receives the memory plan of a CUDA device and the progress of its kernels.
     pub on_load: LoadListener,
-    /// What a trial of stream capture says about the device's method.
-    pub graph_choice: Option<Choice>,
-    /// Compares every so many replayed micro-steps with their eager run, whose result stands; `None`: none of them.
+    /// Result of a trial of stream capture.
+    pub graph_choice: Option<MethodChoice>,
+    /// Compares every n-th replayed micro-step with its eager run, whose result is used; never when `None`.
     pub verify_every: Option<NonZeroU32>,
 }
 
-/// Whether steps must be graphs where the configuration does not say: on a GPU they must.
+/// The graph mode of a configuration; by default every step must be replayed.
 pub fn usual_graph(choice: Option<GraphChoice>) -> GraphMode {
     match choice {
         None | Some(GraphChoice::Require) => GraphMode::Require,
@@ -48,26 +48,26 @@ pub fn usual_graph(choice: Option<GraphChoice>) -> GraphMode {
     }
 }
 
-/// What is being done before the first step.
+/// Phases of the preparation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Preparing {
-    /// The model is opened or made.
+    /// Opening or creating the model.
     Model,
-    /// A tokenizer is trained.
+    /// Training a tokenizer.
     Tokenizer,
-    /// Data is read.
+    /// Reading data.
     Data {
         /// Bytes read.
         done_bytes: u64,
-        /// Bytes in all.
+        /// Total bytes.
         total_bytes: u64,
     },
-    /// The memory of a step is planned.
+    /// Planning the memory of a step.
     Memory,
 }
 
-/// A run with everything it needs, but not on its device yet.
+/// A prepared run that is not on its device yet.
 #[derive(Debug)]
 pub struct Training {
     pub(super) config: TrainConfig,
@@ -82,8 +82,8 @@ pub struct Training {
 }
 
 impl Training {
-    /// Reads the model, the tokenizer and the data of a run, or makes them. Nothing is written but a trained tokenizer,
-    /// to the run's folder.
+    /// Reads or creates the model, the tokenizer and the data of a run. Writes nothing except a trained tokenizer, which
+    /// goes to the run's folder.
     pub fn prepare(
         config: TrainConfig,
         mut options: TrainOptions,
@@ -140,7 +140,7 @@ impl Training {
         &self.config
     }
 
-    /// The model as it is before the first step.
+    /// The model before the first step.
     pub fn model(&self) -> &Arc<Weights> {
         &self.model
     }
@@ -150,12 +150,12 @@ impl Training {
         &self.tokenizer
     }
 
-    /// What became of the training files.
+    /// Report on the training data.
     pub fn data_report(&self) -> &DataReport {
         self.data.corpus.report()
     }
 
-    /// What became of the held-out data.
+    /// Report on the held-out data.
     pub fn held_out_report(&self) -> Option<&DataReport> {
         self.data.held_out.as_ref().map(|corpus| corpus.report())
     }
@@ -165,12 +165,12 @@ impl Training {
         &self.device_name
     }
 
-    /// What the run needs on its device, as estimated.
+    /// Estimated memory of the run on its device.
     pub fn memory(&self) -> &MemoryEstimate {
         &self.estimate
     }
 
-    /// Bytes that are free there, where that is known.
+    /// Free bytes on the device, if known.
     pub fn free_bytes(&self) -> Option<u64> {
         self.free_bytes
     }
@@ -180,12 +180,12 @@ impl Training {
         step_flops(&self.model, self.config.tokens_per_step(), self.config.context)
     }
 
-    /// Operations a second that the device computes at best, where that is known.
+    /// Peak floating-point operations per second of the device, if known.
     pub fn peak_flops(&self) -> Option<f64> {
         super::peak_flops(&self.device_name, train_spec(&self.config).dtype)
     }
 
-    /// Refuses a run that does not fit, with the numbers and what would make it smaller.
+    /// Refuses a run that does not fit, and suggests settings that would make it smaller.
     pub fn check_memory(&self) -> Result<(), Error> {
         let (needed_bytes, Some(free_bytes)) = (self.estimate.total_bytes(), self.free_bytes) else {
             return Ok(());
@@ -195,8 +195,8 @@ impl Training {
         }
         let advice = self.estimate.advice(free_bytes).into_iter();
         let advice = advice.map(|advice| {
-            let enough = if advice.suffices { "" } else { ", which is not enough alone" };
-            let saved = refrain_train::memory::Size(advice.saved_bytes);
+            let enough = if advice.suffices { "" } else { ", which is not enough by itself" };
+            let saved = refrain_train::memory::MemorySize(advice.saved_bytes);
             format!("{} saves {saved}{enough}", advice.setting)
         });
         let device = self.device_name.clone();
@@ -204,7 +204,7 @@ impl Training {
     }
 }
 
-/// The checkpoint to go on from. A folder with checkpoints is never started over.
+/// The checkpoint to resume from. A folder with checkpoints is never overwritten.
 fn resumes(config: &TrainConfig) -> Result<Option<PathBuf>, Error> {
     let latest = |out: &Path| -> Result<Option<PathBuf>, Error> {
         if !out.is_dir() {
@@ -235,7 +235,7 @@ fn find_tokenizer(
         (None, None, None) => unreachable!("a configuration has one of `from` and `new`"),
     };
     if let Some(checkpoint) = resumes {
-        // The tokens of a run stay what they were.
+        // A resumed run keeps its tokenizer.
         let run =
             if checkpoint.join("tokenizer.json").is_file() { Some(checkpoint) } else { checkpoint.parent() };
         let run = run.filter(|folder| folder.join("tokenizer.json").is_file());
@@ -254,7 +254,7 @@ fn find_tokenizer(
     })
 }
 
-/// A `tokenizer.json`, its folder, or a model.
+/// Reads the tokenizer of a `tokenizer.json`, of its folder, or of a model.
 fn tokenizer_at(path: &Path) -> Result<TokenizerForm, Error> {
     let file = match path.is_dir() {
         true => path.join("tokenizer.json"),
@@ -284,20 +284,20 @@ fn fresh(config: &TrainConfig, tokenizer: &Tokenizer) -> Result<Weights, Error> 
     Ok(Weights::fresh(made, config.seed)?)
 }
 
-/// The model with an adapter that changes nothing yet.
+/// Adds a fresh adapter, which does not change the output yet.
 fn adapted(config: &TrainConfig, lora: &LoraTable, model: Weights) -> Result<Weights, Error> {
     let mut adapter = model.fresh_adapter(&lora.spec(), config.seed)?;
     adapter.config.base.clone_from(&config.from);
     Ok(model.with_adapter(&adapter)?)
 }
 
-/// CUDA decodes frozen weights to bf16 and to nothing else.
+/// Refuses quantised frozen weights in f32 training on CUDA, which decodes them only to bf16.
 fn check_decoding(config: &TrainConfig, device: &Device, model: &Weights) -> Result<(), Error> {
     let is_frozen = |idx: usize| !model.is_trained(WeightId::from_idx(idx));
     let quantised =
         model.weights().iter().enumerate().find(|(idx, w)| is_frozen(*idx) && w.ty.dtype.is_quantized());
     match quantised {
-        Some((_, weight)) if device.cuda().is_ok() && config.dtype == Precision::F32 => {
+        Some((_, weight)) if device.cuda_options().is_ok() && config.dtype == Precision::F32 => {
             let error = ConfigError::Value {
                 key: "dtype",
                 found: "f32".to_owned(),

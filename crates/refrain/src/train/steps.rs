@@ -1,4 +1,4 @@
-//! The step API on any device: for a loop of one's own.
+//! The step API on any device, for custom training loops.
 
 use crate::error::Error;
 use crate::session::Device;
@@ -6,12 +6,12 @@ use crate::train::open::{GraphUse, WithBackend, with_backend};
 use refrain_cuda::{LoadListener, Monitor, Status};
 use refrain_graph::{Backend, Plan};
 use refrain_models::{Model as Weights, TrainSpec};
-use refrain_train::learner::{AdamSettings, LearnError, Learner, Rows, StepOutcome};
+use refrain_train::learner::{AdamSettings, BatchRows, LearnError, Learner, StepOutcome};
 use std::sync::Arc;
 
 pub use refrain_train::flops::step_flops as train_flops;
 
-/// A model that learns, on a device, one step at a time.
+/// Trains a model on a device, one step at a time.
 pub struct StepLearner {
     learner: Box<dyn AnyLearner>,
     monitor: Option<Monitor>,
@@ -24,7 +24,7 @@ impl std::fmt::Debug for StepLearner {
 }
 
 impl StepLearner {
-    /// Brings a model to a device, to be trained by steps of `n_batches` batches of `spec.n_tokens` rows.
+    /// Loads a model onto a device. A step has `n_batches` batches of `spec.n_tokens` rows.
     pub fn new(
         model: Arc<Weights>,
         device: &Device,
@@ -34,7 +34,7 @@ impl StepLearner {
         StepLearner::with_listener(model, device, spec, n_batches, LoadListener::default())
     }
 
-    /// The same, with somebody who hears what a CUDA device is doing.
+    /// As [`StepLearner::new`], with a listener for the progress of a CUDA device.
     pub fn with_listener(
         model: Arc<Weights>,
         device: &Device,
@@ -45,14 +45,14 @@ impl StepLearner {
         StepLearner::open((model, spec, n_batches), device, on_load, GraphUse::default())
     }
 
-    /// The same, with graphs that are recorded and watched as the caller says.
+    /// As [`StepLearner::with_listener`], with graph options.
     pub(super) fn open(
         (model, spec, n_batches): (Arc<Weights>, TrainSpec, usize),
         device: &Device,
         on_load: LoadListener,
         graphs: GraphUse<'_>,
     ) -> Result<StepLearner, Error> {
-        with_backend(device, on_load, graphs, Open { model, spec, n_batches })
+        with_backend(device, on_load, graphs, OpenLearner { model, spec, n_batches })
     }
 
     /// Name of the backend.
@@ -60,43 +60,43 @@ impl StepLearner {
         self.learner.backend()
     }
 
-    /// How many steps may be in flight at once; 1 on the CPU.
+    /// Maximum number of steps in flight; 1 on the CPU.
     pub fn depth(&self) -> usize {
         self.learner.depth()
     }
 
-    /// Sends a step behind those in flight, without waiting for it where the device can; at most
-    /// [`StepLearner::depth`] may be. [`StepLearner::collect`] has its outcome.
+    /// Queues a step after those in flight without waiting for it, if the device can; up to [`StepLearner::depth`] may be in
+    /// flight. [`StepLearner::collect`] returns its outcome.
     pub fn queue(
         &mut self,
-        batches: &[Rows<'_>],
+        batches: &[BatchRows<'_>],
         adam: &AdamSettings,
         random: [u32; 4],
     ) -> Result<(), Error> {
         Ok(self.learner.queue(batches, adam, random)?)
     }
 
-    /// Waits for the oldest step in flight. After an error nothing is in flight any more.
+    /// Waits for the oldest step in flight. After an error no step is in flight.
     pub fn collect(&mut self) -> Result<StepOutcome, Error> {
         Ok(self.learner.collect()?)
     }
 
-    /// One step: gradients of all batches, clipping, update. `random` seeds dropout. None may be in flight.
+    /// Runs one step: gradients of all batches, clipping, update. `random` seeds dropout. No step may be in flight.
     pub fn step(
         &mut self,
-        batches: &[Rows<'_>],
+        batches: &[BatchRows<'_>],
         adam: &AdamSettings,
         random: [u32; 4],
     ) -> Result<StepOutcome, Error> {
         Ok(self.learner.step(batches, adam, random)?)
     }
 
-    /// The summed loss of rows that are not learnt from, and how many of them have a target.
-    pub fn evaluate(&mut self, rows: &Rows<'_>) -> Result<(f64, usize), Error> {
+    /// The summed loss of rows without training on them, and the number of rows with a target.
+    pub fn evaluate(&mut self, rows: &BatchRows<'_>) -> Result<(f64, usize), Error> {
         Ok(self.learner.evaluate(rows)?)
     }
 
-    /// The model as it is now, its weights in F32.
+    /// The current model, with weights in F32.
     pub fn trained(&self) -> Result<Weights, Error> {
         Ok(self.learner.trained()?)
     }
@@ -112,13 +112,13 @@ impl StepLearner {
     }
 }
 
-struct Open {
+struct OpenLearner {
     model: Arc<Weights>,
     spec: TrainSpec,
     n_batches: usize,
 }
 
-impl WithBackend for Open {
+impl WithBackend for OpenLearner {
     type Output = StepLearner;
 
     fn call<B: Backend + 'static>(self, backend: B, monitor: Option<Monitor>) -> Result<StepLearner, Error> {
@@ -127,24 +127,24 @@ impl WithBackend for Open {
     }
 }
 
-/// A learner of any backend.
+/// A learner on any backend.
 trait AnyLearner {
     fn backend(&self) -> &'static str;
     fn depth(&self) -> usize;
     fn queue(
         &mut self,
-        batches: &[Rows<'_>],
+        batches: &[BatchRows<'_>],
         adam: &AdamSettings,
         random: [u32; 4],
     ) -> Result<(), LearnError>;
     fn collect(&mut self) -> Result<StepOutcome, LearnError>;
     fn step(
         &mut self,
-        batches: &[Rows<'_>],
+        batches: &[BatchRows<'_>],
         adam: &AdamSettings,
         random: [u32; 4],
     ) -> Result<StepOutcome, LearnError>;
-    fn evaluate(&mut self, rows: &Rows<'_>) -> Result<(f64, usize), LearnError>;
+    fn evaluate(&mut self, rows: &BatchRows<'_>) -> Result<(f64, usize), LearnError>;
     fn trained(&self) -> Result<Weights, LearnError>;
     fn plan(&self) -> &Plan;
 }
@@ -160,7 +160,7 @@ impl<B: Backend> AnyLearner for Learner<B> {
 
     fn queue(
         &mut self,
-        batches: &[Rows<'_>],
+        batches: &[BatchRows<'_>],
         adam: &AdamSettings,
         random: [u32; 4],
     ) -> Result<(), LearnError> {
@@ -173,14 +173,14 @@ impl<B: Backend> AnyLearner for Learner<B> {
 
     fn step(
         &mut self,
-        batches: &[Rows<'_>],
+        batches: &[BatchRows<'_>],
         adam: &AdamSettings,
         random: [u32; 4],
     ) -> Result<StepOutcome, LearnError> {
         Learner::step(self, batches, adam, random)
     }
 
-    fn evaluate(&mut self, rows: &Rows<'_>) -> Result<(f64, usize), LearnError> {
+    fn evaluate(&mut self, rows: &BatchRows<'_>) -> Result<(f64, usize), LearnError> {
         Learner::evaluate(self, rows)
     }
 

@@ -13,7 +13,7 @@ use refrain_graph::StateId;
 use refrain_models::Model;
 use refrain_train::config::{NewModel, Paths, Precision, Resume};
 use refrain_train::data::{Corpus, CorpusOptions, Encoder};
-use refrain_train::learner::{Learner, Rows};
+use refrain_train::learner::{BatchRows, Learner};
 use refrain_train::log::{self, LogLine, StepRecord};
 use refrain_train::tokenize::{TokenizerPlan, TrainedTokenizer};
 use refrain_train::trainer::{TrainData, TrainSummary, Trainer};
@@ -218,9 +218,9 @@ impl OwnRows {
         }
     }
 
-    pub(crate) fn rows(&self) -> Rows<'_> {
+    pub(crate) fn rows(&self) -> BatchRows<'_> {
         let OwnRows { tokens, targets, positions, spans } = self;
-        Rows { tokens, targets, positions, spans }
+        BatchRows { tokens, targets, positions, spans }
     }
 }
 
