@@ -274,10 +274,7 @@ fn watched_recordings(n: usize, notify: bool) {
             |capturing| {
                 if capturing {
                     // SAFETY: loom checks that the owner neither begins nor ends the capture at the same time.
-                    assert!(
-                        queried.with(|c| unsafe { *c }),
-                        "the watchdog accessed a capture that has ended"
-                    );
+                    assert!(queried.with(|c| unsafe { *c }), "a capture was accessed after its end");
                 }
             },
         );
