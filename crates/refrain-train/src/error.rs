@@ -1,4 +1,4 @@
-//! The error of a training run.
+//! Errors of a training run.
 
 use crate::checkpoint::CheckpointError;
 use crate::config::ConfigError;
@@ -8,66 +8,68 @@ use crate::log::LogError;
 use crate::tokenize::TokenizeError;
 use std::path::PathBuf;
 
-/// What can go wrong before, between and after steps.
+/// Errors before, between and after steps.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TrainError {
-    /// The configuration.
+    /// In the configuration.
     #[error(transparent)]
     Config(#[from] ConfigError),
-    /// The training data.
+    /// In the training data.
     #[error(transparent)]
     Data(#[from] DataError),
-    /// Training a tokenizer.
+    /// In training a tokenizer.
     #[error(transparent)]
     Tokenize(#[from] TokenizeError),
-    /// Saving or loading a checkpoint.
+    /// In saving or loading a checkpoint.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
-    /// The log.
+    /// In the log.
     #[error(transparent)]
     Log(#[from] LogError),
-    /// A step.
+    /// In a step.
     #[error(transparent)]
     Learn(#[from] LearnError),
-    /// A loss that is not finite: the run cannot go on from here.
-    #[error("the loss of step {step} is not finite; the first number that is not is in {tensor}")]
+    /// A loss that is not finite: the run cannot continue.
+    #[error("the loss of step {step} is not finite; the first value that is not finite is in {tensor}")]
     NotFinite {
         /// The step, counted from 0.
         step: u64,
-        /// A weight, or a layer.
+        /// Name of a weight or a layer.
         tensor: String,
         /// The last checkpoint before it.
         checkpoint: Option<PathBuf>,
     },
-    /// Gradients were not finite again and again.
-    #[error("{n} steps up to step {step} had gradients that are not finite; none of them was applied")]
+    /// Gradients were not finite in too many consecutive steps.
+    #[error(
+        "{n} consecutive steps up to step {step} had gradients that are not finite; none of them was applied"
+    )]
     NeverFinite {
         /// The step, counted from 0.
         step: u64,
-        /// Steps in a row.
+        /// Number of consecutive steps.
         n: u64,
         /// The last checkpoint.
         checkpoint: Option<PathBuf>,
     },
-    /// The run had failed before: its states are not those of its last good step.
-    #[error("the run failed at step {step} and cannot go on from there")]
+    /// The run has failed before: its states are not those of its last successful step.
+    #[error("the run failed at step {step} and cannot continue from there")]
     Ended {
         /// The step, counted from 0.
         step: u64,
         /// The last checkpoint before it.
         checkpoint: Option<PathBuf>,
     },
-    /// The data ended.
+    /// The data is exhausted.
     #[error("there is no batch for step {step}")]
     NoData {
         /// The step, counted from 0.
         step: u64,
     },
     /// The report could not be written.
-    #[error("{}: the report could not be written: {source}", path.display())]
+    #[error("{}: cannot write the report: {source}", path.display())]
     Report {
-        /// Its path.
+        /// Path of the report.
         path: PathBuf,
         /// Why.
         source: std::io::Error,
@@ -75,7 +77,7 @@ pub enum TrainError {
 }
 
 impl TrainError {
-    /// What the user can do about it.
+    /// An action for the user.
     pub fn hint(&self) -> Option<String> {
         match self {
             Self::Config(error) => error.hint(),
@@ -87,19 +89,19 @@ impl TrainError {
             Self::NotFinite { checkpoint, .. } | Self::NeverFinite { checkpoint, .. } => {
                 Some(match checkpoint {
                     Some(path) => {
-                        format!("go on from {} with a lower learning rate or a smaller clip", path.display())
+                        format!("resume from {} with a lower learning rate or a smaller clip", path.display())
                     }
-                    None => {
-                        "start again with a lower learning rate, a longer warm-up or a smaller clip".into()
-                    }
+                    None => "restart with a lower learning rate, a longer warm-up or a smaller clip".into(),
                 })
             }
             Self::Ended { checkpoint, .. } => Some(match checkpoint {
-                Some(path) => format!("go on from {}", path.display()),
-                None => "start it again".into(),
+                Some(path) => format!("resume from {}", path.display()),
+                None => "restart the run".into(),
             }),
             Self::NoData { .. } => None,
-            Self::Report { .. } => Some("the log has all that the report shows".into()),
+            Self::Report { .. } => {
+                Some("check the disk space and the permissions; the log has all data of the report".into())
+            }
         }
     }
 }

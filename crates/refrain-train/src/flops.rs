@@ -1,12 +1,12 @@
-//! What a training step computes.
+//! Floating-point operations of a training step.
 
 use refrain_graph::WeightId;
 use refrain_models::Model;
 
-/// Floating-point operations of a training step over `n_tokens` tokens in rows of `context`, as they are usually counted:
-/// six for each token and each weight of a product (two forward, four backward), four where the weight is frozen and has no
-/// gradient, and causal attention over whole rows.
-/// What is computed again to save memory does not count.
+/// Floating-point operations of a training step over `n_tokens` tokens in rows of `context`, by the usual
+/// count: six per token and weight of a matrix product (two forward, four backward), four for a frozen
+/// weight, which has no gradient, and causal attention over whole rows. Recomputation to save memory does not
+/// count.
 pub fn step_flops(model: &Model, n_tokens: u64, context: usize) -> f64 {
     let config = model.config();
     let is_product = |name: &str| name != "token_embd.weight" || config.tied_embeddings;
@@ -23,14 +23,14 @@ pub fn step_flops(model: &Model, n_tokens: u64, context: usize) -> f64 {
     let width = (config.n_heads * config.head_dim) as f64;
     let attention: f64 = (0..config.n_layers)
         .map(|layer| {
-            // A multiply and an add, for scores and for values; twice that backward.
+            // A multiply and an add each for scores and for values; twice that in the backward pass.
             12.0 * width * mean_seen(context, config.window(layer))
         })
         .sum();
     n_tokens as f64 * (weights + attention)
 }
 
-/// How many positions a token of a row sees, in the mean.
+/// Mean number of positions that a token of a row attends to.
 fn mean_seen(context: usize, window: Option<usize>) -> f64 {
     let context = context as f64;
     match window.map(|window| window as f64) {
@@ -49,12 +49,12 @@ mod tests {
         let config = NamedShape::find("llama-10m").unwrap().fresh_config(256);
         let model = Model::fresh(config, 0).unwrap();
         let flops = step_flops(&model, 32 * 256, 256);
-        // 10.24 M weights and six layers of five heads of 64.
+        // 10.24 M weights, and six layers of five heads of 64 elements.
         assert!((flops / 1e12 - (0.5032 + 0.0242)).abs() < 1e-3, "{flops}");
     }
 
     #[test]
-    fn a_frozen_weight_has_no_gradient_to_compute() {
+    fn frozen_weights_have_no_gradients_to_compute() {
         let config = NamedShape::find("llama-1m").unwrap().fresh_config(64);
         let model = Model::fresh(config, 0).unwrap();
         let adapter = model.fresh_adapter(&crate::config::LoraTable::default().spec(), 0).unwrap();
@@ -70,7 +70,7 @@ mod tests {
     }
 
     #[test]
-    fn a_window_bounds_what_a_token_sees() {
+    fn a_window_bounds_the_positions_a_token_attends_to() {
         assert_eq!(mean_seen(100, None), 50.0);
         assert_eq!(mean_seen(100, Some(200)), 50.0);
         assert_eq!(mean_seen(100, Some(10)), 9.5);

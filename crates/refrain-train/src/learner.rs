@@ -1,11 +1,12 @@
-//! A model that learns, on one device: the step API.
+//! The step API: a model in training on one device.
 //!
-//! A [`Learner`] owns the states of a model that is trained (weights, masters, moments, the count of steps) where the
-//! backend keeps them, and the compiled steps that change them. A caller with a loop of its own gives it batches; the
+//! A [`Learner`] owns the states of the model (weights, masters, moments, step count), which live in the
+//! backend, and the compiled steps that update them. A caller with its own training loop passes it batches;
 //! [`crate::trainer`] is such a loop.
 //!
-//! Steps can be sent ahead: [`Learner::queue`] sends the next one while others run, [`Learner::collect`] waits for the oldest.
-//! A step depends on those before it through the states alone, so what is queued is the same whether anybody waited.
+//! Steps can be launched ahead: [`Learner::queue`] launches the next step while others run,
+//! [`Learner::collect`] waits for the oldest one. A step depends on earlier steps only through the states, so
+//! the results do not depend on when they are collected.
 
 use refrain_graph::{
     ADAM_PARAMS, AdamParam, Backend, Collected, CompileError, ControlBlock, ControlError, GradError, Io,
@@ -17,43 +18,43 @@ use std::borrow::Cow;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-/// The rows of one micro-step, sequence after sequence.
+/// Rows of one micro-step, sequence after sequence.
 #[derive(Clone, Copy, Debug)]
-pub struct Rows<'a> {
+pub struct BatchRows<'a> {
     /// Token of each row; -1 for padding.
     pub tokens: &'a [i32],
-    /// What follows each row; -1 where that is not learnt.
+    /// Target of each row; -1 for none.
     pub targets: &'a [i32],
     /// Position of each row in its document; -1 for padding.
     pub positions: &'a [i32],
-    /// First row and end of each row's document; both the same for padding.
+    /// First row and end of each row's document; equal for padding.
     pub spans: &'a [[i32; 2]],
 }
 
-impl Rows<'_> {
-    /// Rows that are learnt from.
+impl BatchRows<'_> {
+    /// Number of rows with a target.
     pub fn n_targets(&self) -> usize {
         self.targets.iter().filter(|&&target| target >= 0).count()
     }
 }
 
-/// The optimiser's parameters of one step.
+/// Parameters of the optimiser for one step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AdamSettings {
     /// Learning rate.
     pub lr: f64,
-    /// Decay of the two moments.
+    /// Decay rates of the two moments.
     pub betas: [f64; 2],
-    /// Added to the root of the second moment.
+    /// Added to the square root of the second moment.
     pub eps: f64,
-    /// Decay of matrices.
+    /// Weight decay of matrices.
     pub weight_decay: f64,
-    /// The largest norm of all gradients together; larger ones are scaled down. `None`: as they are.
+    /// Maximum global gradient norm; larger gradients are scaled down. `None` disables clipping.
     pub clip: Option<f64>,
 }
 
 impl AdamSettings {
-    /// As the step takes them. Differences and logarithms are taken in double precision.
+    /// Parameters in the layout of the step. Differences and logarithms are computed in double precision.
     pub fn params(&self) -> [f32; ADAM_PARAMS] {
         let mut params = [0.0; ADAM_PARAMS];
         let mut set = |param: AdamParam, value: f64| params[param as usize] = value as f32;
@@ -72,25 +73,25 @@ impl AdamSettings {
     }
 }
 
-/// What a step found.
+/// Result of a step.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StepOutcome {
-    /// Mean loss of the rows that were learnt from.
+    /// Mean loss over the rows with targets.
     pub loss: f32,
-    /// The norm of all gradients together, before clipping. Not finite: the step was not applied.
+    /// Global gradient norm before clipping. If it is not finite, the step was not applied.
     pub grad_norm: f32,
     /// How each micro-step ran.
     pub ran: Vec<Ran>,
 }
 
 impl StepOutcome {
-    /// Whether the weights were changed.
+    /// Whether the weights were updated.
     pub fn is_applied(&self) -> bool {
         self.grad_norm.is_finite()
     }
 }
 
-/// Why a learner failed.
+/// Errors of a learner.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LearnError {
@@ -100,58 +101,57 @@ pub enum LearnError {
     /// The step does not compile for the device.
     #[error(transparent)]
     Compile(#[from] CompileError),
-    /// A step, or reading and writing states, failed.
+    /// A step failed, or reading or writing a state did.
     #[error(transparent)]
     Run(#[from] RunError),
-    /// A batch is not of the step's size.
+    /// A batch does not match the step's size.
     #[error(transparent)]
     Control(#[from] ControlError),
-    /// A weight cannot be read as numbers.
+    /// A weight cannot be decoded.
     #[error("{name}: {source}")]
     Tensor {
-        /// Its name.
+        /// Name of the weight.
         name: String,
         /// Why.
         source: TensorError,
     },
-    /// The weights do not make a model.
+    /// The weights do not form a model.
     #[error(transparent)]
     Model(#[from] ModelError),
-    /// A step got another number of batches than it accumulates.
-    #[error("a step takes {want} batches, got {got}")]
+    /// The number of batches is not the number that the step accumulates.
+    #[error("a step takes {want} batches, {got} were given")]
     Batches {
-        /// Batches of a step.
+        /// Batches per step.
         want: usize,
-        /// Batches that came.
+        /// Batches given.
         got: usize,
     },
-    /// Steps are in flight where there must be none.
-    #[error("{n} steps are in flight; they must be collected first")]
+    /// Steps are in flight where none are allowed.
+    #[error("{n} steps are in flight and must be collected first")]
     InFlight {
-        /// How many.
+        /// Number of steps.
         n: usize,
     },
-    /// A step was to be collected and none was queued.
+    /// No step is queued to be collected.
     #[error("no step is queued")]
     NothingQueued,
-    /// None of a step's rows has a target.
-    #[error("none of the {n_rows} rows of the step has a target: there is nothing to learn from")]
+    /// None of the step's rows has a target.
+    #[error("none of the {n_rows} rows of the step has a target")]
     NoTargets {
-        /// Rows.
+        /// Number of rows.
         n_rows: usize,
     },
 }
 
 impl LearnError {
-    /// What to do about it.
+    /// An action that may resolve the error.
     pub fn hint(&self) -> Option<Cow<'static, str>> {
         match self {
             LearnError::Compile(error) => error.hint().map(Cow::from),
             LearnError::Run(error) => error.hint().map(Cow::from),
-            LearnError::NoTargets { .. } => Some(
-                "look at what marks the parts that are learnt: a conversation needs replies of the assistant"
-                    .into(),
-            ),
+            LearnError::NoTargets { .. } => {
+                Some("check the targets: a conversation needs assistant messages".into())
+            }
             LearnError::Model(error) => error.hint().map(Cow::from),
             LearnError::Grad(_)
             | LearnError::Control(_)
@@ -164,24 +164,27 @@ impl LearnError {
 }
 
 /// A compiled step and its inputs.
-struct Step<B: Backend> {
+struct CompiledTrainStep<B: Backend> {
     compiled: B::Compiled,
     control: ControlBlock,
     inputs: TrainInputs,
 }
 
-impl<B: Backend> Step<B> {
-    fn new(backend: &B, TrainGraph { graph, inputs }: &TrainGraph) -> Result<Step<B>, LearnError> {
+impl<B: Backend> CompiledTrainStep<B> {
+    fn new(
+        backend: &B,
+        TrainGraph { graph, inputs }: &TrainGraph,
+    ) -> Result<CompiledTrainStep<B>, LearnError> {
         let mut graph = fuse(graph).map_err(GradError::from)?;
         if backend.adds() {
             graph = join_sums(&graph).map_err(GradError::from)?;
         }
         let compiled = backend.compile(&graph)?;
         let control = ControlBlock::new(backend.plan(&compiled).control());
-        Ok(Step { compiled, control, inputs: inputs.clone() })
+        Ok(CompiledTrainStep { compiled, control, inputs: inputs.clone() })
     }
 
-    fn fill(&mut self, rows: &Rows<'_>, scale: f32) -> Result<(), LearnError> {
+    fn fill(&mut self, rows: &BatchRows<'_>, scale: f32) -> Result<(), LearnError> {
         let (control, inputs) = (&mut self.control, &self.inputs);
         control.set_i32(inputs.tokens, rows.tokens)?;
         control.set_i32(inputs.targets, rows.targets)?;
@@ -201,7 +204,7 @@ impl<B: Backend> Step<B> {
         Ok(backend.run(&mut self.compiled, io)?)
     }
 
-    /// Queues it; its loss comes back, and the sum of squares where it has one.
+    /// Queues the step; it returns its loss, and the sum of squares if it has one.
     fn queue(
         &mut self,
         backend: &mut B,
@@ -222,7 +225,7 @@ impl<B: Backend> Step<B> {
     }
 }
 
-/// A step that was queued, as far as its micro-steps were collected.
+/// A queued step, with the results of its micro-steps collected so far.
 #[derive(Debug, Default)]
 struct QueuedStep {
     loss: f32,
@@ -247,12 +250,12 @@ impl QueuedStep {
     }
 }
 
-/// A model that learns, on one backend.
+/// A model in training on one backend.
 pub struct Learner<B: Backend> {
-    // Compiled steps go before the backend that made them.
-    update: Step<B>,
-    accumulate: Option<Step<B>>,
-    evaluate: Option<Step<B>>,
+    // Compiled steps must be dropped before the backend that made them.
+    update: CompiledTrainStep<B>,
+    accumulate: Option<CompiledTrainStep<B>>,
+    evaluate: Option<CompiledTrainStep<B>>,
     weights: B::Weights,
     states: B::States,
     backend: B,
@@ -262,13 +265,13 @@ pub struct Learner<B: Backend> {
     n_batches: usize,
     /// Micro-steps in flight.
     queue: StepQueue,
-    /// Steps that were queued and not collected, oldest first.
+    /// Steps that are queued but not collected, oldest first.
     queued: VecDeque<QueuedStep>,
 }
 
 impl<B: Backend> Learner<B> {
-    /// Prepares a model to be trained by steps of `n_batches` batches of `spec.n_tokens` rows. It starts from the model's
-    /// own weights.
+    /// Prepares a model for training with steps of `n_batches` batches of `spec.n_tokens` rows, starting from
+    /// the model's weights.
     pub fn new(
         backend: B,
         model: Arc<Model>,
@@ -280,9 +283,11 @@ impl<B: Backend> Learner<B> {
         let (weights, tensors) = model.frozen();
         let weights = backend.load(&weights, tensors)?;
         let states = backend.allocate(&table.states)?;
-        let update = Step::new(&backend, &model.train_graph(&spec, TrainPhase::Update)?)?;
+        let update = CompiledTrainStep::new(&backend, &model.train_graph(&spec, TrainPhase::Update)?)?;
         let accumulate = match spec.accumulates {
-            true => Some(Step::new(&backend, &model.train_graph(&spec, TrainPhase::Accumulate)?)?),
+            true => {
+                Some(CompiledTrainStep::new(&backend, &model.train_graph(&spec, TrainPhase::Accumulate)?)?)
+            }
             false => None,
         };
         let evaluate = None;
@@ -309,47 +314,47 @@ impl<B: Backend> Learner<B> {
         Ok(learner)
     }
 
-    /// The model it started from.
+    /// The model that training started from.
     pub fn model(&self) -> &Arc<Model> {
         &self.model
     }
 
-    /// How it is trained.
+    /// The training specification.
     pub fn spec(&self) -> &TrainSpec {
         &self.spec
     }
 
-    /// The states and what they are.
+    /// The states and their roles.
     pub fn table(&self) -> &TrainStates {
         &self.table
     }
 
-    /// The device.
+    /// The backend.
     pub fn backend(&self) -> &B {
         &self.backend
     }
 
-    /// The plan of a whole step.
+    /// The plan of a step that updates.
     pub fn plan(&self) -> &Plan {
         self.backend.plan(&self.update.compiled)
     }
 
-    /// How many steps may be in flight at once; 1 on a device whose every step is waited for.
+    /// Maximum number of steps in flight; 1 on a device that runs every step synchronously.
     pub fn depth(&self) -> usize {
         self.backend.queue_depth().max(1)
     }
 
-    /// Steps that were queued and not collected.
+    /// Number of steps that are queued but not collected.
     pub fn n_queued(&self) -> usize {
         self.queued.len()
     }
 
-    /// One step: gradients of all batches, clipping, update. No other may be in flight.
+    /// Runs one step: gradients of all batches, clipping, update. No other step may be in flight.
     ///
-    /// `random` seeds dropout: the same numbers drop the same elements.
+    /// `random` seeds dropout: equal values drop the same elements.
     pub fn step(
         &mut self,
-        batches: &[Rows<'_>],
+        batches: &[BatchRows<'_>],
         adam: &AdamSettings,
         random: [u32; 4],
     ) -> Result<StepOutcome, LearnError> {
@@ -360,22 +365,22 @@ impl<B: Backend> Learner<B> {
         self.collect()
     }
 
-    /// Sends a step behind those in flight, without waiting for it where the device can: nothing of it depends on what
-    /// those find. At most [`Learner::depth`] steps may be in flight.
+    /// Launches a step after those in flight, without waiting if the device can: it does not depend on their
+    /// results. At most [`Learner::depth`] steps may be in flight.
     ///
-    /// A step that is refused (too many in flight, another number of batches, no targets) changes nothing. After any other
-    /// error nothing is in flight. Steps whose outcome was not collected may be applied or not then, and sums of gradients
-    /// may be left of a part of a step: what goes on from there starts from a checkpoint.
+    /// A rejected step (too many in flight, wrong number of batches, no targets) changes nothing. After any
+    /// other error, nothing is in flight. Steps whose outcome was not collected may or may not have been
+    /// applied, and gradient accumulators may hold part of a step: continue from a checkpoint.
     pub fn queue(
         &mut self,
-        batches: &[Rows<'_>],
+        batches: &[BatchRows<'_>],
         adam: &AdamSettings,
         random: [u32; 4],
     ) -> Result<(), LearnError> {
         if batches.len() != self.n_batches {
             return Err(LearnError::Batches { want: self.n_batches, got: batches.len() });
         }
-        let n_targets: usize = batches.iter().map(Rows::n_targets).sum();
+        let n_targets: usize = batches.iter().map(BatchRows::n_targets).sum();
         if n_targets == 0 {
             return Err(LearnError::NoTargets { n_rows: batches.len() * self.spec.n_tokens });
         }
@@ -392,7 +397,7 @@ impl<B: Backend> Learner<B> {
 
     fn send(
         &mut self,
-        batches: &[Rows<'_>],
+        batches: &[BatchRows<'_>],
         adam: &AdamSettings,
         random: [u32; 4],
         scale: f32,
@@ -408,7 +413,7 @@ impl<B: Backend> Learner<B> {
             };
             step.fill(rows, scale)?;
             if let Some(id) = step.inputs.rng {
-                // Each batch of a step drops other elements.
+                // Each batch of a step drops different elements.
                 let [low, high, count, _] = random;
                 step.control.set_u32(id, &[low, high, count, i as u32])?;
             }
@@ -420,7 +425,7 @@ impl<B: Backend> Learner<B> {
         Ok(())
     }
 
-    /// Waits for the oldest step in flight. After an error as [`Learner::queue`] says.
+    /// Waits for the oldest step in flight. For errors see [`Learner::queue`].
     pub fn collect(&mut self) -> Result<StepOutcome, LearnError> {
         let Some(step) = self.queued.front() else { return Err(LearnError::NothingQueued) };
         for _ in step.ran.len()..self.n_batches {
@@ -432,7 +437,8 @@ impl<B: Backend> Learner<B> {
         self.queued.pop_front().map(QueuedStep::outcome).ok_or(LearnError::NothingQueued)
     }
 
-    /// Waits until nothing is in flight and forgets what came of it; how many steps there were. They may be applied.
+    /// Waits until nothing is in flight and discards the outcomes. Returns the number of steps; they may have
+    /// been applied.
     pub fn abandon(&mut self) -> Result<usize, LearnError> {
         let n = std::mem::take(&mut self.queued).len();
         self.backend.abandon(&mut self.queue)?;
@@ -449,29 +455,29 @@ impl<B: Backend> Learner<B> {
         Ok(())
     }
 
-    /// After an error, which is the one to report.
+    /// Discards the steps in flight after an error, which is the one to report.
     fn forget(&mut self) {
         if let Err(error) = self.abandon() {
-            tracing::debug!("steps in flight behind a failed one: {error}");
+            tracing::debug!("steps in flight after a failed one: {error}");
         }
     }
 
-    /// The summed loss of rows that are not learnt from, and how many of them have a target.
-    pub fn evaluate(&mut self, rows: &Rows<'_>) -> Result<(f64, usize), LearnError> {
+    /// Summed loss of held-out rows, and the number of rows with a target.
+    pub fn evaluate(&mut self, rows: &BatchRows<'_>) -> Result<(f64, usize), LearnError> {
         if self.evaluate.is_none() {
             let graph = self.model.train_graph(&self.spec, TrainPhase::Evaluate)?;
-            self.evaluate = Some(Step::new(&self.backend, &graph)?);
+            self.evaluate = Some(CompiledTrainStep::new(&self.backend, &graph)?);
         }
-        let Some(step) = &mut self.evaluate else { unreachable!("made above") };
+        let Some(step) = &mut self.evaluate else { unreachable!("it was created above") };
         let n_targets = rows.n_targets();
         step.fill(rows, 1.0)?;
         step.run(&mut self.backend, &self.weights, &mut self.states)?;
         Ok((step.read(&mut self.backend, step.inputs.loss)?.into(), n_targets))
     }
 
-    /// Where the first number that is not finite is: the name of a weight, or of the layer whose result has it. For
-    /// messages, after a loss was not finite; slow.
-    pub fn first_not_finite(&mut self, batches: &[Rows<'_>]) -> Result<String, LearnError> {
+    /// Locates the first value that is not finite: the name of a weight, or of the layer whose output
+    /// contains it. Slow; for messages after a non-finite loss.
+    pub fn first_not_finite(&mut self, batches: &[BatchRows<'_>]) -> Result<String, LearnError> {
         for param in &self.table.params {
             let name = &self.table.states[param.value.idx()].name;
             let wrap = |source| LearnError::Tensor { name: name.clone(), source };
@@ -481,7 +487,7 @@ impl<B: Backend> Learner<B> {
         }
         let graph = self.model.train_graph(&self.spec, TrainPhase::Trace)?;
         let names: Vec<String> = graph.graph.outputs().iter().map(|output| output.name.clone()).collect();
-        let mut step = Step::new(&self.backend, &graph)?;
+        let mut step = CompiledTrainStep::new(&self.backend, &graph)?;
         for rows in batches {
             step.fill(rows, 1.0)?;
             step.run(&mut self.backend, &self.weights, &mut self.states)?;
@@ -500,19 +506,19 @@ impl<B: Backend> Learner<B> {
         Ok("the backward pass".into())
     }
 
-    /// What a state holds.
+    /// Reads a state.
     pub fn state(&self, id: StateId) -> Result<Vec<u8>, LearnError> {
         let mut bytes = vec![0; state_bytes(&self.table.states[id.idx()])];
         self.backend.read_state(&self.states, id, &mut bytes)?;
         Ok(bytes)
     }
 
-    /// Puts values into a state, as [`Learner::state`] gave them.
+    /// Writes a state, in the format of [`Learner::state`].
     pub fn set_state(&mut self, id: StateId, bytes: &[u8]) -> Result<(), LearnError> {
         Ok(self.backend.write_state(&mut self.states, id, bytes)?)
     }
 
-    /// The present value of a trained weight, in F32: the master where there is one.
+    /// Current value of a trained weight in F32, from its master if there is one.
     pub fn weight(&self, param: &Param) -> Result<HostTensor, LearnError> {
         let id = param.master.unwrap_or(param.value);
         let State { name, ty, .. } = &self.table.states[id.idx()];
@@ -522,7 +528,7 @@ impl<B: Backend> Learner<B> {
         HostTensor::from_f32(ty.shape, &values).map_err(wrap)
     }
 
-    /// The model as it is now: every weight in F32, from its master where there is one.
+    /// The model with its current weights in F32, from their masters if there are any.
     pub fn trained(&self) -> Result<Model, LearnError> {
         let values: Result<Vec<_>, LearnError> =
             self.table.params.iter().map(|param| Ok((param.weight, self.weight(param)?))).collect();
@@ -545,7 +551,7 @@ fn state_bytes(state: &State) -> usize {
     state.ty.dtype.bytes_for(state.ty.shape.n_elements()).unwrap_or(0)
 }
 
-/// Numbers in one of the three float types.
+/// Converts numbers to one of the three float types.
 fn rounded(values: &[f32], dtype: DType) -> Vec<u8> {
     let mut bytes = vec![0; 2 * values.len()];
     let words = bytes.as_chunks_mut::<2>().0.iter_mut().zip(values);

@@ -1,29 +1,33 @@
-//! Training: configuration, data, tokenizers, schedules, steps, checkpoints, logs, reports and the memory estimate.
+//! Training: configuration, data, tokenizers, schedules, steps, checkpoints, logs, reports and memory
+//! estimates.
 //!
-//! [`learner::Learner`] is a model that learns on one backend, one step at a time; [`trainer::Trainer`] is a run of such
-//! steps over a [`data::Corpus`], with everything around it.
+//! [`learner::Learner`] trains a model on one backend, one step at a time; [`trainer::Trainer`] is a run of
+//! such steps over a [`data::Corpus`], with everything around it.
 //!
-//! Invariant: what a run sees is a function of its configuration, its files and its [`data::DataPosition`]. A run that
-//! is resumed sees what it would have seen, on every platform.
-//! Invariant: bad input is an error with a place and a hint, or is dropped and counted; nothing is dropped silently.
-//! Invariant: a checkpoint on disk is whole or is not there.
+//! Invariant: a run's batches are a function of its configuration, its files and its [`data::DataPosition`].
+//! A resumed run sees the same batches as an uninterrupted one, on every platform.
+//!
+//! Invariant: bad input is an error with a location and a hint, or is dropped and counted; nothing is dropped
+//! silently.
+//!
+//! Invariant: a checkpoint on disk is complete or absent.
 #![forbid(unsafe_code)]
 
-pub mod config; // what the user asks for
-pub mod data; // files to batches
-pub mod tokenize; // a tokenizer of the training texts
-pub mod schedule; // learning rate of a step
-pub mod memory; // the estimate before the start
-pub mod learner; // one step
-pub mod flops; // what a step computes
+pub mod config; // files and flags
+pub mod data; // from files to batches
+pub mod tokenize; // training a tokenizer
+pub mod schedule; // learning rate
+pub mod memory; // memory estimate
+pub mod learner; // the step API
+pub mod flops; // floating-point operations of a step
 pub mod trainer; // a run of steps
 pub mod checkpoint; // saved state
-pub mod log; // one line a step
-pub mod report; // the log as a page
+pub mod log; // one line per step
+pub mod report; // the log as an HTML page
 
 mod error;
-mod shape; // the model to make
-mod storage; // files that are whole or not there
+mod shape; // new models
+mod storage; // atomic writes
 
 pub use config::{ConfigOverlay, TrainConfig};
 pub use error::TrainError;

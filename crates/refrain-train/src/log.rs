@@ -1,4 +1,4 @@
-//! The log of a run: one JSON object a line.
+//! The log of a run: one JSON object per line.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufRead, BufReader, Read as _, Write};
@@ -8,12 +8,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::storage::{RealStorage, write_atomically};
 
-/// A step. Numbers that are not finite are `null` in the file.
+/// Log record of a step. Non-finite numbers are `null` in the file.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct StepRecord {
     /// Step, counted from 0.
     pub step: u64,
-    /// Mean loss over its targets.
+    /// Mean loss over the targets.
     #[serde(with = "nullable")]
     pub loss: f64,
     /// Global gradient norm before clipping.
@@ -22,12 +22,12 @@ pub struct StepRecord {
     /// Learning rate.
     #[serde(with = "nullable")]
     pub lr: f64,
-    /// Tokens a second.
+    /// Tokens per second.
     #[serde(with = "nullable")]
     pub tok_s: f64,
 }
 
-/// A held-out loss, measured after a step.
+/// Log record of a held-out loss, measured after a step.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct EvalRecord {
     /// The step it was measured after, counted from 0.
@@ -69,11 +69,11 @@ mod nullable {
     }
 }
 
-/// What can go wrong with a log.
+/// Errors of a log.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LogError {
-    /// It cannot be written.
+    /// The log cannot be written.
     #[error("cannot write the log {path}")]
     Write {
         /// The file.
@@ -81,7 +81,7 @@ pub enum LogError {
         /// Why.
         source: io::Error,
     },
-    /// It cannot be read.
+    /// The log cannot be read.
     #[error("cannot read the log {path}")]
     Read {
         /// The file.
@@ -89,24 +89,24 @@ pub enum LogError {
         /// Why.
         source: io::Error,
     },
-    /// A line that is no record.
+    /// A line that is not a record.
     #[error("{path}, line {line}: {reason}")]
     BadLine {
         /// The file.
         path: PathBuf,
         /// Line, counted from 1.
         line: u64,
-        /// What the parser says.
+        /// The cause.
         reason: String,
     },
 }
 
 impl LogError {
-    /// What the user can do about it.
+    /// An action for the user.
     pub fn hint(&self) -> Option<String> {
         let text = match self {
-            Self::Write { .. } => "check that you may write there, and that the disk has room",
-            Self::Read { .. } => "check the path, and that you may read the file",
+            Self::Write { .. } => "check the write permissions and the disk space",
+            Self::Read { .. } => "check the path and the read permissions",
             Self::BadLine { .. } => "remove the line, or write to another log",
         };
         Some(text.to_owned())
@@ -118,20 +118,20 @@ impl LogError {
 pub struct LogWriter {
     path: PathBuf,
     file: File,
-    n_bytes: u64, // of whole lines
+    n_bytes: u64, // length of the complete lines
 }
 
 impl LogWriter {
-    /// Starts a log; what is there goes.
+    /// Creates a log, replacing an existing one.
     pub fn create(path: &Path) -> Result<Self, LogError> {
         let file = File::create(path).map_err(write_error(path))?;
         Ok(Self { path: path.to_owned(), file, n_bytes: 0 })
     }
 
-    /// Continues a log after `n_steps` steps. LogLines of later steps, and a last line that is not whole, are cut off.
+    /// Continues a log after `n_steps` steps. Lines of later steps and an incomplete last line are removed.
     pub fn resume(path: &Path, n_steps: u64) -> Result<Self, LogError> {
         if path.exists() {
-            // The lines stay as they are: they may have more keys than are known here.
+            // Lines are kept verbatim, since they may have unknown keys.
             let kept =
                 LogLines::open(path)?.filter(|line| !matches!(line, Ok((line, _)) if line.step() >= n_steps));
             let text = kept.map(|line| Ok(line?.1)).collect::<Result<String, LogError>>()?;
@@ -142,11 +142,11 @@ impl LogWriter {
         Ok(Self { path: path.to_owned(), file, n_bytes })
     }
 
-    /// Appends a line, or nothing.
+    /// Appends a line, or nothing on failure.
     pub fn write(&mut self, line: &LogLine) -> Result<(), LogError> {
         let text = text_of(line);
         self.file.write_all(text.as_bytes()).map_err(|source| {
-            // A part of a line would spoil the next one.
+            // An incomplete line would corrupt the next one.
             let _ = self.file.set_len(self.n_bytes);
             LogError::Write { path: self.path.clone(), source }
         })?;
@@ -156,7 +156,7 @@ impl LogWriter {
 }
 
 fn text_of(line: &LogLine) -> String {
-    // A record is numbers under fixed names: it always has a text.
+    // A record consists of numbers with fixed names, so it always serialises.
     format!("{}\n", serde_json::to_string(line).unwrap_or_default())
 }
 
@@ -164,12 +164,12 @@ fn write_error(path: &Path) -> impl FnOnce(io::Error) -> LogError + '_ {
     |source| LogError::Write { path: path.to_owned(), source }
 }
 
-/// Reads a log. A last line without its end is left out: its writer was interrupted.
+/// Reads a log. An incomplete last line is ignored: its writer was interrupted.
 pub fn read(path: &Path) -> Result<Vec<LogLine>, LogError> {
     LogLines::open(path)?.map(|line| Ok(line?.0)).collect()
 }
 
-/// The whole lines of a log, parsed and as they are.
+/// The complete lines of a log, parsed and verbatim.
 struct LogLines {
     path: PathBuf,
     reader: BufReader<File>,
@@ -188,9 +188,9 @@ impl LogLines {
     fn parse(&self, bytes: Vec<u8>) -> Result<(LogLine, String), LogError> {
         let bad = |reason: String| LogError::BadLine { path: self.path.clone(), line: self.number, reason };
         if bytes.len() as u64 == Self::MAX_BYTES {
-            return Err(bad(format!("longer than {} bytes", Self::MAX_BYTES)));
+            return Err(bad(format!("the line is longer than {} bytes", Self::MAX_BYTES)));
         }
-        let text = String::from_utf8(bytes).map_err(|_| bad("not a text".to_owned()))?;
+        let text = String::from_utf8(bytes).map_err(|_| bad("not valid UTF-8".to_owned()))?;
         let unknown =
             "neither a step (step, loss, grad_norm, lr, tok_s) nor a held-out loss (step, eval_loss)";
         let line = serde_json::from_str(&text).map_err(|_| bad(unknown.to_owned()))?;
@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read_back_bit_for_bit() {
+    fn records_round_trip_bit_for_bit() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("log.jsonl");
         let lines: Vec<LogLine> = (0..100)
@@ -237,14 +237,14 @@ mod tests {
     }
 
     #[test]
-    fn a_line_has_the_keys_that_others_read() {
+    fn a_line_has_the_documented_keys() {
         let line = text_of(&step(7, 2.5));
         assert_eq!(line, "{\"step\":7,\"loss\":2.5,\"grad_norm\":1.5,\"lr\":0.0003,\"tok_s\":1000.0}\n");
         assert_eq!(text_of(&eval(7, 2.5)), "{\"step\":7,\"eval_loss\":2.5}\n");
     }
 
     #[test]
-    fn a_loss_that_is_not_a_number_is_null() {
+    fn a_nan_loss_is_null() {
         let line = text_of(&step(1, f64::NAN));
         assert!(line.contains("\"loss\":null"), "{line}");
         let Ok(LogLine::Step(back)) = serde_json::from_str(&line) else { panic!() };
@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn resuming_cuts_the_log_to_the_steps_that_are_done() {
+    fn resuming_truncates_the_log_to_the_completed_steps() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("log.jsonl");
         let mut log = LogWriter::create(&path).unwrap();
@@ -260,7 +260,7 @@ mod tests {
         log.write(&eval(5, 1.0)).unwrap();
         log.write(&eval(6, 1.0)).unwrap();
         drop(log);
-        // The run was interrupted while it wrote a line.
+        // The run was interrupted while writing a line.
         let mut file = OpenOptions::new().append(true).open(&path).unwrap();
         let extra = "{\"step\":5,\"eval_loss\":2.0,\"note\":\"kept\"}\n";
         file.write_all(extra.as_bytes()).unwrap();
@@ -269,7 +269,7 @@ mod tests {
         log.write(&step(6, 0.5)).unwrap();
         let mut expected: Vec<LogLine> = (0..6).map(|i| step(i, i as f64)).collect();
         expected.extend([eval(5, 1.0), eval(5, 2.0), step(6, 0.5)]);
-        assert!(std::fs::read_to_string(&path).unwrap().contains(extra), "keys that are not known here stay");
+        assert!(std::fs::read_to_string(&path).unwrap().contains(extra), "unknown keys are kept");
         assert_eq!(read(&path).unwrap(), expected);
         let fresh = folder.path().join("new.jsonl");
         LogWriter::resume(&fresh, 3).unwrap();
@@ -277,14 +277,14 @@ mod tests {
     }
 
     #[test]
-    fn a_line_that_is_no_record_is_named() {
+    fn an_invalid_line_is_reported_with_its_number() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("log.jsonl");
         std::fs::write(&path, "{\"step\":0,\"eval_loss\":1}\n{\"a\":1}\n").unwrap();
         let error = read(&path).unwrap_err();
         assert!(error.to_string().contains("line 2: neither a step"), "{error}");
         std::fs::write(&path, "x".repeat(1 << 17)).unwrap();
-        assert!(read(&path).unwrap_err().to_string().contains("line 1: longer than 65536 bytes"));
+        assert!(read(&path).unwrap_err().to_string().contains("line 1: the line is longer than 65536 bytes"));
         assert!(matches!(read(folder.path()), Err(LogError::Read { .. })));
     }
 }

@@ -1,4 +1,4 @@
-//! What a run needs on its device, before it starts, and which knob to turn when that is too much.
+//! Estimates the device memory of a run before it starts, and suggests settings that reduce it.
 
 use std::fmt::{self, Write as _};
 
@@ -9,25 +9,25 @@ use crate::config::{Masters, Precision, TrainConfig};
 use crate::learner::LearnError;
 use crate::trainer::train_spec;
 
-/// What is counted.
+/// Inputs of the estimate.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct MemoryCounts {
-    /// Parameters that are trained.
+    /// Number of trained parameters.
     pub n_trained: u64,
-    /// Bytes of weights that stay as they are: the base of an adapter.
+    /// Bytes of frozen weights: the base of an adapter.
     pub frozen_bytes: u64,
     /// Bytes of activations that a row of `context` tokens keeps for the backward pass.
     pub activation_bytes_per_row: u64,
-    /// The same where layers are computed again in the backward pass.
+    /// The same with activation checkpointing.
     pub checkpointed_bytes_per_row: u64,
-    /// Bytes of the gradient of a parameter: 4 where gradients are added up in f32.
+    /// Bytes of a parameter's gradient: 4 if gradients are accumulated in f32.
     pub gradient_bytes: u64,
     /// Bytes that do not grow with the batch: scratch, workspaces, control block.
     pub fixed_bytes: u64,
 }
 
 impl MemoryCounts {
-    /// Counts by planning steps of one row and of two. A device's own plan may need a little more or less.
+    /// Counts from the plans of steps of one and two rows. A device's own plan may differ slightly.
     pub fn of(model: &Model, config: &TrainConfig) -> Result<Self, LearnError> {
         let spec = train_spec(config);
         let arena = |n_rows: usize, recompute: bool| -> Result<u64, LearnError> {
@@ -55,27 +55,27 @@ impl MemoryCounts {
     }
 }
 
-/// A line of the estimate.
+/// One line of the estimate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemoryPart {
-    /// What it is.
+    /// Name of the part.
     pub name: &'static str,
     /// Bytes.
     pub n_bytes: u64,
-    /// Bytes for each trained parameter, where it grows with them.
+    /// Bytes per trained parameter, for parts that scale with them.
     pub per_parameter: Option<u64>,
 }
 
-/// What a run needs.
+/// Memory estimate of a run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MemoryEstimate {
-    /// Its parts, in the order of the table.
+    /// Its parts, in table order.
     pub parts: Vec<MemoryPart>,
     counts: MemoryCounts,
     config: Knobs,
 }
 
-/// What the user can change.
+/// Settings that affect memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Knobs {
     batch: u64,
@@ -85,14 +85,14 @@ struct Knobs {
     checkpointed: bool,
 }
 
-/// A change that makes a run smaller.
+/// A change that reduces memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Advice {
-    /// What to set.
+    /// The setting.
     pub setting: String,
-    /// Bytes that it saves.
+    /// Bytes saved.
     pub saved_bytes: u64,
-    /// Whether it suffices alone.
+    /// Whether the change alone is enough.
     pub suffices: bool,
 }
 
@@ -109,13 +109,13 @@ impl MemoryEstimate {
         Self { parts: parts(knobs, counts), counts, config: knobs }
     }
 
-    /// Bytes in all.
+    /// Total bytes.
     pub fn total_bytes(&self) -> u64 {
         total(&self.parts)
     }
 
-    /// Changes that save memory, from the one that costs least to the one that costs most, where `available_bytes` do
-    /// not suffice. Empty where they do.
+    /// Changes that save memory if `available_bytes` are not enough, from the least to the most costly. Empty
+    /// if they are enough.
     pub fn advice(&self, available_bytes: u64) -> Vec<Advice> {
         let needed = self.total_bytes();
         if needed <= available_bytes {
@@ -125,7 +125,7 @@ impl MemoryEstimate {
         let mut changes = Vec::new();
         if let Some(batch) = self.largest_batch(available_bytes) {
             let rest = if now.batch.is_multiple_of(batch) {
-                format!(" and accumulate = {} times what it is, for the same step", now.batch / batch)
+                format!(" and {} times the current accumulate, for the same step", now.batch / batch)
             } else {
                 String::new()
             };
@@ -135,14 +135,14 @@ impl MemoryEstimate {
         }
         if !now.checkpointed && self.counts.checkpointed_bytes_per_row < self.counts.activation_bytes_per_row
         {
-            let setting = "checkpoint_activations = true (about a third more time)".to_owned();
+            let setting = "checkpoint_activations = true (about a third slower)".to_owned();
             changes.push((setting, Knobs { checkpointed: true, ..now }));
         }
         if now.dtype == Precision::F32 {
             let setting = "dtype = \"bf16\"".to_owned();
             changes.push((setting, Knobs { dtype: Precision::Bf16, ..now }));
         } else if now.masters == Masters::F32 {
-            let setting = "masters = \"none\" (less exact)".to_owned();
+            let setting = "masters = \"none\" (less precise)".to_owned();
             changes.push((setting, Knobs { masters: Masters::None, ..now }));
         }
         if now.context > 1 {
@@ -156,36 +156,36 @@ impl MemoryEstimate {
         advice.filter(|advice| advice.saved_bytes > 0).collect()
     }
 
-    /// The estimate with what is free, as lines for a terminal.
+    /// The estimate and the free memory, as lines for a terminal.
     pub fn table(&self, available_bytes: u64) -> String {
         let mut out = String::new();
         for part in &self.parts {
-            let per = part.per_parameter.map_or_else(String::new, |n| format!("  {n} B a parameter"));
-            let _ = writeln!(out, "{:<22} {:>10}{per}", part.name, Size(part.n_bytes).to_string());
+            let per = part.per_parameter.map_or_else(String::new, |n| format!("  {n} B per parameter"));
+            let _ = writeln!(out, "{:<22} {:>10}{per}", part.name, MemorySize(part.n_bytes).to_string());
         }
         let total = self.total_bytes();
-        let _ = writeln!(out, "{:<22} {:>10}", "needed", Size(total).to_string());
-        let _ = writeln!(out, "{:<22} {:>10}", "free", Size(available_bytes).to_string());
+        let _ = writeln!(out, "{:<22} {:>10}", "needed", MemorySize(total).to_string());
+        let _ = writeln!(out, "{:<22} {:>10}", "free", MemorySize(available_bytes).to_string());
         for advice in self.advice(available_bytes) {
-            let enough = if advice.suffices { "" } else { ", which is not enough alone" };
-            let _ = writeln!(out, "{} saves {}{enough}", advice.setting, Size(advice.saved_bytes));
+            let enough = if advice.suffices { "" } else { ", which is not enough by itself" };
+            let _ = writeln!(out, "{} saves {}{enough}", advice.setting, MemorySize(advice.saved_bytes));
         }
         out
     }
 
-    /// The largest batch that fits and is smaller.
+    /// The largest smaller batch that fits.
     fn largest_batch(&self, available_bytes: u64) -> Option<u64> {
         let one = Knobs { batch: 1, ..self.config };
         let per_row = activation_bytes(one, self.counts);
         let fixed = self.with(one).saturating_sub(per_row);
-        let room = available_bytes.checked_sub(fixed)?;
-        let batch = (room / per_row.max(1)).min(self.config.batch.saturating_sub(1));
+        let available = available_bytes.checked_sub(fixed)?;
+        let batch = (available / per_row.max(1)).min(self.config.batch.saturating_sub(1));
         (batch >= 1).then_some(batch)
     }
 
     fn with(&self, knobs: Knobs) -> u64 {
         let mut counts = self.counts;
-        // What is kept grows with the tokens of a row, and halves with the size of an element.
+        // Activations scale with the tokens of a row and with the element size.
         let scale = |bytes: u64| {
             let scaled =
                 u128::from(bytes) * u128::from(knobs.context) / u128::from(self.config.context.max(1));
@@ -214,7 +214,7 @@ fn parts(knobs: Knobs, counts: MemoryCounts) -> Vec<MemoryPart> {
         (Precision::Bf16, Masters::F32) => (2, 4),
         (Precision::Bf16, Masters::None) => (2, 0),
     };
-    // Without masters the moments have the type of the weights, too.
+    // Without masters, the moments also have the type of the weights.
     let moments = if knobs.dtype == Precision::Bf16 && knobs.masters == Masters::None { 4 } else { 8 };
     let gradient = counts.gradient_bytes;
     let by_parameter =
@@ -238,11 +238,11 @@ fn parts(knobs: Knobs, counts: MemoryCounts) -> Vec<MemoryPart> {
     parts
 }
 
-/// Bytes with a unit.
+/// A number of bytes, displayed with a unit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Size(pub u64);
+pub struct MemorySize(pub u64);
 
-impl fmt::Display for Size {
+impl fmt::Display for MemorySize {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         const UNITS: [&str; 5] = ["KiB", "MiB", "GiB", "TiB", "PiB"];
         if self.0 < 1024 {
@@ -279,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_a_parameter_are_those_of_each_mode() {
+    fn bytes_per_parameter_match_each_mode() {
         let per =
             |toml: &str| -> u64 { estimate(toml).parts.iter().filter_map(|part| part.per_parameter).sum() };
         assert_eq!(per("dtype = \"f32\""), 16);
@@ -288,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn the_parts_add_up_and_follow_the_batch() {
+    fn the_parts_add_up_and_scale_with_the_batch() {
         let of = |toml: &str| estimate(toml).total_bytes();
         assert_eq!(of("batch = 8"), (1600 + 8 * 64 + 10) * MIB);
         assert_eq!(of("batch = 8\ncheckpoint_activations = true"), (1600 + 8 * 8 + 10) * MIB);
@@ -296,14 +296,14 @@ mod tests {
     }
 
     #[test]
-    fn what_fits_needs_no_advice() {
+    fn a_run_that_fits_needs_no_advice() {
         let estimate = estimate("batch = 8");
         assert_eq!(estimate.advice(estimate.total_bytes()), []);
         assert!(!estimate.advice(estimate.total_bytes() - 1).is_empty());
     }
 
     #[test]
-    fn advice_that_says_it_suffices_does() {
+    fn advice_marked_as_sufficient_is_sufficient() {
         let before = estimate("batch = 8");
         let available = (1600 + 10 + 4 * 64 + 20) * MIB;
         let advice = before.advice(available);
@@ -311,8 +311,8 @@ mod tests {
         assert_eq!(
             found,
             [
-                ("batch = 4 and accumulate = 2 times what it is, for the same step", 256 * MIB, true),
-                ("checkpoint_activations = true (about a third more time)", 448 * MIB, true),
+                ("batch = 4 and 2 times the current accumulate, for the same step", 256 * MIB, true),
+                ("checkpoint_activations = true (about a third slower)", 448 * MIB, true),
                 ("dtype = \"bf16\"", 56 * MIB, false),
                 ("context = 128 (half)", 256 * MIB, true),
             ]
@@ -323,17 +323,17 @@ mod tests {
     }
 
     #[test]
-    fn a_model_that_cannot_fit_is_told_what_helps_and_that_it_is_not_enough() {
+    fn a_model_that_cannot_fit_gets_advice_marked_as_insufficient() {
         let estimate = estimate("batch = 8\ndtype = \"bf16\"");
         let advice = estimate.advice(100 * MIB);
         assert!(advice.iter().all(|advice| !advice.suffices), "{advice:?}");
         assert!(advice.iter().any(|advice| advice.setting.starts_with("masters")));
         let table = estimate.table(100 * MIB);
-        assert!(table.contains("needed") && table.contains("not enough alone"), "{table}");
+        assert!(table.contains("needed") && table.contains("not enough by itself"), "{table}");
     }
 
     #[test]
-    fn absurd_counts_do_not_overflow() {
+    fn huge_counts_do_not_overflow() {
         let counts = MemoryCounts {
             n_trained: u64::MAX,
             frozen_bytes: u64::MAX,

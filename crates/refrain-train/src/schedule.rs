@@ -1,21 +1,21 @@
-//! The learning rate of a step.
+//! Learning-rate schedules.
 
 use std::f64::consts::PI;
 
 use crate::config::{ScheduleKind, TrainConfig};
 
-/// The learning rate as a function of the step, and of nothing else.
+/// The learning rate as a function of the step alone.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LrSchedule {
     /// Shape after warm-up.
     pub kind: ScheduleKind,
-    /// Peak.
+    /// Peak learning rate.
     pub lr: f64,
-    /// What cosine and linear fall to.
+    /// Final value of cosine and linear.
     pub min_lr: f64,
-    /// Steps of warm-up.
+    /// Number of warm-up steps.
     pub warmup: u64,
-    /// Steps of the run.
+    /// Number of steps in the run.
     pub steps: u64,
 }
 
@@ -31,10 +31,10 @@ impl LrSchedule {
         }
     }
 
-    /// The learning rate of step `step`, counted from 0.
+    /// Learning rate of step `step`, counted from 0.
     ///
-    /// Warm-up rises in equal parts, from `lr / (warmup + 1)` at step 0 to `lr` at step `warmup`. From there cosine and
-    /// linear fall; they would reach `min_lr` at step `steps`, the first one that is not run, and stay there.
+    /// Warm-up rises linearly from `lr / (warmup + 1)` at step 0 to `lr` at step `warmup`. After that, cosine
+    /// and linear decay; they reach `min_lr` at step `steps`, one past the last step, and stay there.
     pub fn at(&self, step: u64) -> f64 {
         if step < self.warmup {
             return self.lr * ((step + 1) as f64 / (self.warmup as f64 + 1.0));
@@ -74,14 +74,14 @@ mod tests {
         close(schedule(ScheduleKind::Linear, 9, 109).at(59), (3e-4 + 3e-5) / 2.0);
         close(schedule(ScheduleKind::Linear, 9, 109).at(109), 3e-5);
         close(schedule(ScheduleKind::Cosine, 9, 109).at(59), (3e-4 + 3e-5) / 2.0);
-        // A quarter of the way, a cosine has lost (1 - cos 45°) / 2 of its range.
+        // After a quarter, a cosine has lost (1 - cos 45°) / 2 of its range.
         let lost = 0.5 * (1.0 - std::f64::consts::FRAC_1_SQRT_2);
         close(schedule(ScheduleKind::Cosine, 9, 109).at(34), 3e-4 - lost * (3e-4 - 3e-5));
         close(schedule(ScheduleKind::Cosine, 9, 109).at(1_000_000), 3e-5);
     }
 
     #[test]
-    fn a_run_that_is_all_warm_up_rises_to_its_end() {
+    fn a_run_of_only_warm_up_rises_to_its_end() {
         let s = schedule(ScheduleKind::Cosine, 10, 10);
         assert!((s.at(9) - 3e-4 * 10.0 / 11.0).abs() < 1e-15);
         assert!((s.at(10) - 3e-5).abs() < 1e-15);

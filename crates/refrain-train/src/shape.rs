@@ -1,19 +1,19 @@
-//! The model that a configuration asks to make.
+//! Creates the model of a configuration.
 
 use refrain_formats::params::{Arch, ModelConfig};
 use refrain_models::{NamedShape, SHAPES};
 
 use crate::config::{ConfigError, ModelShape, NewModel, nearest};
 
-/// Tokens of the vocabulary where neither shape nor tokenizer says how many.
+/// Vocabulary size if neither the shape nor the tokenizer gives one.
 const USUAL_VOCAB: usize = 4096;
 /// Vocabularies are padded to whole rows of the matrix units.
 const VOCAB_MULTIPLE: usize = 64;
-/// The largest size of anything in a shape: far above all models, far below an overflow.
+/// Maximum of any size in a shape: far above all models, far below an overflow.
 const MOST: usize = 1 << 24;
 
 impl NewModel {
-    /// The vocabulary to train a tokenizer of, where nobody says how large it shall be.
+    /// Vocabulary size for training a tokenizer, if none is given.
     pub fn usual_vocab(&self) -> Result<usize, ConfigError> {
         match self {
             NewModel::Named(name) => Ok(find(name)?.config().n_vocab),
@@ -21,7 +21,7 @@ impl NewModel {
         }
     }
 
-    /// Hyperparameters of the model, for a tokenizer of `n_tokens` tokens and rows of `context`.
+    /// Hyperparameters of the model, for a tokenizer with `n_tokens` tokens and rows of `context`.
     pub fn model_config(&self, n_tokens: usize, context: usize) -> Result<ModelConfig, ConfigError> {
         let padded = n_tokens.next_multiple_of(VOCAB_MULTIPLE);
         let config = match self {
@@ -55,10 +55,10 @@ impl ModelShape {
             ("new.n_heads", n_heads),
             ("new.head_dim", head_dim),
         ];
-        // Before a list of that length is made, or two of them are multiplied.
+        // Checked before a list of that length is allocated, or two sizes are multiplied.
         if let Some((key, found)) = sizes.into_iter().find(|(_, size)| *size > MOST) {
             let expected = format!("at most {MOST}");
-            let hint = "docs/training.md has an example of a table";
+            let hint = "see docs/training.md for an example of a table";
             return Err(ConfigError::Value { key, found: found.to_string(), expected, hint });
         }
         let sizes = [n_vocab, hidden, ffn, n_layers.min(1 << 13)];
@@ -76,19 +76,19 @@ impl ModelShape {
     }
 }
 
-/// Architectures whose training steps have gradients: neither experts nor recurrent layers do.
+/// Architectures that can be trained: experts and recurrent layers have no gradients.
 fn learning() -> impl Iterator<Item = Arch> {
     Arch::ALL.into_iter().filter(|arch| !matches!(arch, Arch::Qwen3Moe | Arch::Qwen35 | Arch::Lfm2))
 }
 
-/// The architecture of that name, if it can be trained.
+/// The architecture with that name, if it can be trained.
 fn learns(name: &str) -> Result<Arch, ConfigError> {
     let arch = Arch::from_name(name).filter(|arch| learning().any(|known| known == *arch));
     arch.ok_or_else(|| ConfigError::Value {
         key: "new.arch",
         found: name.to_owned(),
         expected: format!("one of {}", learning().map(Arch::name).collect::<Vec<_>>().join(", ")),
-        hint: "llama is the usual choice",
+        hint: "use llama",
     })
 }
 
@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn a_table_makes_a_model_of_each_architecture() {
+    fn a_table_creates_a_model_of_each_architecture() {
         for arch in learning() {
             let config = NewModel::Shape(table(arch.name())).model_config(300, 64).unwrap();
             assert_eq!((config.n_vocab, config.head_dim, config.n_context), (320, 8, 64), "{arch}");
@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn a_named_shape_takes_the_tokenizers_vocabulary() {
+    fn a_named_shape_uses_the_tokenizers_vocabulary() {
         let new = NewModel::Named("llama-10m".into());
         assert_eq!(new.usual_vocab().unwrap(), 8192);
         let config = new.model_config(1000, 128).unwrap();
@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_made_is_refused_with_a_way_out() {
+    fn invalid_models_are_refused_with_a_hint() {
         let error = NewModel::Named("lama-10m".into()).usual_vocab().unwrap_err();
         assert!(error.to_string().contains("lama-10m"), "{error}");
         assert!(error.hint().unwrap().contains("llama-10m"), "{error:?}");

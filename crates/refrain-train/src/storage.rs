@@ -1,11 +1,11 @@
-//! Files that are whole or not there.
+//! Atomic file writes.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The disk below checkpoints and logs. Tests put a full one in its place.
+/// The file system under checkpoints and logs. Tests substitute a full one.
 pub trait Storage: Send + Sync {
     /// Creates a file that does not exist yet.
     fn create(&self, path: &Path) -> io::Result<Box<dyn StorageFile>>;
@@ -13,7 +13,7 @@ pub trait Storage: Send + Sync {
 
 /// A file being written.
 pub trait StorageFile: Write {
-    /// Puts everything written so far on the disk itself.
+    /// Flushes everything written so far to the disk itself.
     fn sync(&mut self) -> io::Result<()>;
 }
 
@@ -23,7 +23,7 @@ impl StorageFile for File {
     }
 }
 
-/// The machine's own file system.
+/// The machine's file system.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct RealStorage;
 
@@ -35,22 +35,22 @@ impl Storage for RealStorage {
 
 const TEMPORARY: &str = ".tmp";
 
-/// A name beside `path` that no other thread or process uses.
-pub(crate) fn temporary_beside(path: &Path) -> PathBuf {
+/// A temporary name next to `path` that no other thread or process uses.
+pub(crate) fn temporary_path(path: &Path) -> PathBuf {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let count = COUNT.fetch_add(1, Ordering::Relaxed);
     path.with_file_name(format!(".{name}.{}-{count}{TEMPORARY}", std::process::id()))
 }
 
-/// Whether [`temporary_beside`] made a name that starts so.
+/// Whether [`temporary_path`] made a name with this prefix.
 pub(crate) fn is_temporary(name: &str, prefix: &str) -> bool {
     name.strip_prefix('.').is_some_and(|rest| rest.starts_with(prefix)) && name.ends_with(TEMPORARY)
 }
 
-/// Writes a small file so that a reader sees the old one or the new one, never a part.
+/// Writes a small file so that readers see the old or the new content, never part of it.
 pub(crate) fn write_atomically(storage: &dyn Storage, path: &Path, content: &[u8]) -> io::Result<()> {
-    let temporary = temporary_beside(path);
+    let temporary = temporary_path(path);
     let write = || {
         let mut file = storage.create(&temporary)?;
         file.write_all(content)?;
@@ -63,7 +63,7 @@ pub(crate) fn write_atomically(storage: &dyn Storage, path: &Path, content: &[u8
     })
 }
 
-/// The folder of a file; a bare name lies in the current one.
+/// The folder of a file; the current one for a bare name.
 pub(crate) fn parent(path: &Path) -> &Path {
     match path.parent() {
         Some(folder) if !folder.as_os_str().is_empty() => folder,
@@ -71,7 +71,7 @@ pub(crate) fn parent(path: &Path) -> &Path {
     }
 }
 
-/// Puts the entries of a folder on the disk: a rename is only safe after it.
+/// Flushes the entries of a folder to the disk: a rename is durable only after that.
 pub(crate) fn sync_folder(folder: &Path) -> io::Result<()> {
     #[cfg(unix)]
     File::open(folder)?.sync_all()?;
@@ -80,7 +80,7 @@ pub(crate) fn sync_folder(folder: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Whether a write failed for want of space, on a disk or in a quota.
+/// Whether a write failed for lack of space, on a disk or in a quota.
 pub(crate) fn is_disk_full(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
 }
@@ -90,12 +90,12 @@ pub(crate) mod tests {
     use super::*;
     use std::sync::Arc;
 
-    /// A disk that has room for a number of bytes.
+    /// A disk with space for a number of bytes.
     #[derive(Debug, Clone)]
     pub(crate) struct SmallDisk(pub(crate) Arc<AtomicU64>);
 
     impl SmallDisk {
-        pub(crate) fn with_room(n_bytes: u64) -> Self {
+        pub(crate) fn with_capacity(n_bytes: u64) -> Self {
             Self(Arc::new(AtomicU64::new(n_bytes)))
         }
     }
@@ -130,11 +130,11 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_write_that_fails_leaves_the_old_file_and_nothing_beside_it() {
+    fn a_failed_write_leaves_only_the_old_file() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("latest");
         write_atomically(&RealStorage, &path, b"old").unwrap();
-        let error = write_atomically(&SmallDisk::with_room(2), &path, b"newer").unwrap_err();
+        let error = write_atomically(&SmallDisk::with_capacity(2), &path, b"newer").unwrap_err();
         assert!(is_disk_full(&error));
         assert_eq!(fs::read(&path).unwrap(), b"old");
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);

@@ -1,4 +1,4 @@
-//! A byte-level BPE tokenizer of the training texts, or an existing one.
+//! Trains a byte-level BPE tokenizer, or loads an existing one.
 
 use std::collections::{BTreeMap, HashSet};
 use std::fs::File;
@@ -19,68 +19,68 @@ use tokenizers::{
 use crate::data::{DataError, TextReader};
 use crate::storage::{RealStorage, write_atomically};
 
-/// The token between texts. It begins them too, so that a model can start from nothing.
+/// Separator between texts. It also starts them, so that a model can generate from an empty prompt.
 pub const END_OF_TEXT: &str = "<|endoftext|>";
-/// The tokens around the turns of a conversation, so that a model can learn to chat later.
+/// Tokens around conversation turns, so that the model can be trained for chat later.
 pub const TURN_TOKENS: [&str; 2] = ["<|im_start|>", "<|im_end|>"];
 
-/// The library counts pairs in 32 bits, and more text does not make a better vocabulary.
+/// The library counts pairs in 32 bits, and more text does not improve the vocabulary.
 const MAX_BYTES: u64 = 512 << 20;
 
-/// A tokenizer to train.
+/// Specification of a tokenizer to train.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TokenizerPlan {
-    /// Tokens, special ones and the 256 bytes included.
+    /// Vocabulary size, including special tokens and the 256 bytes.
     pub vocab_size: usize,
-    /// Special tokens; the first one is the end of text.
+    /// Special tokens; the first one is the end-of-text token.
     pub special_tokens: Vec<String>,
-    /// The chat template to store with it.
+    /// Chat template to store with it.
     pub chat_template: Option<String>,
-    /// Bytes of text to train on; of more, every n-th part is taken.
+    /// Maximum bytes of text to train on; larger data is sampled evenly.
     pub max_bytes: u64,
 }
 
 impl TokenizerPlan {
-    /// With the end of text and the tokens of turns, and without a template.
+    /// A plan with the end-of-text and turn tokens, and without a template.
     pub fn new(vocab_size: usize) -> Self {
         let special_tokens = std::iter::once(END_OF_TEXT).chain(TURN_TOKENS).map(str::to_owned).collect();
         Self { vocab_size, special_tokens, chat_template: None, max_bytes: MAX_BYTES }
     }
 }
 
-/// What can go wrong with it.
+/// Errors of training or loading a tokenizer.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TokenizeError {
-    /// The texts.
+    /// In the training texts.
     #[error(transparent)]
     Data(#[from] DataError),
-    /// Too few tokens for what must be there.
+    /// The vocabulary is too small for the required tokens.
     #[error("a vocabulary of {vocab_size} tokens is too small: 256 bytes and {n_special} special tokens need {}", 256 + n_special)]
     TooSmall {
-        /// Tokens asked for.
+        /// Requested vocabulary size.
         vocab_size: usize,
-        /// Special tokens asked for.
+        /// Requested special tokens.
         n_special: usize,
     },
-    /// A plan without an end of text.
-    #[error("the tokenizer has no end of text: the list of special tokens is empty")]
+    /// A plan without an end-of-text token.
+    #[error("the tokenizer has no end-of-text token: the list of special tokens is empty")]
     NoEndOfText,
-    /// The library refused.
+    /// The tokenizer library failed.
     #[error("cannot train the tokenizer: {reason}")]
     Library {
-        /// Its answer.
+        /// The library's error.
         reason: String,
     },
-    /// What was trained or read cannot be used.
+    /// The trained or loaded tokenizer is invalid.
     #[error("the tokenizer cannot be used")]
     Unusable(#[source] TokenizerError),
-    /// A text that does not come back.
-    #[error("the trained tokenizer changes a text: {before:?} comes back as {after:?}")]
+    /// A text that does not round-trip.
+    #[error("the trained tokenizer does not round-trip a text: {before:?} becomes {after:?}")]
     NotReversible {
-        /// Where they differ, before.
+        /// The text at the first difference.
         before: String,
-        /// The same after.
+        /// The same part after the round trip.
         after: String,
     },
     /// An existing tokenizer cannot be read.
@@ -91,18 +91,18 @@ pub enum TokenizeError {
         /// Why.
         source: io::Error,
     },
-    /// A file larger than any tokenizer.
-    #[error("{path} has more than {limit} bytes, which no tokenizer has")]
+    /// The file is too large for a tokenizer.
+    #[error("{path} has more than {limit} bytes, the maximum for a tokenizer")]
     TooLarge {
         /// The file.
         path: PathBuf,
-        /// The bound on it.
+        /// The maximum size.
         limit: u64,
     },
     /// A GGUF file cannot be read.
     #[error(transparent)]
     Format(#[from] FormatError),
-    /// It cannot be saved.
+    /// The tokenizer cannot be saved.
     #[error("cannot write {path}")]
     Write {
         /// The file.
@@ -113,15 +113,13 @@ pub enum TokenizeError {
 }
 
 impl TokenizeError {
-    /// What the user can do about it.
+    /// An action for the user.
     pub fn hint(&self) -> Option<String> {
         match self {
             Self::Data(error) => error.hint(),
-            Self::TooSmall { .. } => Some("small models take 4,096 to 32,768 tokens".to_owned()),
-            Self::NoEndOfText => Some(format!("name {END_OF_TEXT} first")),
-            Self::Write { .. } => {
-                Some("check that you may write there, and that the disk has room".to_owned())
-            }
+            Self::TooSmall { .. } => Some("use 4,096 to 32,768 tokens for a small model".to_owned()),
+            Self::NoEndOfText => Some(format!("give {END_OF_TEXT} as the first special token")),
+            Self::Write { .. } => Some("check the write permissions and the disk space".to_owned()),
             Self::Read { .. } => Some("give a tokenizer.json, its folder, or a GGUF file".to_owned()),
             Self::TooLarge { .. } => Some("give a tokenizer.json".to_owned()),
             Self::Format(error) => error.hint(),
@@ -131,17 +129,17 @@ impl TokenizeError {
     }
 }
 
-/// An existing tokenizer, and the chat template that goes with it.
+/// An existing tokenizer and its chat template.
 #[derive(Debug)]
 pub struct LoadedTokenizer {
-    /// Ready for use.
+    /// The tokenizer.
     pub tokenizer: Tokenizer,
-    /// From `chat_template.jinja` beside it, or its own.
+    /// From `chat_template.jinja` next to it, or its own.
     pub chat_template: Option<String>,
 }
 
 impl LoadedTokenizer {
-    /// Opens a `tokenizer.json`, a folder that holds one, or a GGUF file.
+    /// Opens a `tokenizer.json`, its folder, or a GGUF file.
     pub fn open(path: &Path) -> Result<Self, TokenizeError> {
         let is_gguf = path.extension().is_some_and(|ending| ending.eq_ignore_ascii_case("gguf"));
         if is_gguf {
@@ -151,11 +149,11 @@ impl LoadedTokenizer {
             return Ok(Self { tokenizer, chat_template });
         }
         let path = if path.is_dir() { path.join(TOKENIZER) } else { path.to_owned() };
-        let beside = |name: &str| Some(path.with_file_name(name)).filter(|path| path.is_file());
-        let config = beside(CONFIG).map(|path| read(&path)).transpose()?;
+        let neighbour = |name: &str| Some(path.with_file_name(name)).filter(|path| path.is_file());
+        let config = neighbour(CONFIG).map(|path| read(&path)).transpose()?;
         let tokenizer = Tokenizer::from_files(&read(&path)?, config.as_deref());
         let tokenizer = tokenizer.map_err(TokenizeError::Unusable)?;
-        let template = beside(TEMPLATE).map(|path| read(&path)).transpose()?;
+        let template = neighbour(TEMPLATE).map(|path| read(&path)).transpose()?;
         let template = template.map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
         let chat_template = template.or_else(|| tokenizer.chat_template().map(str::to_owned));
         Ok(Self { tokenizer, chat_template })
@@ -167,7 +165,7 @@ const CONFIG: &str = "tokenizer_config.json";
 const TEMPLATE: &str = "chat_template.jinja";
 
 fn read(path: &Path) -> Result<Vec<u8>, TokenizeError> {
-    /// The largest tokenizers in use have some 30 MB.
+    /// The largest tokenizers in use have about 30 MB.
     const MAX_BYTES: u64 = 256 << 20;
     let mut bytes = Vec::new();
     let file = File::open(path).and_then(|file| file.take(MAX_BYTES + 1).read_to_end(&mut bytes));
@@ -178,16 +176,16 @@ fn read(path: &Path) -> Result<Vec<u8>, TokenizeError> {
     Ok(bytes)
 }
 
-/// A trained tokenizer, in the forms that others need.
+/// A trained tokenizer, in all formats that consumers need.
 #[derive(Debug)]
 pub struct TrainedTokenizer {
-    /// Ready for use.
+    /// The tokenizer.
     pub tokenizer: Tokenizer,
-    /// The vocabulary as GGUF files carry it.
+    /// Its vocabulary for GGUF files.
     pub spec: VocabSpec,
-    /// The content of `tokenizer.json`.
+    /// Content of `tokenizer.json`.
     pub json: String,
-    /// The content of `tokenizer_config.json`.
+    /// Content of `tokenizer_config.json`.
     pub config_json: String,
     /// Bytes of text it was trained on.
     pub n_bytes: u64,
@@ -202,7 +200,7 @@ type Library = tokenizers::TokenizerImpl<
 >;
 
 impl TrainedTokenizer {
-    /// Trains on text and JSONL files. Its vocabulary is smaller than asked for where the texts are too few.
+    /// Trains on text and JSONL files. The vocabulary is smaller than requested if there is too little text.
     pub fn train(files: &[PathBuf], plan: &TokenizerPlan) -> Result<Self, TokenizeError> {
         let n_special = plan.special_tokens.len();
         let end_of_text = plan.special_tokens.first().ok_or(TokenizeError::NoEndOfText)?;
@@ -266,7 +264,7 @@ impl TrainedTokenizer {
         Ok(())
     }
 
-    /// Checks that a text comes back as it was.
+    /// Checks that a text round-trips.
     fn check(&self, text: &str) -> Result<(), TokenizeError> {
         let ids = self.tokenizer.encode(text, false, false).map_err(TokenizeError::Unusable)?;
         let after = self.tokenizer.decode(&ids).map_err(TokenizeError::Unusable)?;
@@ -279,7 +277,7 @@ impl TrainedTokenizer {
     }
 }
 
-/// Text that breaks a tokenizer that does not keep every byte.
+/// A text that reveals tokenizers that do not preserve every byte.
 const PROBE: &str =
     " a  b\tc\r\n\n d   \u{0}\u{1}\u{7f} ÄÖ é e\u{301} 中文 🦀👩‍🚀 \u{feff}\u{200b}\u{10ffff} 12345 don't!!";
 
@@ -297,17 +295,17 @@ fn config_json(end_of_text: &str, chat_template: Option<&str>) -> String {
     config.to_string()
 }
 
-/// The vocabulary as GGUF files carry it, from `tokenizer.json`.
+/// The vocabulary for GGUF files, from `tokenizer.json`.
 fn spec(json: &str, plan: &TokenizerPlan, tokenizer: &Tokenizer) -> Result<VocabSpec, TokenizeError> {
-    let bad = |what: &str| TokenizeError::Library { reason: format!("its file has {what}") };
+    let bad = |what: &str| TokenizeError::Library { reason: format!("its file {what}") };
     let file: Value = serde_json::from_str(json).map_err(|error| bad(&error.to_string()))?;
-    let vocab = file["model"]["vocab"].as_object().ok_or_else(|| bad("no vocabulary"))?;
+    let vocab = file["model"]["vocab"].as_object().ok_or_else(|| bad("has no vocabulary"))?;
     let by_id: BTreeMap<u64, &str> =
         vocab.iter().filter_map(|(text, id)| Some((id.as_u64()?, text.as_str()))).collect();
     if by_id.len() != vocab.len() || by_id.keys().zip(0..).any(|(&id, at)| id != at) {
-        return Err(bad("ids with gaps"));
+        return Err(bad("has gaps in its ids"));
     }
-    let merges = file["model"]["merges"].as_array().ok_or_else(|| bad("no merges"))?;
+    let merges = file["model"]["merges"].as_array().ok_or_else(|| bad("has no merges"))?;
     let line = |merge: &Value| match merge {
         Value::Array(pair) => Some(format!("{} {}", pair.first()?.as_str()?, pair.get(1)?.as_str()?)),
         other => other.as_str().map(str::to_owned),
@@ -323,7 +321,7 @@ fn spec(json: &str, plan: &TokenizerPlan, tokenizer: &Tokenizer) -> Result<Vocab
         pre: Some("gpt-2".to_owned()),
         token_types: Some(by_id.values().map(kind).collect()),
         tokens: by_id.values().collect(),
-        merges: Some(merges.ok_or_else(|| bad("merges that are no pairs"))?.iter().collect()),
+        merges: Some(merges.ok_or_else(|| bad("has merges that are not pairs"))?.iter().collect()),
         specials: SpecialIds { bos, eos, ..SpecialIds::default() },
         add_bos: Some(true),
         chat_template: plan.chat_template.clone(),

@@ -1,12 +1,13 @@
 //! A training run: batches, steps, held-out losses, checkpoints and the log.
 //!
-//! The loop decides nothing about numbers: a run is a function of its configuration, its data and its weights. A run
-//! that was stopped and resumed takes the same steps, bit for bit, as one that was not.
+//! A run is a function of its configuration, its data and its weights. A run that was stopped and resumed
+//! takes the same steps, bit for bit, as one that was not.
 //!
-//! Steps are sent ahead where the device can: up to [`Learner::depth`] are in flight, but none beyond a step after which the
-//! states are looked at (a held-out loss, a checkpoint, a sample, the end). Outcomes come in order. A step whose gradients
-//! are not finite changes nothing on the device, so those behind it run as if it had not been; a step that ends the run
-//! ends it under its own number, and what was in flight behind it is neither logged nor saved.
+//! Steps are launched ahead if the device supports it: up to [`Learner::depth`] are in flight, but none past
+//! a step after which the states are read (a held-out loss, a checkpoint, a sample, the end). Outcomes are
+//! collected in order. A step with non-finite gradients changes nothing on the device, so later steps run as
+//! if it had not happened. A step that ends the run does so under its own number; the steps in flight after
+//! it are neither logged nor saved.
 
 use crate::checkpoint::{
     BestLoss, Checkpoint, CheckpointStore, FileSpec, FrozenBase, RandomState, RunProgress, RunState,
@@ -15,7 +16,7 @@ use crate::checkpoint::{
 use crate::config::{Clip, Masters, Precision, Resume, TrainConfig};
 use crate::data::{Batch, Corpus, DataPosition, Loader, LoaderOptions, Passes};
 use crate::error::TrainError;
-use crate::learner::{AdamSettings, Learner, Rows, StepOutcome};
+use crate::learner::{AdamSettings, BatchRows, Learner, StepOutcome};
 use crate::log::{EvalRecord, LogLine, LogWriter, StepRecord};
 use crate::report::{self, ReportHeader};
 use crate::schedule::LrSchedule;
@@ -29,82 +30,82 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
-/// So many steps in a row without finite gradients end a run.
+/// Maximum number of consecutive steps with non-finite gradients.
 const MAX_SKIPPED: u64 = 20;
-/// Batches that are prepared ahead of the step that runs.
+/// Batches prepared ahead of the running step.
 const N_AHEAD: usize = 4;
 
 const WEIGHTS: &str = "weights.safetensors";
 const OPTIMISER: &str = "optimizer.safetensors";
 
-/// What happens in a run, as it happens.
+/// An event of a run.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum TrainEvent<'a> {
-    /// The run goes on at a checkpoint.
+    /// The run resumes from a checkpoint.
     Resumed {
-        /// Its folder.
+        /// Folder of the checkpoint.
         path: &'a Path,
-        /// Steps that are done.
+        /// Completed steps.
         step: u64,
     },
-    /// A step is done.
+    /// A step has completed.
     Step {
-        /// Its line in the log.
+        /// Its log record.
         record: StepRecord,
-        /// What it found and how it ran.
+        /// Its result, and how it ran.
         outcome: &'a StepOutcome,
     },
-    /// Held-out data was looked at.
+    /// The held-out loss was measured.
     Evaluated {
-        /// Its line in the log.
+        /// Its log record.
         record: EvalRecord,
-        /// Whether it is the lowest loss so far.
+        /// Whether it is the lowest so far.
         is_best: bool,
     },
-    /// A text was sampled from the model as it is.
+    /// A sample was generated with the current weights.
     Sampled {
-        /// Steps that are done.
+        /// Completed steps.
         step: u64,
-        /// The prompt and what the model made of it.
+        /// The prompt and its completion.
         text: &'a str,
     },
     /// A checkpoint was saved.
     Saved {
-        /// Its folder.
+        /// Folder of the checkpoint.
         path: &'a Path,
     },
 }
 
-/// How a run ended.
+/// Result of a run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TrainSummary {
-    /// Steps that are done.
+    /// Completed steps.
     pub step: u64,
-    /// Whether it was asked to stop before its last step.
+    /// Whether it was stopped before its last step.
     pub interrupted: bool,
-    /// How far it has come.
+    /// Progress of the run.
     pub progress: RunProgress,
-    /// Steps that were not applied since their gradients were not finite.
+    /// Steps that were not applied because their gradients were not finite.
     pub n_skipped: u64,
-    /// Micro-steps that ran as a graph, and those that did not.
+    /// Micro-steps that were replayed.
     pub n_replayed: u64,
-    /// Micro-steps that were not replayed.
+    /// Micro-steps that ran eagerly.
     pub n_eager: u64,
-    /// The last checkpoint, where any was saved.
+    /// The last checkpoint, if any was saved.
     pub checkpoint: Option<PathBuf>,
 }
 
-/// What a run learns from.
+/// Data of a run.
 #[derive(Clone, Debug)]
 pub struct TrainData {
-    /// The data.
+    /// Training data.
     pub corpus: Arc<Corpus>,
-    /// Data that is not learnt from.
+    /// Held-out data.
     pub held_out: Option<Arc<Corpus>>,
 }
 
-/// The size and kind of steps that a configuration asks for.
+/// Step specification of a configuration.
 pub fn train_spec(config: &TrainConfig) -> TrainSpec {
     TrainSpec {
         n_tokens: config.batch * config.context,
@@ -120,7 +121,7 @@ pub fn train_spec(config: &TrainConfig) -> TrainSpec {
     }
 }
 
-/// A run.
+/// A training run.
 pub struct Trainer<B: Backend> {
     learner: Learner<B>,
     config: TrainConfig,
@@ -139,23 +140,23 @@ pub struct Trainer<B: Backend> {
     n_replayed: u64,
     n_eager: u64,
     /// Steps in flight, oldest first.
-    sent: VecDeque<SentStep>,
-    /// Why no more steps can be sent; told when those in flight are done.
-    cannot_send: Option<TrainError>,
-    /// When the last step was done, or the first of those in flight was begun.
+    in_flight: VecDeque<InFlightStep>,
+    /// Why no more steps can be launched; reported once the steps in flight have completed.
+    launch_error: Option<TrainError>,
+    /// When the last step completed, or the first step in flight was launched.
     since: Instant,
-    /// The step that ended the run with an error.
+    /// The step that failed the run.
     failed: Option<u64>,
 }
 
-/// A step in flight: what is logged about it, and its rows, for messages.
-struct SentStep {
+/// A step in flight: its log data, and its rows for error messages.
+struct InFlightStep {
     lr: f64,
     batches: Vec<Batch>,
 }
 
 impl<B: Backend> Trainer<B> {
-    /// Prepares a run on a backend, from the model's weights or from the checkpoint that the configuration names.
+    /// Prepares a run on a backend, from the model's weights or from the configured checkpoint.
     pub fn new(
         backend: B,
         model: Arc<Model>,
@@ -174,7 +175,7 @@ impl<B: Backend> Trainer<B> {
             (Resume::Switch(_), _) => None,
         };
         let checkpoint = from.as_deref().map(Checkpoint::open).transpose()?;
-        // Reads all of the model, so only where somebody will ask.
+        // Reads the whole model, so it is only computed if it will be saved or compared.
         let is_kept = store.is_some() || checkpoint.is_some();
         let name = config.from.as_deref().or(model.config().name.as_deref()).unwrap_or("the model");
         let base = is_kept.then(|| FrozenBase::of(&model, name)).flatten();
@@ -213,8 +214,8 @@ impl<B: Backend> Trainer<B> {
             n_skipped_in_row: 0,
             n_replayed: 0,
             n_eager: 0,
-            sent: VecDeque::new(),
-            cannot_send: None,
+            in_flight: VecDeque::new(),
+            launch_error: None,
             since: Instant::now(),
             failed: None,
         };
@@ -224,27 +225,28 @@ impl<B: Backend> Trainer<B> {
         Ok(trainer)
     }
 
-    /// The learner. Its states are those of [`Trainer::n_done`] steps once the run is [settled](Trainer::settle).
+    /// The learner. Its states are those after [`Trainer::n_done`] steps once the run is
+    /// [drained](Trainer::drain).
     pub fn learner(&self) -> &Learner<B> {
         &self.learner
     }
 
-    /// The learner, for a caller that looks into its states or changes them; see [`Trainer::settle`].
+    /// Mutable access to the learner, for a caller that reads or changes its states; see [`Trainer::drain`].
     pub fn learner_mut(&mut self) -> &mut Learner<B> {
         &mut self.learner
     }
 
-    /// The checkpoint that the run goes on from, where it does.
+    /// The checkpoint that the run resumed from, if any.
     pub fn resumed(&self) -> Option<&Path> {
         self.resumed.as_deref()
     }
 
-    /// The frozen weights below the adapter, where the run trains one and saves it.
+    /// The frozen base of the adapter, if the run trains one and saves it.
     pub fn base(&self) -> Option<&FrozenBase> {
         self.base.as_ref()
     }
 
-    /// Steps that are done.
+    /// Number of completed steps.
     pub fn n_done(&self) -> u64 {
         self.step
     }
@@ -254,7 +256,7 @@ impl<B: Backend> Trainer<B> {
         &self.config
     }
 
-    /// Runs to the last step, or until `stop` says so between two steps; saves then.
+    /// Runs to the last step, or until `stop` returns true between two steps; then saves a checkpoint.
     pub fn run(
         &mut self,
         stop: &dyn Fn() -> bool,
@@ -275,27 +277,28 @@ impl<B: Backend> Trainer<B> {
         Ok(self.summary(interrupted))
     }
 
-    /// One step, with the held-out loss and the checkpoint that are due after it; nothing where all steps are done. The next
-    /// steps are in flight when it returns, up to the next one after which something is due.
+    /// Completes one step, with the held-out loss and the checkpoint due after it; does nothing if all steps
+    /// are done. When it returns, the next steps are in flight, up to the next one after which something is
+    /// due.
     pub fn advance(&mut self, observe: &mut dyn FnMut(&TrainEvent<'_>)) -> Result<(), TrainError> {
         if self.is_done() {
             return Ok(());
         }
         self.check_not_failed()?;
-        let sent = self.send_ahead();
+        let sent = self.launch_ahead();
         self.note_failure(sent)?;
         self.finish_step(observe)
     }
 
-    /// Finishes the steps in flight, with what is due after them.
-    pub fn settle(&mut self, observe: &mut dyn FnMut(&TrainEvent<'_>)) -> Result<(), TrainError> {
-        while !self.sent.is_empty() {
+    /// Completes the steps in flight, with everything due after them.
+    pub fn drain(&mut self, observe: &mut dyn FnMut(&TrainEvent<'_>)) -> Result<(), TrainError> {
+        while !self.in_flight.is_empty() {
             self.finish_step(observe)?;
         }
         Ok(())
     }
 
-    /// After a failed step the states are not those of the last good one.
+    /// After a failed step, the states are not those of the last successful step.
     fn note_failure(&mut self, result: Result<(), TrainError>) -> Result<(), TrainError> {
         result.inspect_err(|_| self.failed = Some(self.step))
     }
@@ -307,7 +310,7 @@ impl<B: Backend> Trainer<B> {
         }
     }
 
-    /// Steps that will be done when something has to look at the states: nothing is sent beyond.
+    /// The next step count at which the states are read: nothing is launched past it.
     fn next_stop(&self) -> u64 {
         let held_out = self.config.eval_every.filter(|_| self.held_out.is_some());
         let every = [held_out, self.config.save_every, self.config.sample_every];
@@ -315,42 +318,42 @@ impl<B: Backend> Trainer<B> {
         every.into_iter().flatten().filter(|n| *n > 0).map(next).fold(self.config.steps, u64::min)
     }
 
-    /// Sends steps until as many are in flight as may be.
-    fn send_ahead(&mut self) -> Result<(), TrainError> {
+    /// Launches steps up to the maximum in flight.
+    fn launch_ahead(&mut self) -> Result<(), TrainError> {
         let stop = self.next_stop();
-        while self.cannot_send.is_none() && self.sent.len() < self.learner.depth() {
-            let step = self.step + self.sent.len() as u64;
+        while self.launch_error.is_none() && self.in_flight.len() < self.learner.depth() {
+            let step = self.step + self.in_flight.len() as u64;
             if step >= stop {
                 break;
             }
-            if self.sent.is_empty() {
+            if self.in_flight.is_empty() {
                 self.since = Instant::now();
             }
-            let sent = self.batches(step).and_then(|batches| self.send_step(step, batches));
+            let sent = self.batches(step).and_then(|batches| self.launch_step(step, batches));
             if let Err(error) = sent {
-                if self.learner.n_queued() < self.sent.len() {
-                    // The device failed: those before it are gone with it.
-                    self.sent.clear();
+                if self.learner.n_queued() < self.in_flight.len() {
+                    // The device failed, and the earlier steps with it.
+                    self.in_flight.clear();
                 }
-                self.cannot_send = Some(error);
+                self.launch_error = Some(error);
             }
         }
-        match self.cannot_send.take_if(|_| self.sent.is_empty()) {
+        match self.launch_error.take_if(|_| self.in_flight.is_empty()) {
             Some(error) => Err(error),
             None => Ok(()),
         }
     }
 
-    /// Waits for the oldest step in flight and does what is due after it.
+    /// Waits for the oldest step in flight and does everything due after it.
     fn finish_step(&mut self, observe: &mut dyn FnMut(&TrainEvent<'_>)) -> Result<(), TrainError> {
-        let taken = self.take_step(observe);
+        let taken = self.collect_step(observe);
         self.note_failure(taken)?;
         let is_last = self.is_done();
         let due = |every: Option<u64>| every.is_some_and(|n| n > 0 && self.step.is_multiple_of(n)) || is_last;
         let (evaluates, saves) =
             (self.held_out.is_some() && due(self.config.eval_every), due(self.config.save_every));
-        let is_best = evaluates && self.look_at_held_out(observe)?;
-        // The best one is worth keeping whenever it is found.
+        let is_best = evaluates && self.evaluate_held_out(observe)?;
+        // A new best checkpoint is always saved.
         if saves || is_best {
             self.save(is_best, observe)?;
         }
@@ -362,7 +365,7 @@ impl<B: Backend> Trainer<B> {
         self.step >= self.config.steps
     }
 
-    /// How far the run has come.
+    /// Summary of the run so far.
     pub fn summary(&self, interrupted: bool) -> TrainSummary {
         TrainSummary {
             step: self.step,
@@ -380,8 +383,8 @@ impl<B: Backend> Trainer<B> {
         (0..self.config.accumulate).map(next).collect()
     }
 
-    fn send_step(&mut self, step: u64, batches: Vec<Batch>) -> Result<(), TrainError> {
-        let rows: Vec<Rows<'_>> = batches.iter().map(rows_of).collect();
+    fn launch_step(&mut self, step: u64, batches: Vec<Batch>) -> Result<(), TrainError> {
+        let rows: Vec<BatchRows<'_>> = batches.iter().map(rows_of).collect();
         let lr = self.schedule.at(step);
         let adam = AdamSettings {
             lr,
@@ -396,16 +399,16 @@ impl<B: Backend> Trainer<B> {
         let seed = self.config.seed;
         let random = [seed as u32, (seed >> 32) as u32, step as u32, 0];
         self.learner.queue(&rows, &adam, random)?;
-        self.sent.push_back(SentStep { lr, batches });
+        self.in_flight.push_back(InFlightStep { lr, batches });
         Ok(())
     }
 
-    fn take_step(&mut self, observe: &mut dyn FnMut(&TrainEvent<'_>)) -> Result<(), TrainError> {
-        let Some(SentStep { lr, batches }) = self.sent.pop_front() else { return Ok(()) };
+    fn collect_step(&mut self, observe: &mut dyn FnMut(&TrainEvent<'_>)) -> Result<(), TrainError> {
+        let Some(InFlightStep { lr, batches }) = self.in_flight.pop_front() else { return Ok(()) };
         let outcome = match self.learner.collect() {
             Ok(outcome) => outcome,
             Err(error) => {
-                self.sent.clear();
+                self.in_flight.clear();
                 return Err(error.into());
             }
         };
@@ -421,13 +424,13 @@ impl<B: Backend> Trainer<B> {
         };
         self.write_log(&LogLine::Step(record))?;
         if !outcome.loss.is_finite() {
-            self.drop_sent()?;
-            let rows: Vec<Rows<'_>> = batches.iter().map(rows_of).collect();
+            self.discard_in_flight()?;
+            let rows: Vec<BatchRows<'_>> = batches.iter().map(rows_of).collect();
             let tensor = self.learner.first_not_finite(&rows)?;
             return Err(TrainError::NotFinite { step: self.step, tensor, checkpoint: self.saved_path() });
         }
         if let Err(error) = self.count(&outcome) {
-            self.drop_sent()?;
+            self.discard_in_flight()?;
             return Err(error);
         }
         self.progress.loss = Some(record.loss);
@@ -438,9 +441,9 @@ impl<B: Backend> Trainer<B> {
         Ok(())
     }
 
-    /// Waits for the steps in flight and forgets them: the run is over.
-    fn drop_sent(&mut self) -> Result<(), TrainError> {
-        self.sent.clear();
+    /// Waits for the steps in flight and discards them: the run is over.
+    fn discard_in_flight(&mut self) -> Result<(), TrainError> {
+        self.in_flight.clear();
         self.learner.abandon()?;
         Ok(())
     }
@@ -476,7 +479,7 @@ impl<B: Backend> Trainer<B> {
         }
     }
 
-    /// The mean loss of data that is not learnt from, after the steps that were sent.
+    /// Mean loss of the held-out data, after the launched steps.
     pub fn held_out_loss(&mut self) -> Result<Option<f64>, TrainError> {
         let Some(corpus) = self.held_out.clone() else { return Ok(None) };
         let options =
@@ -490,7 +493,7 @@ impl<B: Backend> Trainer<B> {
         Ok(Some(sum / n.max(1) as f64))
     }
 
-    fn look_at_held_out(&mut self, observe: &mut dyn FnMut(&TrainEvent<'_>)) -> Result<bool, TrainError> {
+    fn evaluate_held_out(&mut self, observe: &mut dyn FnMut(&TrainEvent<'_>)) -> Result<bool, TrainError> {
         let Some(eval_loss) = self.held_out_loss()? else { return Ok(false) };
         let record = EvalRecord { step: self.step.saturating_sub(1), eval_loss };
         self.write_log(&LogLine::Eval(record))?;
@@ -502,14 +505,14 @@ impl<B: Backend> Trainer<B> {
         Ok(is_best)
     }
 
-    /// Saves a checkpoint, where the run has a folder. Steps in flight are finished first.
+    /// Saves a checkpoint if the run has a folder. Steps in flight are completed first.
     pub fn save(
         &mut self,
         is_best: bool,
         observe: &mut dyn FnMut(&TrainEvent<'_>),
     ) -> Result<(), TrainError> {
         self.check_not_failed()?;
-        self.settle(observe)?;
+        self.drain(observe)?;
         let already = self.last_saved.as_ref().is_some_and(|(step, _)| *step == self.step) && !is_best;
         let Some(store) = self.store.as_ref().filter(|_| !already) else { return Ok(()) };
         let state = RunState {
@@ -525,7 +528,7 @@ impl<B: Backend> Trainer<B> {
         let learner = &self.learner;
         let mut fetch = |file: &FileSpec, tensor: &TensorSpec| {
             let id = find_state(&files, &ids, &file.name, &tensor.name)
-                .ok_or_else(|| std::io::Error::other(format!("no state is named {}", tensor.name)))?;
+                .ok_or_else(|| std::io::Error::other(format!("there is no state named {}", tensor.name)))?;
             learner.state(id).map(Cow::Owned).map_err(std::io::Error::other)
         };
         let path = store.save(&request, &mut fetch)?;
@@ -534,7 +537,7 @@ impl<B: Backend> Trainer<B> {
         Ok(())
     }
 
-    /// What a checkpoint holds, and the state behind each tensor.
+    /// Files of a checkpoint, and the state of each tensor.
     fn files(&self) -> (Vec<FileSpec>, Vec<Vec<StateId>>) {
         let table = self.learner.table();
         let spec = |id: &StateId| {
@@ -568,7 +571,7 @@ impl<B: Backend> Trainer<B> {
         Ok(())
     }
 
-    /// Writes the run as a page beside its log; `facts` stand above the curves.
+    /// Writes the report page next to the log, with `facts` above the curves.
     pub fn write_report(
         &self,
         title: &str,
@@ -592,6 +595,11 @@ fn find_state(files: &[FileSpec], ids: &[Vec<StateId>], file: &str, tensor: &str
     Some(ids[at][idx])
 }
 
-fn rows_of(batch: &Batch) -> Rows<'_> {
-    Rows { tokens: &batch.tokens, targets: &batch.targets, positions: &batch.positions, spans: &batch.spans }
+fn rows_of(batch: &Batch) -> BatchRows<'_> {
+    BatchRows {
+        tokens: &batch.tokens,
+        targets: &batch.targets,
+        positions: &batch.positions,
+        spans: &batch.spans,
+    }
 }

@@ -1,4 +1,4 @@
-//! Checkpoints: whole or not there, and never loaded when they are not what was saved.
+//! Checkpoints are complete or absent, and only load if they are what was saved.
 
 use std::borrow::Cow;
 use std::collections::BTreeSet;
@@ -85,7 +85,7 @@ fn assert_whole(path: &Path, step: u64) {
 }
 
 #[test]
-fn what_is_saved_is_loaded_bit_for_bit() {
+fn checkpoints_round_trip_bit_for_bit() {
     let folder = tempfile::tempdir().unwrap();
     let store = CheckpointStore::open(&folder.path().join("out")).unwrap();
     assert_eq!(store.latest().unwrap(), None);
@@ -117,7 +117,7 @@ fn other_programs_can_read_the_tensors() {
 }
 
 #[test]
-fn the_newest_ones_and_the_best_are_kept() {
+fn the_newest_checkpoints_and_the_best_are_kept() {
     let folder = tempfile::tempdir().unwrap();
     let store = CheckpointStore::open(folder.path()).unwrap();
     for step in [10, 20, 30, 40, 50] {
@@ -133,7 +133,7 @@ fn the_newest_ones_and_the_best_are_kept() {
 }
 
 #[test]
-fn a_step_that_is_saved_again_does_not_replace_itself() {
+fn saving_a_step_again_does_not_replace_its_checkpoint() {
     let folder = tempfile::tempdir().unwrap();
     let store = CheckpointStore::open(folder.path()).unwrap();
     let first = save(&store, 7, false).unwrap();
@@ -149,7 +149,7 @@ fn a_step_that_is_saved_again_does_not_replace_itself() {
 }
 
 #[test]
-fn a_changed_byte_anywhere_is_found() {
+fn any_changed_byte_is_detected() {
     let folder = tempfile::tempdir().unwrap();
     let store = CheckpointStore::open(folder.path()).unwrap();
     let path = save(&store, 5, false).unwrap();
@@ -174,7 +174,7 @@ fn a_changed_byte_anywhere_is_found() {
 }
 
 #[test]
-fn a_file_that_is_cut_or_missing_is_named() {
+fn a_truncated_or_missing_file_is_reported_by_name() {
     let folder = tempfile::tempdir().unwrap();
     let store = CheckpointStore::open(folder.path()).unwrap();
     let path = save(&store, 5, false).unwrap();
@@ -204,11 +204,11 @@ fn another_version_is_refused_before_anything_else() {
     let path = save(&store, 5, false).unwrap();
     fs::write(path.join("state.json"), "{\"version\":2,\"what\":[]}").unwrap();
     let error = Checkpoint::open(&path).unwrap_err();
-    assert!(error.to_string().ends_with("has version 2, this program reads version 1"), "{error}");
+    assert!(error.to_string().ends_with("has version 2, the supported version is 1"), "{error}");
 }
 
 #[test]
-fn tensors_of_another_model_are_listed() {
+fn differences_to_another_model_are_listed() {
     let folder = tempfile::tempdir().unwrap();
     let store = CheckpointStore::open(folder.path()).unwrap();
     let checkpoint = Checkpoint::open(&save(&store, 5, false).unwrap()).unwrap();
@@ -234,7 +234,7 @@ fn tensors_of_another_model_are_listed() {
     assert!(matches!(checkpoint.read(WEIGHTS, "nothing"), Err(CheckpointError::Differs { .. })));
 }
 
-/// A disk that has room for a number of bytes.
+/// A disk with space for a number of bytes.
 struct SmallDisk(Arc<AtomicU64>);
 
 struct SmallDiskFile(Box<dyn StorageFile>, Arc<AtomicU64>);
@@ -267,21 +267,22 @@ impl StorageFile for SmallDiskFile {
 }
 
 #[test]
-fn a_disk_that_is_full_while_saving_leaves_the_previous_checkpoint() {
+fn a_full_disk_while_saving_leaves_the_previous_checkpoint() {
     let folder = tempfile::tempdir().unwrap();
-    let room = Arc::new(AtomicU64::new(1 << 30));
-    let store = CheckpointStore::open_on(folder.path(), Box::new(SmallDisk(room.clone()))).unwrap();
+    let disk_space = Arc::new(AtomicU64::new(1 << 30));
+    let store = CheckpointStore::open_on(folder.path(), Box::new(SmallDisk(disk_space.clone()))).unwrap();
     let first = save(&store, 1, true).unwrap();
-    let used = (1 << 30) - room.load(Ordering::Relaxed);
-    // Down to the last bytes, which are those of the two pointers.
+    let used = (1 << 30) - disk_space.load(Ordering::Relaxed);
+    // Down to the last bytes, which belong to the two pointers.
     for free in (0..used).step_by(397).chain(used - 30..used) {
-        room.store(free, Ordering::Relaxed);
+        disk_space.store(free, Ordering::Relaxed);
         let error = save(&store, 2, true).expect_err(&format!("{free} of {used} bytes"));
         assert!(matches!(error, CheckpointError::NoSpace { .. }), "{error}");
-        assert!(error.hint().unwrap().contains("the previous checkpoint is whole"));
+        assert!(error.hint().unwrap().contains("the previous checkpoint is intact"));
         assert_whole(&first, 1);
         assert_eq!(store.best().unwrap(), Some(first.clone()), "{free}");
-        // The new one is the latest once its pointer is written; what cannot be written then is the one to the best.
+        // The new checkpoint is the latest once its pointer is written; after that, only the pointer to the
+        // best can fail.
         let latest = Checkpoint::open(folder.path()).unwrap().state().step;
         assert_eq!(latest, if free < used - 14 { 1 } else { 2 }, "{free} of {used}");
         let left = entries(folder.path());
@@ -290,13 +291,13 @@ fn a_disk_that_is_full_while_saving_leaves_the_previous_checkpoint() {
             assert_eq!(left, ["best", "latest", "step-00000001"].map(str::to_owned).into());
         }
     }
-    room.store(1 << 30, Ordering::Relaxed);
+    disk_space.store(1 << 30, Ordering::Relaxed);
     save(&store, 2, true).unwrap();
     assert_whole(folder.path(), 2);
 }
 
 #[test]
-fn a_tensor_that_cannot_be_had_or_has_another_size_leaves_nothing_behind() {
+fn a_tensor_that_fails_or_has_the_wrong_size_leaves_nothing_behind() {
     let folder = tempfile::tempdir().unwrap();
     let store = CheckpointStore::open(folder.path()).unwrap();
     let (state, files) = (state(1), files());
@@ -309,7 +310,7 @@ fn a_tensor_that_cannot_be_had_or_has_another_size_leaves_nothing_behind() {
 }
 
 #[test]
-fn what_cannot_be_saved_is_refused_before_a_byte_is_written() {
+fn invalid_tensors_and_names_are_refused_before_anything_is_written() {
     let folder = tempfile::tempdir().unwrap();
     let store = CheckpointStore::open(folder.path()).unwrap();
     let state = state(1);
@@ -328,7 +329,7 @@ fn what_cannot_be_saved_is_refused_before_a_byte_is_written() {
     ];
     for files in cases {
         let request = SaveRequest { state: &state, files: &files, is_best: false, keep: 1 };
-        let error = store.save(&request, &mut |_, _| panic!("nothing is asked for")).unwrap_err();
+        let error = store.save(&request, &mut |_, _| panic!("no tensor is fetched")).unwrap_err();
         assert!(
             matches!(error, CheckpointError::BadName { .. } | CheckpointError::BadTensor { .. }),
             "{error}"
@@ -347,7 +348,7 @@ fn two_runs_cannot_save_in_one_folder() {
 }
 
 #[test]
-fn what_an_interrupted_save_has_left_is_removed_and_nothing_else() {
+fn only_the_remains_of_an_interrupted_save_are_removed() {
     let folder = tempfile::tempdir().unwrap();
     let left = folder.path().join(".step-00000009.123-0.tmp");
     fs::create_dir(&left).unwrap();
@@ -360,7 +361,7 @@ fn what_an_interrupted_save_has_left_is_removed_and_nothing_else() {
 }
 
 #[test]
-fn a_folder_without_a_checkpoint_and_a_pointer_to_nothing_are_told() {
+fn a_folder_without_a_checkpoint_and_a_dangling_pointer_are_reported() {
     let folder = tempfile::tempdir().unwrap();
     let error = Checkpoint::open(folder.path()).unwrap_err();
     assert!(matches!(error, CheckpointError::NotFound { .. }), "{error}");

@@ -1,4 +1,4 @@
-//! Configuration files, flags over them, and what is refused.
+//! Configuration files, flags that override them, and invalid values.
 
 use refrain_models::{LoraSpec, Targets};
 use refrain_train::config::{
@@ -67,14 +67,14 @@ fn a_file_with_every_key_is_read() {
     assert_eq!(config.eval, Some(EvalSource::Share(0.05)));
     let Some(NewModel::Shape(shape)) = &config.new else { panic!("{:?}", config.new) };
     assert_eq!((shape.n_layers, shape.n_kv_heads), (6, None));
-    // The file above has every key but `from` and what needs it, so that a new key must be added to it.
+    // The file above has every key except `from` and those that require it, so a new key must be added there.
     let keys = toml_keys(WHOLE);
     let missing: Vec<_> = KEYS.iter().filter(|key| !keys.contains(&key.name)).map(|key| key.name).collect();
     assert_eq!(missing, ["from", "lora"]);
 }
 
 #[test]
-fn adapters_are_a_table_whose_keys_may_be_left_out_and_are_taken_over_one_by_one() {
+fn the_lora_table_has_optional_keys_that_are_merged_one_by_one() {
     let whole =
         "lora = { rank = 8, alpha = 4, dropout = 0.1, targets = ['q_proj', 'attn_v'], rslora = true }";
     let config = with(whole).unwrap();
@@ -90,7 +90,7 @@ fn adapters_are_a_table_whose_keys_may_be_left_out_and_are_taken_over_one_by_one
     assert_eq!((usual.rank, usual.alpha, usual.targets), (16, 32.0, Targets::All));
     let attention = with("lora = { targets = 'attention' }").unwrap().lora.unwrap().spec();
     assert_eq!(attention.targets, Targets::Attention);
-    // In checkpoints and in reports.
+    // As in checkpoints and reports.
     let json = serde_json::to_string(&config).unwrap();
     assert_eq!(serde_json::from_str::<TrainConfig>(&json).unwrap(), config);
     let toml = toml::to_string_pretty(&config).unwrap();
@@ -116,7 +116,7 @@ fn defaults_are_valid_and_one_path_is_a_list() {
 }
 
 #[test]
-fn flags_win_over_the_file_key_by_key() {
+fn flags_override_the_file_key_by_key() {
     let file = ConfigOverlay::from_toml(WHOLE).unwrap();
     let flags = ConfigOverlay { lr: Some(1e-3), out: Some("other".into()), ..ConfigOverlay::default() };
     let before = TrainConfig::default().overlay(file);
@@ -126,7 +126,7 @@ fn flags_win_over_the_file_key_by_key() {
 }
 
 #[test]
-fn a_model_of_the_flags_takes_the_place_of_the_files() {
+fn a_model_from_the_flags_replaces_the_files() {
     let file = TrainConfig::default().overlay(ConfigOverlay::from_toml(WHOLE).unwrap());
     let flags = ConfigOverlay { from: Some("model.gguf".into()), ..ConfigOverlay::default() };
     let config = file.overlay(flags);
@@ -135,7 +135,7 @@ fn a_model_of_the_flags_takes_the_place_of_the_files() {
 }
 
 #[test]
-fn a_configuration_survives_json_bit_for_bit() {
+fn a_configuration_round_trips_through_json_bit_for_bit() {
     for text in
         [WHOLE, "from = \"m\"\ndata = \"d\"\nlr = 0.00012345678901234567\nresume = \"x\"\neval = \"e.txt\""]
     {
@@ -148,7 +148,7 @@ fn a_configuration_survives_json_bit_for_bit() {
 }
 
 #[test]
-fn an_unknown_key_is_named_with_its_line_and_the_nearest_known_one() {
+fn an_unknown_key_is_reported_with_its_line_and_a_suggestion() {
     let cases = [
         ("warm_up = 3", "line 3: unknown key `warm_up`", Some("did you mean `warmup`?")),
         ("learning_rate = 3", "line 3: unknown key `learning_rate`", None),
@@ -178,7 +178,7 @@ fn an_unknown_key_is_named_with_its_line_and_the_nearest_known_one() {
 }
 
 #[test]
-fn values_outside_their_range_are_refused_with_a_way_out() {
+fn values_out_of_range_are_refused_with_a_hint() {
     let cases = [
         ("lr = 0", "lr is 0, it must be a finite number above 0"),
         ("lr = -1e-3", "lr is -0.001"),
@@ -186,7 +186,7 @@ fn values_outside_their_range_are_refused_with_a_way_out() {
         ("lr = inf", "lr is inf"),
         ("min_lr = 1", "min_lr is 1, it must be between 0 and lr, 0.0003"),
         ("min_lr = nan", "min_lr is NaN"),
-        ("betas = [0.9, 1.0]", "betas is 1, it must be from 0 to below 1"),
+        ("betas = [0.9, 1.0]", "betas is 1, it must be at least 0 and below 1"),
         ("betas = [-0.1, 0.9]", "betas is -0.1"),
         ("betas = [nan, 0.9]", "betas is NaN"),
         ("eps = 0", "eps is 0"),
@@ -194,7 +194,7 @@ fn values_outside_their_range_are_refused_with_a_way_out() {
         ("clip = -1", "clip is -1"),
         ("clip = nan", "clip is NaN"),
         ("weight_decay = -0.1", "weight_decay is -0.1"),
-        ("dropout = 1", "dropout is 1, it must be from 0 to below 1"),
+        ("dropout = 1", "dropout is 1, it must be at least 0 and below 1"),
         ("context = 0", "context is 0, it must be at least 1"),
         ("batch = 0", "batch is 0"),
         ("accumulate = 0", "accumulate is 0"),
@@ -207,14 +207,14 @@ fn values_outside_their_range_are_refused_with_a_way_out() {
         ("eval_every = 5", "the held-out data (`eval`) for eval_every is missing"),
         ("save_every = 5", "the folder (`out`) for save_every is missing"),
         ("keep = 0", "keep is 0"),
-        ("masters = \"none\"", "masters = \"none\" and dtype = \"f32\" exclude each other"),
+        ("masters = \"none\"", "masters = \"none\" and dtype = \"f32\" cannot be combined"),
         ("tokenizer = { train = { vocab_size = 256 } }", "tokenizer.train.vocab_size is 256"),
-        ("new = \"tiny\"", "`from` and `new` exclude each other"),
+        ("new = \"tiny\"", "`from` and `new` cannot be combined"),
     ];
     for (line, message) in cases {
         let error = with(line).expect_err(line);
         assert!(error.to_string().contains(message), "{line}: {error}");
-        let hint = error.hint().expect("a way out");
+        let hint = error.hint().expect("a hint");
         assert!(!hint.is_empty() && !hint.ends_with('.'), "{hint}");
     }
 }
@@ -243,7 +243,7 @@ fn a_shape_must_fit_together() {
 }
 
 #[test]
-fn what_is_missing_is_named() {
+fn missing_keys_are_named() {
     let error = parse("data = \"a.txt\"").unwrap_err();
     assert!(error.to_string().contains("the model (`from` or `new`) is missing"), "{error}");
     let error = parse("from = \"m\"").unwrap_err();
@@ -270,10 +270,10 @@ fn wrong_types_and_broken_toml_are_errors_with_a_line() {
 }
 
 #[test]
-fn words_and_values_of_flags_are_read() {
+fn words_and_values_of_flags_are_parsed() {
     assert_eq!("cosine".parse(), Ok(ScheduleKind::Cosine));
     let error = "cosin".parse::<ScheduleKind>().unwrap_err().to_string();
-    assert_eq!(error, "`cosin` is none of cosine, linear, constant; did you mean `cosine`?");
+    assert_eq!(error, "`cosin` is not one of cosine, linear, constant; did you mean `cosine`?");
     assert_eq!("none".parse(), Ok(Clip::None));
     assert_eq!("0.5".parse(), Ok(Clip::Norm(0.5)));
     assert!("x".parse::<Clip>().is_err());
@@ -287,7 +287,7 @@ fn words_and_values_of_flags_are_read() {
 }
 
 #[test]
-fn files_that_are_no_configuration_are_refused_without_reading_them_whole() {
+fn files_that_are_not_configurations_are_refused_without_reading_all_of_them() {
     let folder = tempfile::tempdir().unwrap();
     let missing = ConfigOverlay::read(&folder.path().join("none.toml")).unwrap_err();
     assert!(matches!(missing, ConfigError::Read { .. }));
@@ -301,7 +301,7 @@ fn files_that_are_no_configuration_are_refused_without_reading_them_whole() {
 }
 
 #[test]
-fn the_page_for_users_has_every_key_as_the_code_describes_it() {
+fn the_training_page_describes_every_key_as_the_code_does() {
     let page = include_str!("../../../docs/training.md");
     for key in KEYS {
         let row = format!("| `{}` | {} |", key.name, key.about.trim_end_matches('.'));

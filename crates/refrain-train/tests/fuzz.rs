@@ -1,4 +1,4 @@
-//! Input of any kind is an error or a result, never a panic.
+//! Any input gives an error or a result, never a panic.
 
 use std::path::Path;
 use std::sync::{Arc, LazyLock};
@@ -25,7 +25,7 @@ fn write(folder: &Path, name: &str, content: &[u8]) -> std::path::PathBuf {
     path
 }
 
-/// Reads a file in every way, and a few batches of what is read.
+/// Reads a file in every way, and a few batches of its data.
 fn use_file(name: &str, content: &[u8], context: usize) {
     let folder = tempfile::tempdir().unwrap();
     let file = [write(folder.path(), name, content)];
@@ -45,7 +45,7 @@ fn use_file(name: &str, content: &[u8], context: usize) {
     }
 }
 
-/// JSON values that look like samples, more or less.
+/// JSON values that resemble samples.
 fn sample() -> impl Strategy<Value = String> {
     let text = prop_oneof![
         Just("\"a b\"".to_owned()),

@@ -1,5 +1,5 @@
-//! Memory taken while files are read is a small multiple of their size. The counter counts every thread, so this test has
-//! its file to itself.
+//! Reading files uses a small multiple of their size in memory. The counter covers all threads, so this test
+//! has its own file.
 
 use std::fmt::Write as _;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use refrain_train::tokenize::{TokenizerPlan, TrainedTokenizer};
 #[global_allocator]
 static ALLOCATOR: CountingAllocator = CountingAllocator::new();
 
-/// The most bytes that are alive while `work` runs, above those before.
+/// Peak memory while `work` runs, above the memory in use before.
 fn peak<R>(work: impl FnOnce() -> R) -> (R, usize) {
     let (before, most, done) = (ALLOCATOR.live_bytes(), AtomicUsize::new(0), AtomicBool::new(false));
     let result = std::thread::scope(|scope| {
@@ -54,7 +54,7 @@ fn reading_takes_a_small_multiple_of_the_file() {
     let (corpus, most) = peak(|| Corpus::read(&files, &encoder, options, &mut |_, _| {}).unwrap());
     let n_tokens = corpus.tokens().len();
     assert!(n_tokens > n_bytes / 8);
-    // The tokens, once more while they are moved, and what a tokenizer needs for a piece of 256 KiB.
+    // The tokens twice while they are reallocated, plus what a tokenizer needs for a chunk of 256 KiB.
     let limit = 2 * 4 * n_tokens + 48 * MIB;
     assert!(most < limit, "{} MiB at most, {} MiB allowed", most / MIB, limit / MIB);
 }

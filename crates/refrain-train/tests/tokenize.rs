@@ -1,4 +1,4 @@
-//! Training a tokenizer, and what it gives to others.
+//! Training a tokenizer, and its outputs.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -27,7 +27,7 @@ fn trained(vocab_size: usize) -> TrainedTokenizer {
 }
 
 #[test]
-fn a_trained_tokenizer_joins_words_and_gives_every_text_back() {
+fn a_trained_tokenizer_merges_words_and_round_trips_every_text() {
     let trained = trained(400);
     let tokenizer = &trained.tokenizer;
     assert!(tokenizer.vocab_size() <= 400 && tokenizer.vocab_size() > 300, "{}", tokenizer.vocab_size());
@@ -42,7 +42,7 @@ fn a_trained_tokenizer_joins_words_and_gives_every_text_back() {
     assert_eq!((tokenizer.bos(), tokenizer.eos(), tokenizer.add_bos()), (Some(0), Some(0), true));
     assert!(tokenizer.is_end_of_generation(0));
     let no_marker = |id: &u32| tokenizer.piece(*id).is_none_or(|piece| !piece.ends_with(b"endoftext"));
-    assert!((3..tokenizer.vocab_size() as u32).all(|id| no_marker(&id)), "the separator is no text");
+    assert!((3..tokenizer.vocab_size() as u32).all(|id| no_marker(&id)), "the separator is not text");
 }
 
 #[test]
@@ -71,7 +71,7 @@ fn saved_files_and_the_gguf_vocabulary_give_the_same_ids() {
 }
 
 #[test]
-fn a_chat_template_travels_with_the_tokenizer() {
+fn a_chat_template_is_saved_with_the_tokenizer() {
     let folder = tempfile::tempdir().unwrap();
     let file = write(folder.path(), "a.jsonl", "{\"prompt\":\"say hi\",\"completion\":\"hi hi hi\"}\n");
     let template = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}";
@@ -88,7 +88,7 @@ fn a_chat_template_travels_with_the_tokenizer() {
 }
 
 #[test]
-fn a_tokenizer_that_is_there_is_opened_with_its_template() {
+fn an_existing_tokenizer_is_opened_with_its_template() {
     let folder = tempfile::tempdir().unwrap();
     let missing = LoadedTokenizer::open(folder.path()).unwrap_err();
     assert!(

@@ -1,4 +1,4 @@
-//! Whole runs of a tiny model on the CPU.
+//! Complete runs of a tiny model on the CPU.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use refrain_models::Model;
 use refrain_train::checkpoint::{Checkpoint, CheckpointError, CheckpointStore};
 use refrain_train::config::{EvalSource, ModelShape, NewModel, Order, Paths, Resume, ScheduleKind};
 use refrain_train::data::{Corpus, CorpusOptions, Encoder};
-use refrain_train::learner::{AdamSettings, Learner, Rows};
+use refrain_train::learner::{AdamSettings, BatchRows, Learner};
 use refrain_train::log::{self, LogLine, StepRecord};
 use refrain_train::schedule::LrSchedule;
 use refrain_train::tokenize::{TokenizerPlan, TrainedTokenizer};
@@ -18,7 +18,7 @@ use refrain_train::{TrainConfig, TrainError};
 
 const CONTEXT: usize = 16;
 
-/// A text that a small model learns something of in a few steps.
+/// A text that a small model learns to predict in a few steps.
 fn text() -> String {
     let animals = ["cat", "dog", "fox", "hen", "cow"];
     let places = ["mat", "hill", "barn", "road"];
@@ -123,7 +123,7 @@ fn run(trainer: &mut Trainer<CpuBackend>) -> TrainSummary {
     trainer.run(&|| false, &mut |_| {}).unwrap()
 }
 
-/// Every state of a run, bit for bit.
+/// All states of a run, bit for bit.
 fn states(learner: &Learner<CpuBackend>) -> Vec<(String, Vec<u8>)> {
     let table = learner.table();
     let state = |i: usize| (table.states[i].name.clone(), learner.state(StateId::from_idx(i)).unwrap());
@@ -134,7 +134,7 @@ fn floats(bytes: &[u8]) -> Vec<f32> {
     bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect()
 }
 
-/// The steps of a log, and held-out losses in between, without the time they took.
+/// Steps and held-out losses of a log, without their durations.
 fn lines(path: &Path) -> Vec<LogLine> {
     let timeless = |line| match line {
         LogLine::Step(record) => LogLine::Step(StepRecord { tok_s: 0.0, ..record }),
@@ -151,7 +151,7 @@ fn steps(path: &Path) -> Vec<StepRecord> {
     lines(path).into_iter().filter_map(step).collect()
 }
 
-/// Rows of one document of each sequence, for the step API.
+/// Rows of one document per sequence, for the step API.
 struct OwnRows {
     tokens: Vec<i32>,
     targets: Vec<i32>,
@@ -175,9 +175,9 @@ impl OwnRows {
         }
     }
 
-    fn rows(&self) -> Rows<'_> {
+    fn rows(&self) -> BatchRows<'_> {
         let OwnRows { tokens, targets, positions, spans } = self;
-        Rows { tokens, targets, positions, spans }
+        BatchRows { tokens, targets, positions, spans }
     }
 }
 
@@ -194,14 +194,14 @@ fn the_loss_falls() {
     assert_eq!(summary.n_eager, 30, "the CPU replays nothing");
     let log = steps(&bench.path("run/log.jsonl"));
     let (first, last) = (log[0].loss, log[29].loss);
-    // A model that has learnt nothing gives every token the same chance.
+    // An untrained model gives all tokens the same probability.
     assert!((first - 320f64.ln()).abs() < 0.2, "{first}");
     assert!(last < first - 2.0, "from {first} to {last}");
     assert!(log.iter().all(|line| line.grad_norm > 0.0));
 }
 
 #[test]
-fn a_run_that_stops_and_is_resumed_equals_one_that_does_not() {
+fn a_resumed_run_equals_an_uninterrupted_one() {
     let bench = Bench::new();
     let config = |out: &str| TrainConfig {
         accumulate: 2,
@@ -225,7 +225,7 @@ fn a_run_that_stops_and_is_resumed_equals_one_that_does_not() {
     let summary = first.run(&|| n_done.get() == 4, &mut count).unwrap();
     assert_eq!((summary.step, summary.interrupted), (4, true));
     drop(first);
-    // Lines of a step that was not saved are not there twice afterwards.
+    // Log lines of a step that was not saved do not appear twice after resuming.
     let log = bench.path("parts/log.jsonl");
     let mut text = std::fs::read_to_string(&log).unwrap();
     text.push_str("{\"step\":4,\"loss\":9.0,\"grad_norm\":1.0,\"lr\":1.0,\"tok_s\":1.0}\n");
@@ -247,7 +247,7 @@ fn a_run_that_stops_and_is_resumed_equals_one_that_does_not() {
 }
 
 #[test]
-fn four_batches_of_two_are_one_of_eight() {
+fn four_batches_of_two_equal_one_of_eight() {
     let bench = Bench::new();
     let config = |out: &str, batch, accumulate| TrainConfig {
         order: Order::File,
@@ -270,13 +270,14 @@ fn four_batches_of_two_are_one_of_eight() {
         let b = one.learner().weight(q).unwrap().to_f32().unwrap();
         let most = b.iter().fold(0f32, |most, v| most.max(v.abs()));
         let off = a.iter().zip(&b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-        // Adam divides by the root of the second moment: where a gradient is nearly 0, its last bits decide.
+        // Adam divides by the root of the second moment: where a gradient is nearly 0, its last bits
+        // dominate.
         assert!(off < 1e-2 * most, "off by {off} of {most}");
     }
 }
 
 #[test]
-fn a_weight_that_is_no_number_ends_the_run_and_the_last_checkpoint_stays() {
+fn a_nan_weight_ends_the_run_and_the_last_checkpoint_stays() {
     let bench = Bench::new();
     let config = TrainConfig { save_every: Some(2), ..bench.config("run") };
     let mut trainer = bench.trainer(&config).unwrap();
@@ -317,7 +318,7 @@ fn a_checkpoint_of_another_shape_is_refused() {
 }
 
 #[test]
-fn the_best_checkpoint_is_kept_beside_the_newest_ones() {
+fn the_best_checkpoint_is_kept_in_addition_to_the_newest_ones() {
     let bench = Bench::new();
     let config = TrainConfig {
         steps: 12,
@@ -348,7 +349,7 @@ fn the_best_checkpoint_is_kept_beside_the_newest_ones() {
 }
 
 #[test]
-fn the_learning_rate_is_not_frozen_into_the_step() {
+fn the_learning_rate_is_not_baked_into_the_step() {
     let bench = Bench::new();
     let config = TrainConfig { steps: 8, ..bench.config("run") };
     let mut trainer = bench.trainer(&config).unwrap();
@@ -357,7 +358,7 @@ fn the_learning_rate_is_not_frozen_into_the_step() {
     for line in steps(&bench.path("run/log.jsonl")) {
         assert_eq!(line.lr, schedule.at(line.step), "step {}", line.step);
     }
-    // The same gradients from the same state: what changes is proportional to the rate of the very step.
+    // Equal gradients from equal states: the change is proportional to the learning rate of that step.
     let mut learner = bench.learner(&config);
     let rows = OwnRows::new(2);
     let saved = states(&learner);
@@ -379,7 +380,7 @@ fn the_learning_rate_is_not_frozen_into_the_step() {
 }
 
 #[test]
-fn the_step_count_is_not_frozen_into_the_step() {
+fn the_step_count_is_not_baked_into_the_step() {
     let bench = Bench::new();
     let config = bench.config("run");
     let mut learner = bench.learner(&config);
@@ -398,7 +399,8 @@ fn the_step_count_is_not_frozen_into_the_step() {
         let moves = after.iter().zip(floats(&saved[value.idx()].1)).map(|(a, b)| (a - b).abs());
         f64::from(moves.fold(0.0, f32::max))
     };
-    // The first moments of a gradient g are 0.1 g and 0.05 g²; what they are divided by depends on the count.
+    // The first moments of a gradient g are 0.1 g and 0.05 g²; their bias correction depends on the step
+    // count.
     let corrected = |t: i32| 0.1 / (1.0 - 0.9f64.powi(t)) / (0.05 / (1.0 - 0.95f64.powi(t))).sqrt();
     for n_steps in [0, 1, 9, 99] {
         let (got, want) = (moved(n_steps), 1e-3 * corrected(n_steps + 1));
@@ -407,19 +409,19 @@ fn the_step_count_is_not_frozen_into_the_step() {
 }
 
 #[test]
-fn the_state_of_dropout_is_not_frozen_into_the_step() {
+fn the_random_state_of_dropout_is_not_baked_into_the_step() {
     let bench = Bench::new();
     let config = TrainConfig { dropout: 0.3, ..bench.config("run") };
     let mut learner = bench.learner(&config);
     let rows = OwnRows::new(2);
-    // A rate of 0 leaves the weights alone: only the random state differs between the steps.
+    // A learning rate of 0 leaves the weights unchanged: only the random state differs between the steps.
     let still = AdamSettings { lr: 0.0, ..PLAIN };
     let mut loss = |random| learner.step(&[rows.rows()], &still, random).unwrap().loss;
     let (first, second) = (loss([7, 0, 0, 0]), loss([7, 0, 1, 0]));
-    assert_ne!(first, second, "another step drops other elements");
-    assert_ne!(first, loss([8, 0, 0, 0]), "another seed drops other elements");
+    assert_ne!(first, second, "another step drops different elements");
+    assert_ne!(first, loss([8, 0, 0, 0]), "another seed drops different elements");
     assert_eq!(first, loss([7, 0, 0, 0]), "the same numbers drop the same elements");
-    // Nothing is dropped where nothing is learnt.
+    // Evaluation has no dropout.
     let (held_out, n) = learner.evaluate(&rows.rows()).unwrap();
     assert_eq!((held_out, n), learner.evaluate(&rows.rows()).unwrap());
 }

@@ -1,4 +1,4 @@
-//! The frozen weights that an adapter is trained over, by name and content.
+//! The frozen weights that an adapter is trained on, identified by content.
 
 use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -11,22 +11,22 @@ use sha2::{Digest as _, Sha256};
 
 use super::hex;
 
-/// Digits of a digest that messages show.
+/// Digits of the digest shown in messages.
 const SHOWN: usize = 12;
 
-/// Frozen weights. Two are the same where the digests are; the name is for people.
+/// Frozen base weights. Two bases are equal if their digests are; the name is for humans.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct FrozenBase {
-    /// What the run called the model.
+    /// The run's name for the model.
     pub name: String,
-    /// SHA-256 over names, types, sizes and bytes of the weights.
+    /// SHA-256 over the names, types, sizes and bytes of the weights.
     pub sha256: String,
 }
 
 impl FrozenBase {
-    /// The weights below the adapter of `model`; `None` where it has none, so that every weight is trained. Every byte is
-    /// read, on all cores.
+    /// Digests the base weights of `model`; `None` without an adapter, since every weight is trained then.
+    /// Reads every byte, on all cores.
     pub fn of(model: &Model, name: &str) -> Option<Self> {
         let weights: Vec<(&str, &HostTensor)> = model.below_adapter()?.collect();
         let n_threads = thread::available_parallelism().map_or(1, usize::from).clamp(1, weights.len().max(1));
@@ -53,7 +53,7 @@ impl FrozenBase {
         Some(Self { name: name.to_owned(), sha256: hex(all.finalize()) })
     }
 
-    /// Whether these are the same weights, whatever they are called.
+    /// Whether these are the same weights, regardless of their name.
     pub fn is(&self, other: &Self) -> bool {
         self.sha256 == other.sha256
     }
@@ -68,7 +68,7 @@ impl fmt::Display for FrozenBase {
 
 fn digest(name: &str, tensor: &HostTensor) -> [u8; 32] {
     let mut digest = Sha256::new();
-    // A line, so that no bytes of one part can be taken for those of another.
+    // Terminated by a newline, so that bytes of one field cannot be mistaken for another.
     digest.update(format!("{name} {} {:?}\n", tensor.dtype().name(), tensor.shape().dims()));
     digest.update(tensor.bytes().as_slice());
     digest.finalize().into()

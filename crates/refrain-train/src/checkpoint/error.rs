@@ -6,19 +6,19 @@ use std::path::{Path, PathBuf};
 use super::FrozenBase;
 use crate::storage::is_disk_full;
 
-/// What can go wrong when state is saved or loaded.
+/// Errors of saving and loading checkpoints.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CheckpointError {
-    /// No room. What was saved before is still there.
-    #[error("no room to save {n_bytes} bytes at {path}")]
+    /// No disk space left. The previous checkpoint is intact.
+    #[error("no space to save {n_bytes} bytes at {path}")]
     NoSpace {
         /// The file that was being written.
         path: PathBuf,
-        /// Bytes of the whole checkpoint.
+        /// Size of the whole checkpoint.
         n_bytes: u64,
     },
-    /// A write failed. What was saved before is still there.
+    /// A write failed. The previous checkpoint is intact.
     #[error("cannot write {path}")]
     Write {
         /// The file.
@@ -34,30 +34,30 @@ pub enum CheckpointError {
         /// Why.
         source: io::Error,
     },
-    /// Another run saves here.
+    /// Another run saves in this folder.
     #[error("another run saves in {path}")]
     Busy {
         /// The folder.
         path: PathBuf,
     },
-    /// There is none.
-    #[error("{path} holds no checkpoint")]
+    /// The folder has no checkpoint.
+    #[error("{path} contains no checkpoint")]
     NotFound {
         /// The folder.
         path: PathBuf,
     },
-    /// The pointer leads nowhere.
-    #[error("{path} names {name:?}, which is not there")]
+    /// The pointer names a missing checkpoint.
+    #[error("{path} points to {name:?}, which does not exist")]
     Pointer {
         /// The pointer.
         path: PathBuf,
-        /// What it names.
+        /// The checkpoint it names.
         name: String,
-        /// Checkpoints that are there.
+        /// Existing checkpoints.
         available: Vec<String>,
     },
-    /// The tensors cannot be saved as given.
-    #[error("{file} cannot hold {tensor}: {reason}")]
+    /// The tensors cannot be saved.
+    #[error("cannot save {tensor} in {file}: {reason}")]
     BadTensor {
         /// The file.
         file: String,
@@ -66,20 +66,20 @@ pub enum CheckpointError {
         /// Why.
         reason: String,
     },
-    /// A file name that is a path, or is taken.
-    #[error("{name:?} is no name for a file of a checkpoint")]
+    /// A file name that contains a path, or is already in use.
+    #[error("{name:?} is not a valid name for a checkpoint file")]
     BadName {
         /// The name.
         name: String,
     },
-    /// Another version of the layout.
-    #[error("{path} has version {found}, this program reads version {known}")]
+    /// An unsupported version of the format.
+    #[error("{path} has version {found}, the supported version is {known}")]
     Version {
         /// `state.json`.
         path: PathBuf,
         /// Its version.
         found: u64,
-        /// The version of this program.
+        /// The supported version.
         known: u32,
     },
     /// `state.json` is damaged.
@@ -87,7 +87,7 @@ pub enum CheckpointError {
     State {
         /// `state.json`.
         path: PathBuf,
-        /// In which way.
+        /// What is damaged.
         reason: String,
     },
     /// A file is missing.
@@ -96,57 +96,59 @@ pub enum CheckpointError {
         /// The file.
         path: PathBuf,
     },
-    /// A file has another size.
+    /// A file has the wrong size.
     #[error("{path} has {found} bytes, {expected} were saved")]
     Size {
         /// The file.
         path: PathBuf,
         /// Its size.
         found: u64,
-        /// The size that was saved.
+        /// The saved size.
         expected: u64,
     },
-    /// A file has other bytes.
+    /// A file's content has changed.
     #[error("{path} is damaged: its sha256 is {found}, {expected} was saved")]
     Checksum {
         /// The file.
         path: PathBuf,
-        /// Of its bytes.
+        /// Checksum of the file.
         found: String,
-        /// Of the bytes that were saved.
+        /// Checksum that was saved.
         expected: String,
     },
-    /// The adapter was trained over other weights.
-    #[error("{path} belongs to {saved}, but this run has {given} below its adapter")]
+    /// The adapter was trained on other weights.
+    #[error("{path} was trained on {saved}, the adapter of this run is on {given}")]
     OtherBase {
         /// The folder of the checkpoint.
         path: PathBuf,
-        /// The weights it was trained over.
+        /// The base it was trained on.
         saved: FrozenBase,
-        /// The weights of this run.
+        /// The base of this run.
         given: FrozenBase,
     },
-    /// The tensors are not those of the model.
-    #[error("{path} does not fit the model: {}", .differences.join("; "))]
+    /// The tensors do not match the model.
+    #[error("{path} does not match the model: {}", .differences.join("; "))]
     Differs {
         /// The file.
         path: PathBuf,
-        /// What differs; the first few, then a count.
+        /// The differences: the first few, then a count.
         differences: Vec<String>,
     },
 }
 
 impl CheckpointError {
-    /// What the user can do about it.
+    /// An action for the user.
     pub fn hint(&self) -> Option<String> {
         let text = match self {
             Self::NoSpace { .. } => {
-                "free some space, lower `keep`, or resume with another `out`; the previous checkpoint is whole"
+                "free some space, lower `keep`, or resume with another `out`; the previous checkpoint is intact"
             }
-            Self::Write { .. } => "check that you may write there; the previous checkpoint is whole",
-            Self::Read { .. } => "check that you may read it",
-            Self::Busy { .. } => "wait until it has ended, or choose another `out`",
-            Self::NotFound { .. } => "give the folder of a checkpoint, or the `out` of a run that saved one",
+            Self::Write { .. } => "check the write permissions; the previous checkpoint is intact",
+            Self::Read { .. } => "check the read permissions",
+            Self::Busy { .. } => "wait until the other run has ended, or choose another `out`",
+            Self::NotFound { .. } => {
+                "give the folder of a checkpoint, or the `out` folder of a run that saved one"
+            }
             Self::Pointer { available, .. } => {
                 return available.last().map(|last| format!("resume from {last}"));
             }
@@ -156,9 +158,11 @@ impl CheckpointError {
                 "resume from an earlier checkpoint"
             }
             Self::OtherBase { saved, given, .. } if saved.name == given.name => {
-                "the model has changed since it was saved: bring the earlier one back, or start a new run"
+                "the model has changed since the checkpoint was saved: restore the earlier model, or start a new run"
             }
-            Self::OtherBase { saved, .. } => return Some(format!("resume over {}", saved.name)),
+            Self::OtherBase { saved, .. } => {
+                return Some(format!("resume with the base model {}", saved.name));
+            }
             Self::Differs { .. } => "resume with the model, dtype and optimiser of the checkpoint",
         };
         Some(text.to_owned())

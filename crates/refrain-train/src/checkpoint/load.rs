@@ -1,4 +1,4 @@
-//! Reading a checkpoint, and refusing one that is not what was saved.
+//! Reads and verifies checkpoints.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -15,14 +15,14 @@ use super::error::CheckpointError;
 use super::store::resolve;
 use super::{FileRecord, FrozenBase, NO_SEAL, RunState, STATE, StateFile, TensorSpec, VERSION, hex};
 
-/// More than any `state.json` has.
+/// Above the size of any `state.json`.
 const MAX_STATE_BYTES: u64 = 16 << 20;
-/// The size of a read while a file is checked.
+/// Size of a read during verification.
 const COPY_BYTES: usize = 1 << 20;
-/// Differences that a message names.
+/// Maximum number of differences in a message.
 const MAX_NAMED: usize = 5;
 
-/// A checkpoint whose files are what was saved.
+/// A verified checkpoint.
 #[derive(Debug)]
 pub struct Checkpoint {
     path: PathBuf,
@@ -30,7 +30,7 @@ pub struct Checkpoint {
     files: BTreeMap<String, BTreeMap<String, TensorPlace>>,
 }
 
-/// A tensor and where its bytes are in the file.
+/// A tensor and the location of its bytes in the file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct TensorPlace {
     spec: TensorSpec,
@@ -39,7 +39,8 @@ struct TensorPlace {
 }
 
 impl Checkpoint {
-    /// Opens the folder of a checkpoint, or the latest one of the folder of a run. Every byte is read and checked.
+    /// Opens a checkpoint folder, or the latest checkpoint in a run's folder. Every byte is read and
+    /// verified.
     pub fn open(path: &Path) -> Result<Self, CheckpointError> {
         let path = resolve(path)?;
         let state = read_state(&path.join(STATE))?;
@@ -50,24 +51,24 @@ impl Checkpoint {
         Ok(Self { path, state: state.state, files })
     }
 
-    /// What the run of a checkpoint was, and the checkpoint's folder, without a look at its tensors.
+    /// Reads a checkpoint's state and finds its folder, without reading its tensors.
     pub fn peek(path: &Path) -> Result<(PathBuf, RunState), CheckpointError> {
         let path = resolve(path)?;
         let state = read_state(&path.join(STATE))?.state;
         Ok((path, state))
     }
 
-    /// Its folder.
+    /// The checkpoint's folder.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// What the run was.
+    /// State of the run.
     pub fn state(&self) -> &RunState {
         &self.state
     }
 
-    /// The names of its files.
+    /// Names of its files.
     pub fn files(&self) -> impl Iterator<Item = &str> {
         self.files.keys().map(String::as_str)
     }
@@ -77,7 +78,7 @@ impl Checkpoint {
         self.files.get(file).into_iter().flat_map(|tensors| tensors.values().map(|place| &place.spec))
     }
 
-    /// Checks that it was trained over these frozen weights, where it says over which.
+    /// Checks that it was trained on these frozen weights, if it names any.
     pub fn expect_base(&self, given: Option<&FrozenBase>) -> Result<(), CheckpointError> {
         match (&self.state.base, given) {
             (Some(saved), Some(given)) if !saved.is(given) => Err(CheckpointError::OtherBase {
@@ -85,12 +86,12 @@ impl Checkpoint {
                 saved: saved.clone(),
                 given: given.clone(),
             }),
-            // Without an adapter on both sides, the tensors differ and say so.
+            // If only one side has an adapter, the tensors differ and are reported.
             _ => Ok(()),
         }
     }
 
-    /// Checks that a file holds these tensors and no others.
+    /// Checks that a file contains exactly these tensors.
     pub fn expect(&self, file: &str, expected: &[TensorSpec]) -> Result<(), CheckpointError> {
         let path = self.path.join(file);
         let Some(found) = self.files.get(file) else { return Err(CheckpointError::MissingFile { path }) };
@@ -143,11 +144,11 @@ fn read_state(path: &Path) -> Result<StateFile, CheckpointError> {
     let file = File::open(path).map_err(CheckpointError::read(path))?;
     let read = file.take(MAX_STATE_BYTES).read_to_string(&mut text);
     read.map_err(|error| match error.kind() {
-        io::ErrorKind::InvalidData => damaged("it is not a text".to_owned()),
+        io::ErrorKind::InvalidData => damaged("it is not text".to_owned()),
         _ => CheckpointError::read(path)(error),
     })?;
     let value: Value = serde_json::from_str(&text).map_err(|error| damaged(error.to_string()))?;
-    // First of all: what another version seals and stores is its own.
+    // Checked first: the seal and the content depend on the version.
     match value["version"].as_u64() {
         Some(version) if version == u64::from(VERSION) => {}
         Some(found) => {
@@ -198,7 +199,7 @@ fn checksum(path: &Path) -> io::Result<String> {
     }
 }
 
-/// Where the tensors of a safetensors file are.
+/// Locations of the tensors in a safetensors file.
 fn places(path: &Path, file_bytes: u64) -> Result<BTreeMap<String, TensorPlace>, CheckpointError> {
     let damaged = |reason: &str| CheckpointError::State { path: path.to_owned(), reason: reason.to_owned() };
     let mut file = File::open(path).map_err(CheckpointError::read(path))?;
@@ -206,18 +207,18 @@ fn places(path: &Path, file_bytes: u64) -> Result<BTreeMap<String, TensorPlace>,
     file.read_exact(&mut length).map_err(CheckpointError::read(path))?;
     let (header_bytes, start) = (u64::from_le_bytes(length), LENGTH_BYTES as u64);
     if header_bytes > file_bytes.saturating_sub(start) {
-        return Err(damaged("its header does not fit"));
+        return Err(damaged("its header does not match the file"));
     }
     let mut header = Vec::new();
     file.take(header_bytes).read_to_end(&mut header).map_err(CheckpointError::read(path))?;
     let metadata: Metadata = serde_json::from_slice(&header).map_err(|error| damaged(&error.to_string()))?;
     let data_start = start + header_bytes;
     if metadata.data_len() as u64 != file_bytes - data_start {
-        return Err(damaged("its header describes another size"));
+        return Err(damaged("its header does not match the file size"));
     }
     let mut places = BTreeMap::new();
     for (name, info) in metadata.tensors() {
-        let dtype = dtype_of(info.dtype).ok_or_else(|| damaged("it has a tensor of another type"))?;
+        let dtype = dtype_of(info.dtype).ok_or_else(|| damaged("it has a tensor of an unsupported type"))?;
         let (from, to) = info.data_offsets;
         let spec = TensorSpec { name: name.clone(), dtype, shape: info.shape.clone() };
         let place = TensorPlace { spec, offset: data_start + from as u64, n_bytes: (to - from) as u64 };

@@ -1,19 +1,20 @@
-//! Saved state: a folder that is whole or is not there.
+//! Checkpoints: folders that are either complete or absent.
 //!
 //! ```text
 //! out/latest                     the name of the newest checkpoint
 //! out/best                       the name of the one with the lowest held-out loss
-//! out/step-00001000/state.json   step, data position, random state, configuration, and what the files hold
+//! out/step-00001000/state.json   step, data position, random state, configuration and file checksums
 //! out/step-00001000/*.safetensors
 //! ```
 //!
-//! `state.json` has the size and the SHA-256 of every file, and a seal over itself: a changed byte anywhere is found.
+//! `state.json` stores the size and the SHA-256 of every file, and a checksum of itself, so any changed byte is
+//! detected.
 
-mod base; // the frozen weights of an adapter
-mod error; // what can go wrong
-mod load; // from a folder
-mod save; // to a folder
-mod store; // several, the oldest removed
+mod base; // the frozen base of an adapter
+mod error; // errors
+mod load; // reading and verifying
+mod save; // writing
+mod store; // the checkpoints of a run
 
 use std::fmt;
 
@@ -29,32 +30,32 @@ pub use load::Checkpoint;
 pub use save::Fetch;
 pub use store::{CheckpointStore, SaveRequest};
 
-/// The version of the layout.
+/// Version of the format.
 pub const VERSION: u32 = 1;
 const STATE: &str = "state.json";
-/// Stands for the seal while it is computed.
+/// Placeholder for the seal while it is computed.
 const NO_SEAL: &str = "0000000000000000000000000000000000000000000000000000000000000000";
 
-/// What a run is, besides its tensors.
+/// State of a run, besides its tensors.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RunState {
-    /// Steps that are done.
+    /// Completed steps.
     pub step: u64,
-    /// Where the next batch starts.
+    /// Position of the next batch in the data.
     pub position: DataPosition,
-    /// Where random numbers go on.
+    /// State of the random number generator.
     pub random: RandomState,
-    /// The configuration of the run.
+    /// Configuration of the run.
     pub config: TrainConfig,
-    /// How far it has come.
+    /// Progress of the run.
     pub progress: RunProgress,
-    /// The weights below its adapter; none where every weight is trained, or where an earlier program saved it.
+    /// Base weights of its adapter; `None` if every weight is trained, or if an older version saved it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub base: Option<FrozenBase>,
 }
 
-/// Where random numbers go on: they are a function of seed and counter.
+/// State of the counter-based random number generator.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RandomState {
@@ -64,7 +65,7 @@ pub struct RandomState {
     pub counter: u64,
 }
 
-/// How far a run has come.
+/// Progress of a run.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RunProgress {
@@ -74,7 +75,7 @@ pub struct RunProgress {
     pub best: Option<BestLoss>,
     /// Tokens seen.
     pub n_tokens: u64,
-    /// Time spent in steps.
+    /// Time spent in steps, in seconds.
     pub seconds: f64,
 }
 
@@ -82,13 +83,13 @@ pub struct RunProgress {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct BestLoss {
-    /// Steps that were done.
+    /// Completed steps.
     pub step: u64,
     /// The loss.
     pub loss: f64,
 }
 
-/// A tensor without its elements.
+/// Name, type and shape of a tensor.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorSpec {
     /// Name, unique in its file.
@@ -100,7 +101,7 @@ pub struct TensorSpec {
 }
 
 impl TensorSpec {
-    /// Bytes of its elements; `None` where they overflow or the type cannot be saved.
+    /// Size of its elements in bytes; `None` on overflow or for a type that cannot be saved.
     pub fn n_bytes(&self) -> Option<usize> {
         let n = self.shape.iter().try_fold(1usize, |n, &size| n.checked_mul(size))?;
         if self.dtype.is_quantized() { None } else { self.dtype.bytes_for(n) }
@@ -118,7 +119,7 @@ impl fmt::Display for TensorSpec {
 pub struct FileSpec {
     /// Its name, such as `weights.safetensors`.
     pub name: String,
-    /// What it holds.
+    /// Its tensors.
     pub tensors: Vec<TensorSpec>,
 }
 

@@ -1,4 +1,4 @@
-//! Writing the files of a checkpoint.
+//! Writes the files of a checkpoint.
 
 use std::borrow::Cow;
 use std::collections::HashSet;
@@ -13,10 +13,10 @@ use super::error::CheckpointError;
 use super::{FileRecord, FileSpec, NO_SEAL, RunState, STATE, StateFile, TensorSpec, VERSION, hex};
 use crate::storage::Storage;
 
-/// Gives the bytes of a tensor, little-endian and row by row, when it is written.
+/// Provides the bytes of a tensor when it is written, little-endian and in row-major order.
 pub type Fetch<'a> = dyn FnMut(&FileSpec, &TensorSpec) -> io::Result<Cow<'a, [u8]>> + 'a;
 
-/// Checks what is to be saved before a byte is written, and adds up its size.
+/// Validates what is to be saved before anything is written, and returns the total size.
 pub(super) fn check(files: &[FileSpec]) -> Result<u64, CheckpointError> {
     let mut names = HashSet::from([STATE]);
     let mut n_bytes = 0u64;
@@ -33,7 +33,7 @@ pub(super) fn check(files: &[FileSpec]) -> Result<u64, CheckpointError> {
                 reason: reason.to_owned(),
             };
             if !tensors.insert(&tensor.name) {
-                return Err(bad("the name is there twice"));
+                return Err(bad("the name is not unique"));
             }
             if tensor.name == METADATA {
                 return Err(bad("the name is reserved"));
@@ -88,7 +88,7 @@ fn write_tensors(
     file: &FileSpec,
     fetch: &mut Fetch<'_>,
 ) -> io::Result<(u64, String)> {
-    // Larger elements first, so that all of them are aligned.
+    // Larger element types first, so that all tensors are aligned.
     let mut tensors: Vec<&TensorSpec> = file.tensors.iter().collect();
     tensors.sort_by_key(|tensor| (std::cmp::Reverse(tensor.dtype.block_bytes()), &tensor.name));
     let mut out = Hashing { file: storage.create(path)?, hasher: Sha256::new(), n_bytes: 0 };
@@ -99,7 +99,7 @@ fn write_tensors(
         let bytes = fetch(file, tensor)?;
         if Some(bytes.len()) != tensor.n_bytes() {
             let (found, name) = (bytes.len(), &tensor.name);
-            let reason = format!("{name} ({tensor}) was given as {found} bytes");
+            let reason = format!("{name} ({tensor}) has {found} bytes");
             return Err(io::Error::new(io::ErrorKind::InvalidData, reason));
         }
         out.write_all(&bytes)?;
@@ -149,7 +149,7 @@ fn dtype_name(dtype: DType) -> Option<&'static str> {
     }
 }
 
-/// A file and the checksum of what was written to it.
+/// A file that hashes what is written to it.
 struct Hashing {
     file: Box<dyn crate::storage::StorageFile>,
     hasher: Sha256,

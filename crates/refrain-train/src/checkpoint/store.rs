@@ -7,14 +7,14 @@ use std::path::{Path, PathBuf};
 use super::error::CheckpointError;
 use super::save::{self, Fetch};
 use super::{FileSpec, RunState, STATE};
-use crate::storage::{RealStorage, Storage, is_temporary, sync_folder, temporary_beside, write_atomically};
+use crate::storage::{RealStorage, Storage, is_temporary, sync_folder, temporary_path, write_atomically};
 
 const LATEST: &str = "latest";
 const BEST: &str = "best";
 const LOCK: &str = ".lock";
 const PREFIX: &str = "step-";
 
-/// The folder of a run that checkpoints are saved in. No other process saves there while this value lives.
+/// A run's folder of checkpoints. No other process saves there while this value lives.
 pub struct CheckpointStore {
     folder: PathBuf,
     storage: Box<dyn Storage>,
@@ -27,26 +27,26 @@ impl std::fmt::Debug for CheckpointStore {
     }
 }
 
-/// What to save.
+/// Input of [`CheckpointStore::save`].
 #[derive(Debug, Clone, Copy)]
 pub struct SaveRequest<'a> {
-    /// What the run is, besides its tensors.
+    /// State of the run, besides its tensors.
     pub state: &'a RunState,
-    /// What its files hold.
+    /// Files to write.
     pub files: &'a [FileSpec],
     /// Whether its held-out loss is the lowest so far.
     pub is_best: bool,
-    /// Checkpoints to keep, besides the best one; at least 1.
+    /// Number of checkpoints to keep, besides the best one; at least 1.
     pub keep: usize,
 }
 
 impl CheckpointStore {
-    /// Opens a folder, which is made if need be, and removes what an interrupted save has left there.
+    /// Opens a folder, creating it if necessary, and removes the remains of interrupted saves.
     pub fn open(folder: &Path) -> Result<Self, CheckpointError> {
         Self::open_on(folder, Box::new(RealStorage))
     }
 
-    /// The same on another disk.
+    /// The same on a given storage.
     pub fn open_on(folder: &Path, storage: Box<dyn Storage>) -> Result<Self, CheckpointError> {
         fs::create_dir_all(folder).map_err(CheckpointError::write(folder, 0))?;
         let path = folder.join(LOCK);
@@ -80,11 +80,12 @@ impl CheckpointStore {
         pointed(&self.folder, BEST)
     }
 
-    /// Saves a checkpoint and returns its folder. It appears as a whole; where that fails, what was there stays.
+    /// Saves a checkpoint and returns its folder. The checkpoint appears atomically; on failure, the previous
+    /// state is kept.
     pub fn save(&self, request: &SaveRequest<'_>, fetch: &mut Fetch<'_>) -> Result<PathBuf, CheckpointError> {
         let n_bytes = save::check(request.files)?;
         let path = self.free_name(request.state.step)?;
-        let temporary = temporary_beside(&path);
+        let temporary = temporary_path(&path);
         let mut write = || {
             fs::create_dir(&temporary).map_err(CheckpointError::write(&temporary, n_bytes))?;
             let storage = &*self.storage;
@@ -94,7 +95,7 @@ impl CheckpointStore {
             sync_folder(&self.folder).map_err(CheckpointError::write(&self.folder, n_bytes))
         };
         write().inspect_err(|_| remove(&temporary))?;
-        // Where nothing points at the new one it is only in the way; the previous one is still the latest.
+        // Without a pointer the new folder is useless; the previous checkpoint is still the latest.
         self.point(LATEST, &path, n_bytes).inspect_err(|_| remove(&path))?;
         if request.is_best {
             self.point(BEST, &path, n_bytes)?;
@@ -110,7 +111,7 @@ impl CheckpointStore {
         written.map_err(CheckpointError::write(&path, n_bytes))
     }
 
-    /// A name for a step that is not taken: one that is saved again must not replace itself.
+    /// An unused folder name for a step, since saving the same step again must not replace the checkpoint.
     fn free_name(&self, step: u64) -> Result<PathBuf, CheckpointError> {
         let taken = names_in(&self.folder)?;
         let name = format!("{PREFIX}{step:08}");
@@ -119,7 +120,7 @@ impl CheckpointStore {
         Ok(self.folder.join(free))
     }
 
-    /// Removes the oldest checkpoints. What cannot be removed is logged, and does no harm.
+    /// Removes the oldest checkpoints. Failures are logged and harmless.
     fn prune(&self, keep: usize) {
         let pointed = [LATEST, BEST].map(|pointer| pointed(&self.folder, pointer).ok().flatten());
         let (Some(latest), best) = (&pointed[0], &pointed[1]) else { return };
@@ -131,7 +132,7 @@ impl CheckpointStore {
     }
 }
 
-/// The folder of a checkpoint: the one given, or the latest one in it.
+/// The folder of a checkpoint: the given one, or the latest one in it.
 pub(super) fn resolve(path: &Path) -> Result<PathBuf, CheckpointError> {
     if path.join(STATE).is_file() {
         return Ok(path.to_owned());
@@ -139,7 +140,7 @@ pub(super) fn resolve(path: &Path) -> Result<PathBuf, CheckpointError> {
     pointed(path, LATEST)?.ok_or_else(|| CheckpointError::NotFound { path: path.to_owned() })
 }
 
-/// The checkpoint that a pointer names.
+/// The checkpoint that a pointer file names.
 fn pointed(folder: &Path, pointer: &str) -> Result<Option<PathBuf>, CheckpointError> {
     const MAX_BYTES: u64 = 256;
     let path = folder.join(pointer);
@@ -159,10 +160,10 @@ fn pointed(folder: &Path, pointer: &str) -> Result<Option<PathBuf>, CheckpointEr
     Ok(Some(target))
 }
 
-/// A checkpoint under its step and how often that was saved before.
+/// A checkpoint with its step and the number of earlier saves of that step.
 type Numbered = ((u64, u64), PathBuf);
 
-/// All checkpoints, from the oldest to the newest.
+/// All checkpoints, oldest first.
 fn checkpoints_in(folder: &Path) -> Result<Vec<Numbered>, CheckpointError> {
     let number = |name: &str| -> Option<(u64, u64)> {
         let (step, again) = match name.strip_prefix(PREFIX)?.split_once('-') {
@@ -183,11 +184,11 @@ fn names_in(folder: &Path) -> Result<Vec<String>, CheckpointError> {
     Ok(entries.flatten().filter_map(|entry| entry.file_name().into_string().ok()).collect())
 }
 
-/// Removes a folder that nothing points at.
+/// Removes a folder that no pointer names.
 fn remove(path: &Path) {
     match fs::remove_dir_all(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => {
-            tracing::warn!(path = %path.display(), %error, "an old checkpoint could not be removed");
+            tracing::warn!(path = %path.display(), %error, "cannot remove an old checkpoint");
         }
         _ => {}
     }

@@ -3,7 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
-/// What can be wrong with a configuration.
+/// Errors of a configuration.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ConfigError {
@@ -15,92 +15,94 @@ pub enum ConfigError {
         /// Why.
         source: io::Error,
     },
-    /// The file is larger than any configuration.
+    /// The file is too large for a configuration.
     #[error("{path} has {bytes} bytes, a configuration has at most {limit}")]
     TooLarge {
         /// The file.
         path: PathBuf,
         /// Its size.
         bytes: u64,
-        /// The bound on it.
+        /// The maximum size.
         limit: u64,
     },
     /// The file is not TOML, or a value has the wrong type.
     #[error("the configuration cannot be read: {reason}")]
     Syntax {
-        /// Where and why, over several lines.
+        /// Location and cause, on several lines.
         reason: String,
     },
-    /// A key that does not exist.
+    /// An unknown key.
     #[error("line {line}: unknown key `{key}`")]
     UnknownKey {
-        /// The key, with its table.
+        /// The key, including its table.
         key: String,
         /// Line in the file, counted from 1.
         line: usize,
-        /// The known key it resembles most.
+        /// The most similar known key.
         nearest: Option<String>,
     },
-    /// A value outside its range.
+    /// A value that is out of range.
     #[error("{key} is {found}, it must be {expected}")]
     Value {
         /// The key.
         key: &'static str,
         /// The value.
         found: String,
-        /// The range.
+        /// The valid range.
         expected: String,
-        /// What to do.
+        /// An action for the user.
         hint: &'static str,
     },
-    /// A key that is needed.
+    /// A required key is missing.
     #[error("{what} is missing")]
     Missing {
         /// The key or keys.
         what: &'static str,
-        /// What to do.
+        /// An action for the user.
         hint: &'static str,
     },
-    /// A shape that does not exist.
-    #[error("no shape is called `{name}`")]
+    /// An unknown shape.
+    #[error("there is no shape named `{name}`")]
     UnknownShape {
-        /// What was asked for.
+        /// The name.
         name: String,
-        /// Those that exist.
+        /// Known shapes.
         known: String,
-        /// The one it resembles most.
+        /// The most similar known shape.
         nearest: Option<String>,
     },
-    /// Sizes that no model can have.
-    #[error("no model can have the sizes in `new`: {reason}")]
+    /// Sizes that are not valid for a model.
+    #[error("the sizes in `new` are not valid: {reason}")]
     Shape {
-        /// Which, and why.
+        /// The cause.
         reason: String,
     },
-    /// Keys that exclude each other.
-    #[error("{first} and {second} exclude each other")]
+    /// Conflicting keys.
+    #[error("{first} and {second} cannot be combined")]
     Conflict {
         /// One setting.
         first: &'static str,
-        /// The other.
+        /// The other setting.
         second: &'static str,
-        /// What to do.
+        /// An action for the user.
         hint: &'static str,
     },
 }
 
 impl ConfigError {
-    /// What the user can do about it.
+    /// An action for the user.
     pub fn hint(&self) -> Option<String> {
         match self {
-            Self::Read { .. } => Some("check the path, and that you may read the file".to_owned()),
-            Self::TooLarge { .. } => Some("give the configuration first, data with --data".to_owned()),
-            Self::Syntax { .. } => Some("docs/training.md has every key, and an example".to_owned()),
+            Self::Read { .. } => Some("check the path and the read permissions".to_owned()),
+            Self::TooLarge { .. } => {
+                Some("check the path; training data belongs in the key `data`".to_owned())
+            }
+            Self::Syntax { .. } => Some("see docs/training.md for all keys and an example".to_owned()),
             Self::UnknownKey { nearest: Some(nearest), .. } => Some(format!("did you mean `{nearest}`?")),
-            Self::UnknownKey { .. } => Some("docs/training.md has every key".to_owned()),
+            Self::UnknownKey { .. } => Some("see docs/training.md for all keys".to_owned()),
             Self::UnknownShape { nearest: Some(nearest), .. } => Some(format!("did you mean `{nearest}`?")),
-            Self::UnknownShape { known, .. } => Some(format!("known are {known}; or give a table of sizes")),
-            Self::Shape { .. } => Some("docs/training.md has an example of a table".to_owned()),
+            Self::UnknownShape { known, .. } => Some(format!("use one of {known}, or give a table of sizes")),
+            Self::Shape { .. } => Some("see docs/training.md for an example of a table".to_owned()),
             Self::Value { hint, .. } | Self::Missing { hint, .. } | Self::Conflict { hint, .. } => {
                 Some((*hint).to_owned())
             }

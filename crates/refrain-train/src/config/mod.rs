@@ -1,11 +1,12 @@
-//! What the user asks for: a TOML file, flags, or both.
+//! Training configuration from a TOML file, flags, or both.
 //!
-//! Each source is a [`ConfigOverlay`]; the later one wins, key by key. [`TrainConfig::validate`] then checks the whole.
+//! Each source is a [`ConfigOverlay`]; later sources override earlier ones key by key.
+//! [`TrainConfig::validate`] then checks the result.
 
-mod error; // what can be wrong
-mod parse; // TOML, and the nearest key to a mistyped one
-mod validate; // ranges and contradictions
-mod value; // values that are more than a number
+mod error; // errors
+mod parse; // TOML, and suggestions for mistyped keys
+mod validate; // ranges and conflicts
+mod value; // value types
 
 use std::fmt;
 use std::path::PathBuf;
@@ -21,20 +22,20 @@ pub use value::{
 
 /// A configuration key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Key {
-    /// Its name in a file; flags have `-` in place of `_`.
+pub struct ConfigKey {
+    /// Name in a configuration file; flags use `-` instead of `_`.
     pub name: &'static str,
-    /// One sentence about it.
+    /// One-sentence description.
     pub about: &'static str,
 }
 
-/// Declares every key once: the configuration, the overlay, the defaults and [`KEYS`] follow from it.
+/// Declares every key once; the configuration, the overlay, the defaults and [`KEYS`] are generated from it.
 macro_rules! config {
     (
         $( #[doc = $doc:literal] $key:ident : $type:ty = $default:expr; )+
         optional: $( #[doc = $opt_doc:literal] $opt_key:ident : $opt_type:ty; )+
     ) => {
-        /// A training run. The fields are the keys of the configuration file.
+        /// Configuration of a training run. The fields are the keys of the configuration file.
         #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
         #[serde(deny_unknown_fields, default)]
         pub struct TrainConfig {
@@ -48,7 +49,7 @@ macro_rules! config {
             }
         }
 
-        /// The keys that one source sets: a file, or the flags.
+        /// The keys set by one source: a file, or the flags.
         #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
         #[serde(deny_unknown_fields, default)]
         pub struct ConfigOverlay {
@@ -63,10 +64,10 @@ macro_rules! config {
             }
         }
 
-        /// Every key, in the order of the reference page.
-        pub const KEYS: &[Key] = &[
-            $( Key { name: stringify!($opt_key), about: $opt_doc.trim_ascii() }, )+
-            $( Key { name: stringify!($key), about: $doc.trim_ascii() }, )+
+        /// All keys, in the order of the reference page.
+        pub const KEYS: &[ConfigKey] = &[
+            $( ConfigKey { name: stringify!($opt_key), about: $opt_doc.trim_ascii() }, )+
+            $( ConfigKey { name: stringify!($key), about: $doc.trim_ascii() }, )+
         ];
     };
 }
@@ -74,11 +75,11 @@ macro_rules! config {
 config! {
     /// Training files: text, or JSONL (`.jsonl`, `.ndjson`).
     data: Paths = Paths::default();
-    /// Tokens of a row.
+    /// Tokens per row.
     context: usize = 256;
-    /// Rows of a micro-step.
+    /// Rows per micro-step.
     batch: usize = 8;
-    /// Micro-steps whose gradients are added up before the optimiser runs.
+    /// Micro-steps whose gradients are accumulated before the optimiser runs.
     accumulate: usize = 1;
     /// Optimiser steps.
     steps: u64 = 1_000;
@@ -100,21 +101,21 @@ config! {
     clip: Clip = Clip::Norm(1.0);
     /// Element type of weights and activations: `f32` or `bf16`.
     dtype: Precision = Precision::F32;
-    /// Master weights beside bf16 ones: `f32` or `none`.
+    /// Master weights for bf16 weights: `f32` or `none`.
     masters: Masters = Masters::F32;
     /// Order of the samples: `shuffle` or `file`.
     order: Order = Order::Shuffle;
     /// Seed of initial weights, shuffling and dropout.
     seed: u64 = 0;
-    /// Share of activations that dropout zeroes.
+    /// Fraction of activations that dropout zeroes.
     dropout: f64 = 0.0;
-    /// Whether a layer's activations are computed again in the backward pass instead of being kept.
+    /// Whether to recompute a layer's activations in the backward pass instead of keeping them.
     checkpoint_activations: bool = false;
     /// Device: `auto`, `cpu`, `cuda`, `cuda:N` or `sim`.
     device: String = "auto".to_owned();
     /// Checkpoints to keep, besides the best one.
     keep: usize = 3;
-    /// What becomes of a conversation longer than the context: `truncate` or `drop`.
+    /// What happens to a conversation longer than the context: `truncate` or `drop`.
     on_long: OnLong = OnLong::Truncate;
     /// How the trained model is written to `out`: `both`, `gguf`, `hf` or `none`.
     export: Export = Export::Both;
@@ -123,9 +124,9 @@ config! {
     optional:
     /// Model to start from: a GGUF file, a Hugging Face folder or a name.
     from: String;
-    /// Model to make: the name of a shape, or a table of sizes.
+    /// Model to create: the name of a shape, or a table of sizes.
     new: NewModel;
-    /// Train low-rank adapters and leave the model as it is: a table of `rank`, `alpha`, `dropout`, `targets` and `rslora`.
+    /// Train low-rank adapters and keep the model frozen: a table of `rank`, `alpha`, `dropout`, `targets` and `rslora`.
     lora: LoraTable;
     /// Tokenizer: a `tokenizer.json`, or `{ train = { vocab_size = N } }`; without it, that of `from`, or one trained for `new`.
     tokenizer: TokenizerSource;
@@ -135,9 +136,9 @@ config! {
     eval_every: u64;
     /// Steps between two checkpoints.
     save_every: u64;
-    /// Steps between two sampled texts.
+    /// Steps between two samples.
     sample_every: u64;
-    /// Text that samples continue.
+    /// Prompt of the samples.
     sample_prompt: String;
     /// Whether steps must run as a graph: `auto`, `require` or `off`; without it, `require` on a GPU.
     graph: GraphChoice;
@@ -148,8 +149,8 @@ config! {
 }
 
 impl TrainConfig {
-    /// The configuration with the keys of `source` in place of its own. `from` and `new` exclude each other, so one of
-    /// them in `source` takes the place of the other. The table `lora` is taken over key by key.
+    /// Overrides its keys with those of `source`. `from` and `new` are mutually exclusive, so one of them in
+    /// `source` replaces the other. The table `lora` is merged key by key.
     #[must_use]
     pub fn overlay(mut self, source: ConfigOverlay) -> Self {
         if source.from.is_some() {
@@ -167,13 +168,13 @@ impl TrainConfig {
         self
     }
 
-    /// Tokens that one optimiser step sees.
+    /// Tokens per optimiser step.
     pub fn tokens_per_step(&self) -> u64 {
         (self.context as u64).saturating_mul(self.batch as u64).saturating_mul(self.accumulate as u64)
     }
 }
 
-impl fmt::Display for Key {
+impl fmt::Display for ConfigKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name)
     }

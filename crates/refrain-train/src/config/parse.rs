@@ -1,4 +1,4 @@
-//! TOML to an overlay.
+//! Parses TOML into an overlay.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -10,7 +10,7 @@ use toml::{Spanned, Table, Value};
 use super::value::{LoraTable, ModelShape};
 use super::{ConfigError, ConfigOverlay, KEYS};
 
-/// A configuration has a few hundred bytes. A larger file is something else, most likely data.
+/// A configuration has a few hundred bytes. A larger file is most likely data.
 const MAX_BYTES: u64 = 1 << 20;
 
 impl ConfigOverlay {
@@ -38,7 +38,7 @@ fn syntax(error: &toml::de::Error) -> ConfigError {
     ConfigError::Syntax { reason: error.to_string().trim_end().to_owned() }
 }
 
-/// Refuses keys that do not exist, with the nearest one that does.
+/// Rejects unknown keys and suggests the most similar known key.
 fn check_keys(text: &str) -> Result<(), ConfigError> {
     let table: BTreeMap<Spanned<String>, Value> = toml::from_str(text).map_err(|error| syntax(&error))?;
     for (key, value) in &table {
@@ -80,7 +80,7 @@ fn known<'a>(
     Err(ConfigError::UnknownKey { key: format!("{table}{key}"), line, nearest })
 }
 
-/// The word that a mistyped one most resembles, if it resembles one at all.
+/// Finds the most similar word to a mistyped one, if any is similar enough.
 pub(crate) fn nearest<'a>(typed: &str, words: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     const LEAST: f64 = 0.7;
     let typed = typed.to_ascii_lowercase().replace('-', "_");

@@ -1,4 +1,4 @@
-//! Values that are more than a number.
+//! Value types of the configuration.
 
 use std::fmt;
 use std::ops::Deref;
@@ -11,7 +11,7 @@ use refrain_models::{LoraSpec, Targets};
 
 use super::parse::nearest;
 
-/// Declares a choice between words: the enum, its words in files and flags, and parsing that names the words.
+/// Declares an enum of words: its variants, the words in files and flags, and parsing with suggestions.
 macro_rules! choice {
     ($(#[doc = $doc:literal])+ $name:ident { $( #[doc = $variant_doc:literal] $variant:ident = $word:literal, )+ }) => {
         $(#[doc = $doc])+
@@ -21,7 +21,7 @@ macro_rules! choice {
         }
 
         impl $name {
-            /// The words that files and flags take.
+            /// The words accepted in files and flags.
             pub const WORDS: &[&str] = &[$($word),+];
         }
 
@@ -43,7 +43,7 @@ macro_rules! choice {
     };
 }
 
-/// A word that is none of a choice.
+/// A word that is not one of the choices.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BadWord {
     found: String,
@@ -52,7 +52,7 @@ pub struct BadWord {
 
 impl fmt::Display for BadWord {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "`{}` is none of {}", self.found, self.words.join(", "))?;
+        write!(f, "`{}` is not one of {}", self.found, self.words.join(", "))?;
         match nearest(&self.found, self.words.iter().copied()) {
             Some(word) => write!(f, "; did you mean `{word}`?"),
             None => Ok(()),
@@ -63,13 +63,13 @@ impl fmt::Display for BadWord {
 impl std::error::Error for BadWord {}
 
 choice! {
-    /// The learning rate after warm-up.
+    /// Shape of the learning rate after warm-up.
     ScheduleKind {
-        /// Half a cosine down to `min_lr`.
+        /// A half cosine down to `min_lr`.
         Cosine = "cosine",
-        /// A straight line down to `min_lr`.
+        /// Linear down to `min_lr`.
         Linear = "linear",
-        /// The peak throughout.
+        /// Constant at the peak.
         Constant = "constant",
     }
 }
@@ -85,17 +85,17 @@ choice! {
 }
 
 choice! {
-    /// Master weights beside weights in bf16.
+    /// Master weights for bf16 weights.
     Masters {
         /// The optimiser updates f32 masters; bf16 weights are rounded from them.
         F32 = "f32",
-        /// The optimiser updates the bf16 weights themselves.
+        /// The optimiser updates the bf16 weights directly.
         None = "none",
     }
 }
 
 choice! {
-    /// The order of samples.
+    /// Order of the samples.
     Order {
         /// Documents packed into rows, in a new order each epoch.
         Shuffle = "shuffle",
@@ -105,17 +105,17 @@ choice! {
 }
 
 choice! {
-    /// What becomes of a conversation longer than the context.
+    /// What happens to a conversation longer than the context.
     OnLong {
-        /// Its end is cut off.
+        /// Its end is truncated.
         Truncate = "truncate",
-        /// It is left out.
+        /// It is dropped.
         Drop = "drop",
     }
 }
 
 choice! {
-    /// How the trained model is written to `out`.
+    /// Formats in which the trained model is written to `out`.
     Export {
         /// As `model.gguf`, and as a Hugging Face folder `model`.
         Both = "both",
@@ -123,7 +123,7 @@ choice! {
         Gguf = "gguf",
         /// As a Hugging Face folder `model`.
         Hf = "hf",
-        /// Not at all: the checkpoints are enough.
+        /// Not exported: checkpoints only.
         None = "none",
     }
 }
@@ -131,16 +131,16 @@ choice! {
 choice! {
     /// Whether steps must run as a graph.
     GraphChoice {
-        /// Replay where the device can, and count what was not.
+        /// Replay if the device can, and count the steps that were not replayed.
         Auto = "auto",
-        /// Fail rather than run a step in any other way.
+        /// Fail if a step cannot be replayed.
         Require = "require",
         /// Never replay.
         Off = "off",
     }
 }
 
-/// One path or several.
+/// One or more paths.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 #[serde(transparent)]
 pub struct Paths(pub Vec<PathBuf>);
@@ -178,7 +178,7 @@ impl<'de> Deserialize<'de> for Paths {
 pub enum Clip {
     /// Gradients are scaled down to this norm.
     Norm(f64),
-    /// Gradients stay as they are.
+    /// Gradients are not clipped.
     None,
 }
 
@@ -195,7 +195,7 @@ impl<'de> Deserialize<'de> for Clip {
     fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         #[derive(Deserialize)]
         #[serde(untagged, expecting = "expected a number above 0, or \"none\"")]
-        enum Raw {
+        enum RawClip {
             Norm(f64),
             Word(Word),
         }
@@ -204,9 +204,9 @@ impl<'de> Deserialize<'de> for Clip {
             #[serde(rename = "none")]
             None,
         }
-        Ok(match Raw::deserialize(deserializer)? {
-            Raw::Norm(norm) => Self::Norm(norm),
-            Raw::Word(Word::None) => Self::None,
+        Ok(match RawClip::deserialize(deserializer)? {
+            RawClip::Norm(norm) => Self::Norm(norm),
+            RawClip::Word(Word::None) => Self::None,
         })
     }
 }
@@ -225,9 +225,9 @@ impl FromStr for Clip {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(untagged, expecting = "expected a file, or a share of the training data such as 0.05")]
 pub enum EvalSource {
-    /// The share of the training data to hold out, from its end.
+    /// The fraction of the training data to hold out, from its end.
     Share(f64),
-    /// A file of its own.
+    /// A separate file.
     File(PathBuf),
 }
 
@@ -238,13 +238,13 @@ impl FromStr for EvalSource {
     }
 }
 
-/// Where a run continues.
+/// Where a run resumes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(untagged, expecting = "expected true, false, or the folder of a checkpoint")]
 pub enum Resume {
-    /// At the latest checkpoint of `out`, or at the start.
+    /// From the latest checkpoint of `out`, or from the start.
     Switch(bool),
-    /// At this checkpoint.
+    /// From this checkpoint.
     From(PathBuf),
 }
 
@@ -255,7 +255,7 @@ impl FromStr for Resume {
     }
 }
 
-/// Where the tokenizer comes from.
+/// Source of the tokenizer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(untagged, expecting = "expected the path of a tokenizer.json, or { train = { vocab_size = N } }")]
 pub enum TokenizerSource {
@@ -263,31 +263,32 @@ pub enum TokenizerSource {
     Path(PathBuf),
     /// Trained on the training texts.
     Train {
-        /// How.
+        /// Parameters of the training.
         train: TrainTokenizer,
     },
 }
 
-/// A tokenizer to train.
+/// Parameters of a tokenizer to train.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TrainTokenizer {
-    /// Tokens, special ones and the 256 bytes included.
+    /// Vocabulary size, including special tokens and the 256 bytes.
     pub vocab_size: usize,
 }
 
 impl FromStr for TokenizerSource {
     type Err = String;
-    /// `train:N` or a path.
+    /// Parses `train:N` or a path.
     fn from_str(text: &str) -> Result<Self, String> {
         let Some(size) = text.strip_prefix("train:") else { return Ok(Self::Path(text.into())) };
-        let vocab_size =
-            size.parse().map_err(|_| format!("`{size}` is no number of tokens; write train:8192"))?;
+        let vocab_size = size
+            .parse()
+            .map_err(|_| format!("`{size}` is not a number of tokens; use for example train:8192"))?;
         Ok(Self::Train { train: TrainTokenizer { vocab_size } })
     }
 }
 
-/// A model to make.
+/// A model to create.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(
     untagged,
@@ -296,48 +297,48 @@ impl FromStr for TokenizerSource {
 pub enum NewModel {
     /// A shape by name.
     Named(String),
-    /// Its sizes.
+    /// A table of sizes.
     Shape(ModelShape),
 }
 
 impl FromStr for NewModel {
     type Err = std::convert::Infallible;
-    /// A flag takes a name; a table of sizes needs a file.
+    /// A flag takes a name; a table of sizes requires a file.
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         Ok(Self::Named(text.to_owned()))
     }
 }
 
-/// The sizes of a model to make.
+/// Sizes of a model to create.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ModelShape {
-    /// Architecture, as GGUF files call it.
+    /// Architecture, by its GGUF name.
     pub arch: String,
-    /// Layers.
+    /// Number of layers.
     pub n_layers: usize,
-    /// Elements of the residual stream.
+    /// Size of the residual stream.
     pub hidden: usize,
-    /// Elements of the feed-forward part.
+    /// Size of the feed-forward part.
     pub ffn: usize,
-    /// Query heads.
+    /// Number of query heads.
     pub n_heads: usize,
-    /// Key and value heads; as many as query heads when absent.
+    /// Number of KV heads; defaults to the number of query heads.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub n_kv_heads: Option<usize>,
-    /// Elements of a head; `hidden / n_heads` when absent.
+    /// Head size; defaults to `hidden / n_heads`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub head_dim: Option<usize>,
-    /// Tokens of the vocabulary; the tokenizer's when absent.
+    /// Vocabulary size; defaults to the tokenizer's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub n_vocab: Option<usize>,
-    /// Whether the output matrix is the embedding; yes when absent.
+    /// Whether the output head is tied to the embedding; defaults to true.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tied_embeddings: Option<bool>,
-    /// Base of the rotary embedding; 10,000 when absent.
+    /// Base of the rotary embedding; defaults to 10,000.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rope_theta: Option<f64>,
-    /// Added to the mean square in norms; 1e-5 when absent.
+    /// Epsilon of the norms; defaults to 1e-5.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub norm_eps: Option<f64>,
 }
@@ -359,32 +360,32 @@ impl ModelShape {
     ];
 }
 
-/// The table `lora`: low-rank adapters are trained, and the model stays as it is. Every key may be left out.
+/// The `lora` table: trains low-rank adapters and keeps the model frozen. All keys are optional.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct LoraTable {
-    /// Rank of the adapters; 16 without it.
+    /// Rank of the adapters; defaults to 16.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rank: Option<usize>,
-    /// What they add is multiplied by `alpha / rank`; 32 without it.
+    /// Numerator of the scale `alpha / rank`; defaults to 32.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub alpha: Option<f64>,
-    /// Share of the adapters' inputs that dropout zeroes; 0 without it.
+    /// Fraction of the adapters' inputs that dropout zeroes; defaults to 0.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub dropout: Option<f64>,
-    /// Linear layers that get an adapter: `all`, `attention`, or names; all without it.
+    /// Linear layers that get an adapter: `all`, `attention`, or names; defaults to all.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub targets: Option<LoraTargets>,
-    /// Whether `alpha` is divided by the root of the rank.
+    /// Whether the scale is `alpha / sqrt(rank)`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rslora: Option<bool>,
 }
 
-/// Linear layers, as one word or as a list of names.
+/// Linear layers, as one word or a list of names.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum LoraTargets {
-    /// `all`, `attention`, or names with commas between.
+    /// `all`, `attention`, or comma-separated names.
     Word(String),
     /// Names.
     List(Vec<String>),
@@ -394,7 +395,7 @@ impl LoraTable {
     /// The keys of the table.
     pub const KEYS: &[&str] = &["rank", "alpha", "dropout", "targets", "rslora"];
 
-    /// The table with the keys of another in place of its own.
+    /// Overrides its keys with those of another table.
     #[must_use]
     pub fn overlay(self, over: LoraTable) -> LoraTable {
         LoraTable {
@@ -406,7 +407,7 @@ impl LoraTable {
         }
     }
 
-    /// The adapter that it asks for.
+    /// The adapter specification of the table.
     pub fn spec(&self) -> LoraSpec {
         let targets = match &self.targets {
             None => Targets::All,

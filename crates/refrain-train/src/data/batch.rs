@@ -1,25 +1,25 @@
-//! What a micro-step is given.
+//! Input of a micro-step.
 
 use super::encode::LEARN;
 use super::pack::PackedRow;
 
-/// One micro-step's rows: `n_seqs * context` of them, sequence after sequence.
+/// Rows of one micro-step: `n_seqs * context` of them, sequence after sequence.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Batch {
-    /// -1: padding.
+    /// Token of each row; -1 for padding.
     pub tokens: Vec<i32>,
-    /// -1: no loss at this row.
+    /// Target of each row; -1 for none.
     pub targets: Vec<i32>,
-    /// Position inside the document, for RoPE; -1: padding.
+    /// Position within the document, for RoPE; -1 for padding.
     pub positions: Vec<i32>,
     /// Rows `[first, end)` of the row's document; empty (`[i, i]`) for padding.
     pub spans: Vec<[i32; 2]>,
-    /// Rows with a target.
+    /// Number of rows with a target.
     pub n_targets: usize,
 }
 
 impl Batch {
-    /// Rows without padding.
+    /// Number of rows without padding.
     pub fn n_tokens(&self) -> usize {
         self.tokens.iter().filter(|&&token| token >= 0).count()
     }
@@ -37,7 +37,8 @@ impl Batch {
         }
     }
 
-    /// Writes the slices of `row` as sequence `seq_idx`; `marked` are the tokens of the corpus.
+    /// Writes the slices of `row` as sequence `seq_idx`; `marked` holds the tokens of the corpus with their
+    /// marks.
     pub(super) fn set(&mut self, seq_idx: usize, context: usize, marked: &[u32], row: &PackedRow) {
         let mut first = seq_idx * context;
         for slice in row {

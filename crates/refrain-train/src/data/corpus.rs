@@ -1,4 +1,4 @@
-//! All training tokens in memory: four bytes each, documents one after the other.
+//! All training tokens in memory, at four bytes each, document after document.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -8,27 +8,27 @@ use sha2::{Digest as _, Sha256};
 
 use super::encode::{EncodeFault, Encoded, Encoder, LEARN};
 use super::error::DataError;
-use super::read::{FileKind, Line, Lines, TextPieces, kind_of};
-use super::sample::{Conversation, Sample, SampleFault};
-use super::text::{CutSizes, Cutter, PieceEnd, TextPiece, encode_all, in_parallel};
+use super::read::{FileKind, JsonlLines, NumberedLine, TextChunks, kind_of};
+use super::sample::{ChatSample, DataSample, SampleFault};
+use super::text::{ChunkEnd, CutSizes, Cutter, TextChunk, encode_all, in_parallel};
 use crate::config::{OnLong, Order};
 use refrain_formats::chat::Message;
 
-/// How files become documents.
+/// How files are split into documents.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CorpusOptions {
-    /// Tokens of a row.
+    /// Tokens per row.
     pub context: usize,
-    /// With [`Order::File`] a text file is its tokens and nothing else; with [`Order::Shuffle`] documents begin and end
-    /// with the tokens that the model has for that.
+    /// With [`Order::File`], a text file is tokenized unchanged; with [`Order::Shuffle`], documents start and
+    /// end with the model's BOS and EOS tokens.
     pub order: Order,
-    /// What becomes of conversations longer than a row.
+    /// What happens to conversations longer than a row.
     pub on_long: OnLong,
-    /// Threads that tokenize.
+    /// Number of tokenizer threads.
     pub n_threads: usize,
 }
 
-/// What became of the files.
+/// Statistics of reading the files.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct DataReport {
     /// Files read.
@@ -39,21 +39,22 @@ pub struct DataReport {
     pub n_documents: u64,
     /// Tokens.
     pub n_tokens: u64,
-    /// Tokens that are learnt.
-    pub n_learnt: u64,
-    /// Conversations cut off at the context.
+    /// Tokens that are targets.
+    pub n_targets: u64,
+    /// Conversations truncated at the context.
     pub n_truncated: u64,
-    /// Conversations left out because they are longer than the context.
+    /// Conversations dropped because they are longer than the context.
     pub n_too_long: u64,
-    /// Samples left out because nothing in them is learnt, or nothing within the context.
+    /// Samples dropped because they have no target, or none within the context.
     pub n_without_target: u64,
-    /// Conversations left out because the chat template cannot write them.
+    /// Conversations dropped because the chat template cannot render them.
     pub n_refused: u64,
     /// The first of those: file, line and reason.
     pub first_refused: Option<String>,
-    /// Conversations that became one sample a turn, because the template rewrites earlier turns.
+    /// Conversations split into one sample per turn, because the template rewrites earlier turns.
     pub n_split_by_turn: u64,
-    /// Places where a long text without a gap was cut, so that tokens may differ from those of the whole.
+    /// Positions where a long text without a boundary was split, so that its tokens may differ from those of
+    /// the whole text.
     pub n_forced_cuts: u64,
 }
 
@@ -61,28 +62,29 @@ impl fmt::Display for DataReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "{} tokens in {} documents of {} files, {} learnt",
-            self.n_tokens, self.n_documents, self.n_files, self.n_learnt
+            "{} tokens in {} documents of {} files, {} trained on",
+            self.n_tokens, self.n_documents, self.n_files, self.n_targets
         )?;
         let notes = [
             (self.n_truncated, "truncated at the context"),
-            (self.n_too_long, "left out: longer than the context"),
-            (self.n_without_target, "left out: nothing to learn within the context"),
-            (self.n_refused, "left out: the chat template cannot write them"),
+            (self.n_too_long, "dropped: longer than the context"),
+            (self.n_without_target, "dropped: no target within the context"),
+            (self.n_refused, "dropped: the chat template cannot render them"),
             (self.n_split_by_turn, "split by turn: the chat template rewrites earlier turns"),
-            (self.n_forced_cuts, "cuts inside long words"),
+            (self.n_forced_cuts, "splits inside long words"),
         ];
         for (n, what) in notes.into_iter().filter(|(n, _)| *n > 0) {
             write!(f, "\n{n} {what}")?;
         }
         match &self.first_refused {
-            Some(first) => write!(f, "\nthe first one refused is {first}"),
+            Some(first) => write!(f, "\nthe first one is {first}"),
             None => Ok(()),
         }
     }
 }
 
-/// Where a document ends, and whether it may be cut into several rows. Texts may; what answers a prompt stays with it.
+/// End of a document, and whether it may be split into several rows. Texts may be split; a completion stays
+/// with its prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct DocumentEnd(u64);
 
@@ -104,7 +106,7 @@ impl DocumentEnd {
 
 /// The tokens of all files.
 pub struct Corpus {
-    tokens: Vec<u32>, // with the mark of those that are learnt
+    tokens: Vec<u32>, // targets are marked
     ends: Vec<DocumentEnd>,
     options: CorpusOptions,
     report: DataReport,
@@ -119,7 +121,7 @@ impl fmt::Debug for Corpus {
 }
 
 impl Corpus {
-    /// Reads and tokenizes files. `progress` is given bytes done and bytes in all.
+    /// Reads and tokenizes files. `progress` receives the bytes done and the total.
     pub fn read(
         files: &[PathBuf],
         encoder: &Encoder,
@@ -129,7 +131,7 @@ impl Corpus {
         let size = |file: &PathBuf| std::fs::metadata(file).map_or(0, |meta| meta.len());
         let n_bytes = files.iter().map(size).sum();
         let corpus = Self::new(Vec::new(), Vec::new(), options);
-        let mut reader = Reader { corpus, encoder, sizes: CutSizes::default(), n_bytes, progress };
+        let mut reader = CorpusReader { corpus, encoder, sizes: CutSizes::default(), n_bytes, progress };
         for file in files {
             match kind_of(file) {
                 FileKind::Text => reader.text(file)?,
@@ -140,7 +142,7 @@ impl Corpus {
         let mut corpus = reader.corpus;
         corpus.tokens.shrink_to_fit();
         corpus.count();
-        if corpus.report.n_learnt == 0 {
+        if corpus.report.n_targets == 0 {
             return Err(DataError::NothingLeft { dropped: corpus.report.to_string() });
         }
         Ok(corpus)
@@ -150,23 +152,23 @@ impl Corpus {
         Self { tokens, ends, options, report: DataReport::default(), fingerprint: OnceLock::new() }
     }
 
-    /// What became of the files.
+    /// Statistics of reading the files.
     pub fn report(&self) -> &DataReport {
         &self.report
     }
 
-    /// How files became documents.
+    /// How the files were split into documents.
     pub fn options(&self) -> CorpusOptions {
         self.options
     }
 
-    /// All tokens in order, without their marks.
+    /// All tokens in order, without marks.
     pub fn tokens(&self) -> impl ExactSizeIterator<Item = u32> {
         self.tokens.iter().map(|token| token & !LEARN)
     }
 
-    /// Holds out about `share` of the tokens, from the end: whole documents where that comes near, else a part of the
-    /// document there.
+    /// Holds out about `share` of the tokens from the end: whole documents if that is close enough, otherwise
+    /// part of the document at that point.
     pub fn hold_out(mut self, share: f64) -> Result<(Self, Self), DataError> {
         let n_tokens = self.tokens.len();
         let error = DataError::HeldOut { share, n_tokens: n_tokens as u64 };
@@ -193,13 +195,13 @@ impl Corpus {
         let mut held = Self::new(tokens, held_ends, self.options);
         self.count();
         held.count();
-        if self.report.n_learnt == 0 || held.report.n_learnt == 0 {
+        if self.report.n_targets == 0 || held.report.n_targets == 0 {
             return Err(error);
         }
         Ok((self, held))
     }
 
-    /// A short name of these tokens and documents.
+    /// Short hash of the tokens and documents.
     pub fn fingerprint(&self) -> &str {
         self.fingerprint.get_or_init(|| {
             let mut hasher = Sha256::new();
@@ -215,7 +217,7 @@ impl Corpus {
         })
     }
 
-    /// All tokens with their marks.
+    /// All tokens with marks.
     pub(super) fn marked(&self) -> &[u32] {
         &self.tokens
     }
@@ -229,14 +231,14 @@ impl Corpus {
     fn count(&mut self) {
         self.report.n_documents = self.ends.len() as u64;
         self.report.n_tokens = self.tokens.len() as u64;
-        let learnt = |targets: std::ops::Range<usize>| {
+        let n_marked = |targets: std::ops::Range<usize>| {
             let targets = self.tokens.get(targets).unwrap_or_default();
             targets.iter().filter(|&&token| token & LEARN != 0).count() as u64
         };
-        // What a row begins with is never a target.
-        self.report.n_learnt = match self.options.order {
-            Order::File => learnt(1..self.tokens.len()),
-            Order::Shuffle => self.documents().map(|d| learnt(d.start + 1..d.end)).sum(),
+        // The first token of a row is never a target.
+        self.report.n_targets = match self.options.order {
+            Order::File => n_marked(1..self.tokens.len()),
+            Order::Shuffle => self.documents().map(|d| n_marked(d.start + 1..d.end)).sum(),
         };
     }
 
@@ -247,7 +249,7 @@ impl Corpus {
         }
     }
 
-    /// Adds a sample that stays whole.
+    /// Adds a sample that is not split.
     fn add_whole(&mut self, mut tokens: Vec<u32>) {
         let limit = self.options.context.saturating_add(1);
         let is_long = tokens.len() > limit;
@@ -256,7 +258,7 @@ impl Corpus {
             return;
         }
         tokens.truncate(limit);
-        // Tokens after the last one that is learnt teach nothing.
+        // Tokens after the last target have no effect on training.
         let end = tokens.iter().rposition(|token| token & LEARN != 0).map_or(0, |last| last + 1);
         tokens.truncate(end);
         if tokens.len() < 2 {
@@ -269,7 +271,7 @@ impl Corpus {
     }
 }
 
-struct Reader<'a> {
+struct CorpusReader<'a> {
     corpus: Corpus,
     encoder: &'a Encoder,
     sizes: CutSizes,
@@ -277,23 +279,23 @@ struct Reader<'a> {
     progress: &'a mut dyn FnMut(u64, u64),
 }
 
-impl Reader<'_> {
+impl CorpusReader<'_> {
     fn text(&mut self, path: &Path) -> Result<(), DataError> {
         let (encoder, start_bytes) = (self.encoder, self.corpus.report.n_bytes);
         let refused = |source| DataError::Tokenize { path: path.to_owned(), source };
         let separator = encoder.tokenizer().special_texts().eos;
         let trim = self.corpus.options.order == Order::Shuffle;
         let mut cutter = Cutter::new(encoder.tokenizer(), self.sizes, separator, trim);
-        let mut file = TextPieces::open(path, self.sizes.piece)?;
-        let (mut pieces, mut at_start) = (Vec::new(), true);
+        let mut file = TextChunks::open(path, self.sizes.chunk)?;
+        let (mut chunks, mut at_start) = (Vec::new(), true);
         loop {
             let more = file.read_into(cutter.buffer())?;
-            cutter.pieces(!more, &mut pieces).map_err(refused)?;
-            // As many as keep all threads busy, so that no more than that is in memory.
-            let enough = self.corpus.options.n_threads.max(1) * 2 * self.sizes.piece;
-            if !more || pieces.iter().map(TextPiece::n_bytes).sum::<usize>() >= enough {
-                self.add_pieces(path, &pieces, &mut at_start)?;
-                pieces.clear();
+            cutter.chunks(!more, &mut chunks).map_err(refused)?;
+            // Batches large enough to keep all threads busy, and no larger, to bound memory.
+            let enough = self.corpus.options.n_threads.max(1) * 2 * self.sizes.chunk;
+            if !more || chunks.iter().map(TextChunk::n_bytes).sum::<usize>() >= enough {
+                self.add_chunks(path, &chunks, &mut at_start)?;
+                chunks.clear();
                 self.report_progress(start_bytes + file.n_bytes());
             }
             if !more {
@@ -302,28 +304,28 @@ impl Reader<'_> {
         }
     }
 
-    fn add_pieces(
+    fn add_chunks(
         &mut self,
         path: &Path,
-        pieces: &[TextPiece],
+        chunks: &[TextChunk],
         at_start: &mut bool,
     ) -> Result<(), DataError> {
         let (encoder, n_threads) = (self.encoder, self.corpus.options.n_threads);
         let refused = |source| DataError::Tokenize { path: path.to_owned(), source };
-        let encoded = encode_all(encoder.tokenizer(), pieces, n_threads).map_err(refused)?;
+        let encoded = encode_all(encoder.tokenizer(), chunks, n_threads).map_err(refused)?;
         let corpus = &mut self.corpus;
         let is_plain = corpus.options.order == Order::File;
-        for (piece, tokens) in pieces.iter().zip(encoded) {
+        for (chunk, tokens) in chunks.iter().zip(encoded) {
             if *at_start && !is_plain {
                 corpus.tokens.extend(encoder.bos());
             }
             corpus.tokens.extend(tokens.ids.into_iter().map(|id| id | LEARN));
             corpus.report.n_forced_cuts += u64::from(tokens.is_forced);
-            *at_start = piece.end != PieceEnd::Open;
-            let ends = match piece.end {
-                PieceEnd::Open => continue,
-                PieceEnd::Separator => true,
-                PieceEnd::Text => !is_plain,
+            *at_start = chunk.end != ChunkEnd::Open;
+            let ends = match chunk.end {
+                ChunkEnd::Open => continue,
+                ChunkEnd::Separator => true,
+                ChunkEnd::Text => !is_plain,
             };
             corpus.tokens.extend(encoder.eos().filter(|_| ends).map(|id| id | LEARN));
             corpus.end_document(true);
@@ -332,10 +334,10 @@ impl Reader<'_> {
     }
 
     fn jsonl(&mut self, path: &Path) -> Result<(), DataError> {
-        /// Bytes of lines that are worked on at once.
+        /// Bytes of lines that are tokenized together.
         const TOGETHER_BYTES: usize = 4 << 20;
         let start_bytes = self.corpus.report.n_bytes;
-        let mut file = Lines::open(path)?;
+        let mut file = JsonlLines::open(path)?;
         loop {
             let (mut lines, mut n_bytes) = (Vec::new(), 0);
             while n_bytes < TOGETHER_BYTES
@@ -357,13 +359,14 @@ impl Reader<'_> {
         }
     }
 
-    /// Reports progress, and makes room for the rest as the part so far tells, so that tokens are seldom moved.
+    /// Reports progress, and reserves capacity for the remaining tokens, extrapolated from the part so far,
+    /// to avoid reallocations.
     fn report_progress(&mut self, done: u64) {
         let corpus = &mut self.corpus;
         corpus.report.n_bytes = done;
         let expected = corpus.tokens.len() as f64 * (self.n_bytes as f64 / done.max(1) as f64) * 1.02;
         if corpus.tokens.capacity() == 0 || corpus.tokens.len() * 2 > corpus.tokens.capacity() {
-            // Never more than a token for each byte that is left.
+            // At most one token per remaining byte.
             let left = (expected as u64).saturating_sub(corpus.tokens.len() as u64);
             let left = left.min(self.n_bytes.saturating_sub(done));
             corpus.tokens.reserve_exact(usize::try_from(left).unwrap_or(0));
@@ -393,7 +396,7 @@ impl Reader<'_> {
     }
 }
 
-/// A conversation is tokenized as a whole, several times; one of this size is longer than any context.
+/// A conversation is tokenized as a whole, several times; one of this size exceeds any context.
 const MAX_CHAT_BYTES: usize = 8 << 20;
 
 enum EncodedLine {
@@ -402,10 +405,10 @@ enum EncodedLine {
     Refused(String),
 }
 
-fn encode_line(encoder: &Encoder, path: &Path, line: &Line) -> Result<EncodedLine, DataError> {
+fn encode_line(encoder: &Encoder, path: &Path, line: &NumberedLine) -> Result<EncodedLine, DataError> {
     let (path, number) = (|| path.to_owned(), line.number);
     let refused = |source| DataError::Tokenize { path: path(), source };
-    let sample = Sample::parse(&line.text).map_err(|fault| match fault {
+    let sample = DataSample::parse(&line.text).map_err(|fault| match fault {
         SampleFault::Bad(reason) => DataError::BadLine { path: path(), line: number, reason },
         SampleFault::Unknown(found) => DataError::UnknownSample { path: path(), line: number, found },
         SampleFault::NoAssistant { n_messages } => {
@@ -413,32 +416,32 @@ fn encode_line(encoder: &Encoder, path: &Path, line: &Line) -> Result<EncodedLin
         }
     })?;
     let conversation = match sample {
-        Sample::Text(text) => {
+        DataSample::Text(text) => {
             let (tokens, n_forced_cuts) = encoder.text(&text).map_err(refused)?;
             return Ok(EncodedLine::Text { tokens, n_forced_cuts });
         }
         _ if line.text.len() > MAX_CHAT_BYTES => {
             return Err(DataError::LongLine { path: path(), line: number, limit: MAX_CHAT_BYTES as u64 });
         }
-        Sample::Pair { plain, completion, .. } if !encoder.has_template() => {
+        DataSample::Pair { plain, completion, .. } if !encoder.has_template() => {
             let tokens = encoder.pair(&plain, &completion).map_err(refused)?;
             return Ok(EncodedLine::Samples(Encoded::Whole(tokens)));
         }
-        Sample::Pair { prompt, completion, .. } => Conversation {
+        DataSample::Pair { prompt, completion, .. } => ChatSample {
             messages: vec![Message::new("user", prompt), Message::new("assistant", completion)],
-            ..Conversation::default()
+            ..ChatSample::default()
         },
-        Sample::Chat(_) if !encoder.has_template() => {
+        DataSample::Chat(_) if !encoder.has_template() => {
             return Err(DataError::NoTemplate { path: path(), line: number });
         }
-        Sample::Chat(conversation) => conversation,
+        DataSample::Chat(conversation) => conversation,
     };
     match encoder.conversation(&conversation) {
         Ok(encoded) => Ok(EncodedLine::Samples(encoded)),
         Err(EncodeFault::Tokenizer(source)) => Err(refused(source)),
         Err(EncodeFault::Template(error)) => Ok(EncodedLine::Refused(error.to_string())),
         Err(EncodeFault::Unaligned { turn }) => Ok(EncodedLine::Refused(format!(
-            "the template writes message {} differently with and without the ones before it",
+            "the template renders message {} differently with and without the preceding messages",
             turn + 1
         ))),
     }

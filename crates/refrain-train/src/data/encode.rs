@@ -1,4 +1,4 @@
-//! Samples to tokens, each with a mark whether it is to be learnt.
+//! Encodes samples as tokens, with a mark on those that are targets.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -8,38 +8,38 @@ use refrain_formats::tokenizer::{Tokenizer, TokenizerError};
 use serde_json::{Map, Value};
 
 use super::error::DataError;
-use super::sample::{Conversation, is_assistant};
+use super::sample::{ChatSample, is_assistant};
 use super::text::encode_document;
 
-/// Marks a token that counts as a target. Vocabularies are far smaller.
+/// Marks a token as a target. Vocabularies are far smaller.
 pub(super) const LEARN: u32 = 1 << 31;
 
-/// Templates that write a date see this one (2025-01-01), so that a run can be repeated.
+/// The date that templates see (2025-01-01), so that runs are reproducible.
 const NOW: Duration = Duration::from_secs(1_735_689_600);
 
-/// A tokenizer and the chat template to go with it.
+/// A tokenizer and its chat template.
 #[derive(Debug, Clone)]
 pub struct Encoder {
     tokenizer: Arc<Tokenizer>,
     template: Option<Arc<ChatTemplate>>,
 }
 
-/// A conversation as tokens.
+/// A tokenized conversation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Encoded {
-    /// One sample that holds all turns of the assistant.
+    /// One sample with all assistant turns.
     Whole(Vec<u32>),
-    /// One sample for each turn of the assistant: the template writes earlier turns in another way than the last.
+    /// One sample per assistant turn: the template renders earlier turns differently from the last one.
     Turns(Vec<Vec<u32>>),
 }
 
-/// Why a conversation has no tokens.
+/// Why a conversation cannot be tokenized.
 #[derive(Debug)]
 pub(super) enum EncodeFault {
     Tokenizer(TokenizerError),
-    /// The template fails on it.
+    /// The template failed.
     Template(ChatError),
-    /// The prompt of a turn is not where the turn begins.
+    /// The prompt of a turn does not end where the turn starts.
     Unaligned {
         turn: usize,
     },
@@ -58,13 +58,13 @@ impl From<ChatError> for EncodeFault {
 }
 
 impl Encoder {
-    /// With the tokenizer's own chat template, where it has one.
+    /// Uses the tokenizer's own chat template, if it has one.
     pub fn new(tokenizer: Arc<Tokenizer>) -> Result<Self, DataError> {
         let source = tokenizer.chat_template().map(str::to_owned);
         Self::with_template(tokenizer, source.as_deref())
     }
 
-    /// With another chat template, or with none.
+    /// Uses a given chat template, or none.
     pub fn with_template(tokenizer: Arc<Tokenizer>, source: Option<&str>) -> Result<Self, DataError> {
         let (n_tokens, limit) = (tokenizer.vocab_size(), LEARN as usize);
         if n_tokens > limit {
@@ -80,31 +80,31 @@ impl Encoder {
         &self.tokenizer
     }
 
-    /// Whether conversations can be written.
+    /// Whether it has a chat template.
     pub fn has_template(&self) -> bool {
         self.template.is_some()
     }
 
-    /// What goes in front of a document.
+    /// Token at the start of a document.
     pub(super) fn bos(&self) -> Option<u32> {
         self.tokenizer.bos().filter(|_| self.tokenizer.add_bos())
     }
 
-    /// What ends a document.
+    /// Token at the end of a document.
     pub(super) fn eos(&self) -> Option<u32> {
         self.tokenizer.eos()
     }
 
-    /// A document of plain text, all of it to be learnt, and how often it was cut inside a word.
+    /// Encodes a plain text, all of it as targets. Also returns how often it was split inside a word.
     pub(super) fn text(&self, text: &str) -> Result<(Vec<u32>, u64), TokenizerError> {
-        let pieces = encode_document(&self.tokenizer, text)?;
-        let n_forced = pieces.iter().filter(|piece| piece.is_forced).count() as u64;
-        let ids = pieces.into_iter().flat_map(|piece| piece.ids);
-        let learnt = ids.chain(self.eos()).map(|id| id | LEARN);
-        Ok((self.bos().into_iter().chain(learnt).collect(), n_forced))
+        let chunks = encode_document(&self.tokenizer, text)?;
+        let n_forced = chunks.iter().filter(|chunk| chunk.is_forced).count() as u64;
+        let ids = chunks.into_iter().flat_map(|chunk| chunk.ids);
+        let targets = ids.chain(self.eos()).map(|id| id | LEARN);
+        Ok((self.bos().into_iter().chain(targets).collect(), n_forced))
     }
 
-    /// A prompt and its completion as plain text; the completion is to be learnt.
+    /// Encodes a prompt and its completion as plain text; only the completion is a target.
     pub(super) fn pair(&self, prompt: &str, completion: &str) -> Result<Vec<u32>, TokenizerError> {
         let before = self.tokenizer.encode(prompt, false, false)?;
         let all = self.tokenizer.encode(&format!("{prompt}{completion}"), false, false)?;
@@ -114,12 +114,13 @@ impl Encoder {
         Ok(self.bos().into_iter().chain(marked).chain(eos).collect())
     }
 
-    /// A conversation; what the assistant says is to be learnt.
+    /// Encodes a conversation; only assistant turns are targets.
     ///
-    /// A turn's tokens are those of the conversation up to it, less those of the prompt before it. Where the whole
-    /// conversation begins with the tokens of each of its turns, it is one sample. Otherwise the template rewrites
-    /// earlier turns (some drop their thinking), and each turn is a sample with what the model sees before it.
-    pub(super) fn conversation(&self, conversation: &Conversation) -> Result<Encoded, EncodeFault> {
+    /// The tokens of a turn are those of the conversation up to it, minus those of the prompt before it. If
+    /// the whole conversation starts with the tokens of each of its turns, it is one sample. Otherwise the
+    /// template rewrites earlier turns (some drop the reasoning), and each turn becomes a sample with the
+    /// context that the model sees before it.
+    pub(super) fn conversation(&self, conversation: &ChatSample) -> Result<Encoded, EncodeFault> {
         let mut turns = Vec::new();
         for (idx, message) in conversation.messages.iter().enumerate() {
             if is_assistant(message) {
@@ -133,15 +134,15 @@ impl Encoder {
         Ok(Encoded::Whole(self.finish(turns.iter())))
     }
 
-    /// The conversation up to message `idx`, which the assistant says, and where that message lies in it.
-    fn turn(&self, conversation: &Conversation, idx: usize) -> Result<Turn, EncodeFault> {
+    /// Renders the conversation up to the assistant message `idx`, and locates that message in it.
+    fn turn(&self, conversation: &ChatSample, idx: usize) -> Result<AssistantTurn, EncodeFault> {
         let (before, with) = (&conversation.messages[..idx], &conversation.messages[..=idx]);
         let ids = self.rendered(with, false, &conversation.extra)?;
         let prompt = self.rendered(before, true, &conversation.extra)?;
         let start = common_prefix(&prompt, &ids);
         if start < prompt.len() {
-            // The opening that asks for an answer need not be the one that stands in front of an answer, but whatever
-            // was said before must be there.
+            // The generation prompt may differ from the actual start of an answer, but everything before it
+            // must be present.
             let said = if before.is_empty() {
                 Vec::new()
             } else {
@@ -151,11 +152,11 @@ impl Encoder {
                 return Err(EncodeFault::Unaligned { turn: idx });
             }
         }
-        // Templates put line ends behind the token that ends the turn; the model never writes those.
+        // Templates add newlines after the token that ends a turn; the model never generates those.
         let is_end = |&id: &u32| self.tokenizer.is_end_of_generation(id);
         let end = ids[start..].iter().rposition(is_end).map_or(ids.len(), |last| start + last + 1);
         let ended = ids[start..end].last().is_some_and(is_end);
-        Ok(Turn { ids, start, end, ended })
+        Ok(AssistantTurn { ids, start, end, ended })
     }
 
     fn rendered(
@@ -174,8 +175,9 @@ impl Encoder {
         Ok(self.tokenizer.encode_chat(&template.render(messages, &options)?)?)
     }
 
-    /// Marks the turns in the tokens of the last one. The last turn teaches to stop, so it ends with a token that does.
-    fn finish<'a>(&self, turns: impl DoubleEndedIterator<Item = &'a Turn> + Clone) -> Vec<u32> {
+    /// Marks the turns in the tokens of the last one. The last turn ends with an end token, so that the model
+    /// learns to stop.
+    fn finish<'a>(&self, turns: impl DoubleEndedIterator<Item = &'a AssistantTurn> + Clone) -> Vec<u32> {
         let Some(last) = turns.clone().next_back() else { return Vec::new() };
         let mut tokens = last.ids[..last.end].to_vec();
         for turn in turns {
@@ -188,15 +190,15 @@ impl Encoder {
     }
 }
 
-/// A conversation up to a turn of the assistant, which is `start..end`.
-struct Turn {
+/// A conversation up to an assistant turn, which is `start..end`.
+struct AssistantTurn {
     ids: Vec<u32>,
     start: usize,
     end: usize,
-    ended: bool, // with a token that ends generation
+    ended: bool, // with an end-of-generation token
 }
 
-impl Turn {
+impl AssistantTurn {
     fn until_end(&self) -> &[u32] {
         &self.ids[..self.end]
     }

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use refrain_formats::chat::ChatError;
 use refrain_formats::tokenizer::TokenizerError;
 
-/// What can be wrong with training data.
+/// Errors of training data.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DataError {
@@ -18,58 +18,58 @@ pub enum DataError {
         /// Why.
         source: io::Error,
     },
-    /// A folder, pipe or device.
+    /// The path is a folder, pipe or device.
     #[error("{path} is not a file")]
     NotAFile {
         /// The path.
         path: PathBuf,
     },
-    /// A file without anything to learn from.
-    #[error("{path} is empty: {bytes} bytes, all of them blank")]
+    /// A file without content.
+    #[error("{path} is empty: {bytes} bytes, all of them whitespace")]
     Empty {
         /// The file.
         path: PathBuf,
         /// Its size.
         bytes: u64,
     },
-    /// A byte that no text has.
-    #[error("{path} is not a text: byte {byte:#04x} at offset {offset}")]
+    /// A byte that is not valid in text.
+    #[error("{path} is not text: byte {byte:#04x} at offset {offset}")]
     Binary {
         /// The file.
         path: PathBuf,
         /// The byte.
         byte: u8,
-        /// Where, counted from 0.
+        /// Its offset, counted from 0.
         offset: u64,
     },
-    /// A JSON document where JSONL is expected.
-    #[error("{path} is one JSON array, not one object a line")]
+    /// A JSON array where JSONL is expected.
+    #[error("{path} is one JSON array, not one object per line")]
     JsonArray {
         /// The file.
         path: PathBuf,
     },
-    /// A line that is not a JSON object.
+    /// A line that is not a valid sample.
     #[error("{path}, line {line}: {reason}")]
     BadLine {
         /// The file.
         path: PathBuf,
         /// Line, counted from 1.
         line: u64,
-        /// What the parser says.
+        /// The cause.
         reason: String,
     },
-    /// A line too long to be a sample.
-    #[error("{path}, line {line}: longer than {limit} bytes")]
+    /// A line that is too long for a sample.
+    #[error("{path}, line {line}: the line is longer than {limit} bytes")]
     LongLine {
         /// The file.
         path: PathBuf,
         /// Line, counted from 1.
         line: u64,
-        /// The bound on it.
+        /// The maximum length.
         limit: u64,
     },
-    /// An object that is no known kind of sample.
-    #[error("{path}, line {line}: no known kind of sample, it has {}", keys(.found))]
+    /// An object of an unknown kind.
+    #[error("{path}, line {line}: unknown kind of sample with {}", keys(.found))]
     UnknownSample {
         /// The file.
         path: PathBuf,
@@ -78,58 +78,58 @@ pub enum DataError {
         /// The keys of the object.
         found: Vec<String>,
     },
-    /// A conversation that nobody answers.
-    #[error("{path}, line {line}: the conversation of {n_messages} messages has no assistant part")]
+    /// A conversation without an assistant message.
+    #[error("{path}, line {line}: the conversation has no assistant message, {n_messages} in total")]
     NoAssistant {
         /// The file.
         path: PathBuf,
         /// Line, counted from 1.
         line: u64,
-        /// Messages in it.
+        /// Number of messages.
         n_messages: usize,
     },
-    /// Conversations, but no template to write them with.
-    #[error("{path}, line {line}: `messages` need a chat template, the tokenizer has none")]
+    /// Conversations, but no chat template.
+    #[error("{path}, line {line}: `messages` requires a chat template, the tokenizer has none")]
     NoTemplate {
         /// The file.
         path: PathBuf,
         /// Line, counted from 1.
         line: u64,
     },
-    /// The chat template itself is broken.
+    /// The chat template is invalid.
     #[error("the chat template cannot be used")]
     Template(#[source] ChatError),
-    /// The tokenizer refuses a text.
-    #[error("{path}: the text cannot be tokenized")]
+    /// The tokenizer failed on a text.
+    #[error("{path}: cannot tokenize the text")]
     Tokenize {
         /// The file.
         path: PathBuf,
         /// Why.
         source: TokenizerError,
     },
-    /// Too many tokens or ids for their type.
+    /// The vocabulary is too large.
     #[error("the vocabulary has {n_tokens} tokens, the limit is {limit}")]
     Vocabulary {
-        /// Tokens of the vocabulary.
+        /// Tokens in the vocabulary.
         n_tokens: usize,
-        /// The bound on them.
+        /// The maximum.
         limit: usize,
     },
-    /// Nothing is left after dropping.
+    /// No sample is left after dropping.
     #[error("no sample is left: {dropped}")]
     NothingLeft {
-        /// What was dropped and why, in words.
+        /// What was dropped and why.
         dropped: String,
     },
-    /// Fewer tokens than a row.
+    /// Less data than one row.
     #[error("the data has {n_tokens} tokens, a row of context {context} needs {}", context + 1)]
     TooShort {
         /// Tokens in the data.
         n_tokens: u64,
-        /// Tokens of a row.
+        /// Tokens per row.
         context: usize,
     },
-    /// A share to hold out that leaves one side empty.
+    /// A held-out share that leaves one side empty.
     #[error("holding out {share} of {n_tokens} tokens leaves one side without a sample")]
     HeldOut {
         /// The share.
@@ -137,25 +137,25 @@ pub enum DataError {
         /// Tokens in the data.
         n_tokens: u64,
     },
-    /// A position of other data.
+    /// The position belongs to other data.
     #[error(
         "the checkpoint was made with other data: its fingerprint is {found}, these files have {expected}"
     )]
     OtherData {
-        /// Of the position.
+        /// Fingerprint in the checkpoint.
         found: String,
-        /// Of the data.
+        /// Fingerprint of the data.
         expected: String,
     },
-    /// A position outside the data.
-    #[error("the data position {position} lies outside the data ({limit})")]
+    /// The position is outside the data.
+    #[error("the data position {position} is outside the data, which ends at {limit}")]
     Position {
-        /// The number.
+        /// The position.
         position: u64,
-        /// What it must be below.
+        /// The exclusive upper bound.
         limit: u64,
     },
-    /// The thread that prepares batches.
+    /// The data thread failed.
     #[error("the data thread {what}")]
     Thread {
         /// What happened.
@@ -171,16 +171,16 @@ fn keys(found: &[String]) -> String {
 }
 
 impl DataError {
-    /// What the user can do about it.
+    /// An action for the user.
     pub fn hint(&self) -> Option<String> {
         let text = match self {
-            Self::Read { .. } | Self::NotAFile { .. } => "check the path, and that you may read the file",
-            Self::Empty { .. } => "give a file with text in it",
-            Self::Binary { .. } => "training reads UTF-8 text: unpack archives, convert other encodings",
-            Self::JsonArray { .. } => "write one object a line, for example with `jq -c '.[]'`",
-            Self::BadLine { .. } | Self::LongLine { .. } => "mend or remove the line",
+            Self::Read { .. } | Self::NotAFile { .. } => "check the path and the read permissions",
+            Self::Empty { .. } => "give a file that contains text",
+            Self::Binary { .. } => "use UTF-8 text: unpack archives, and convert other encodings",
+            Self::JsonArray { .. } => "write one object per line, for example with `jq -c '.[]'`",
+            Self::BadLine { .. } | Self::LongLine { .. } => "fix or remove the line",
             Self::UnknownSample { .. } => {
-                "a sample has `messages`, `prompt` and `completion`, `instruction` and `output`, or `text`"
+                "give each sample `messages`, `prompt` and `completion`, `instruction` and `output`, or `text`"
             }
             Self::NoAssistant { .. } => "add a message with the role `assistant`, or remove the line",
             Self::NoTemplate { .. } => {
@@ -190,7 +190,7 @@ impl DataError {
             Self::Tokenize { source, .. } => return source.hint(),
             Self::Vocabulary { .. } => return None,
             Self::NothingLeft { .. } => "raise context, or set on_long = \"truncate\"",
-            Self::TooShort { .. } => "lower context, or give more text",
+            Self::TooShort { .. } => "lower context, or give more data",
             Self::HeldOut { .. } => "hold out another share, or give a held-out file",
             Self::OtherData { .. } | Self::Position { .. } => {
                 "resume with the files, tokenizer, context, order and seed of the checkpoint"
@@ -206,21 +206,24 @@ mod tests {
     use super::*;
 
     #[test]
-    fn messages_carry_places_and_numbers_and_hints_are_actions() {
+    fn messages_have_locations_and_numbers_and_hints_are_actions() {
         let path = || PathBuf::from("a.jsonl");
         let shown = [
-            (DataError::Empty { path: path(), bytes: 3 }, "a.jsonl is empty: 3 bytes, all of them blank"),
+            (
+                DataError::Empty { path: path(), bytes: 3 },
+                "a.jsonl is empty: 3 bytes, all of them whitespace",
+            ),
             (
                 DataError::Binary { path: path(), byte: 7, offset: 9 },
-                "a.jsonl is not a text: byte 0x07 at offset 9",
+                "a.jsonl is not text: byte 0x07 at offset 9",
             ),
             (
                 DataError::UnknownSample { path: path(), line: 2, found: vec!["a".into(), "b".into()] },
-                "a.jsonl, line 2: no known kind of sample, it has `a`, `b`",
+                "a.jsonl, line 2: unknown kind of sample with `a`, `b`",
             ),
             (
                 DataError::NoAssistant { path: path(), line: 2, n_messages: 3 },
-                "a.jsonl, line 2: the conversation of 3 messages has no assistant part",
+                "a.jsonl, line 2: the conversation has no assistant message, 3 in total",
             ),
             (
                 DataError::TooShort { n_tokens: 5, context: 8 },
@@ -233,7 +236,7 @@ mod tests {
         ];
         for (error, message) in shown {
             assert_eq!(error.to_string(), message);
-            let hint = error.hint().expect("a way out");
+            let hint = error.hint().expect("a hint");
             assert!(!hint.ends_with('.') && !hint.starts_with(char::is_uppercase), "{hint}");
         }
     }

@@ -10,7 +10,7 @@ use super::encode::Encoder;
 
 pub(crate) const EOS: &str = "<|endoftext|>";
 
-/// All bytes, some merges, and control tokens at the end; `pre` names how words are split.
+/// A byte-level vocabulary with a few merges and control tokens at the end; `pre` names the pre-tokenizer.
 pub(crate) fn byte_level(pre: &str, template: Option<&str>, add_bos: bool) -> Arc<Tokenizer> {
     let mut tokens: Vec<String> = ByteLevel::alphabet().into_iter().map(String::from).collect();
     tokens.sort();
@@ -36,7 +36,7 @@ pub(crate) fn byte_level(pre: &str, template: Option<&str>, add_bos: bool) -> Ar
     Arc::new(Tokenizer::from_spec(&spec).unwrap())
 }
 
-/// Pieces with scores, a blank in front of every text, and bytes for what has no piece.
+/// A SentencePiece vocabulary with scores, a leading space, and byte fallback.
 pub(crate) fn sentence_piece() -> Arc<Tokenizer> {
     let mut tokens: Vec<String> = ["<unk>", "<s>", "</s>"].map(str::to_owned).to_vec();
     tokens.extend((0..=255).map(|byte| format!("<0x{byte:02X}>")));

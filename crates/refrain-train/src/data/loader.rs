@@ -1,4 +1,4 @@
-//! Batches in order, prepared ahead by a thread of their own.
+//! Batches in order, prepared ahead by a dedicated thread.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
@@ -9,20 +9,20 @@ use serde::{Deserialize, Serialize};
 use super::batch::Batch;
 use super::corpus::Corpus;
 use super::error::DataError;
-use super::pack::{DocumentSlice, PackedRow, Packer, Window};
+use super::pack::{DocumentSlice, PackedRow, PackedWindow, Packer};
 use crate::config::Order;
 
-/// Where a run stands in its data. A loader that starts here goes on exactly as the one that was there.
+/// Position of a run in its data. A loader that starts here continues exactly like the one that was there.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DataPosition {
-    /// Passes over the data that are done.
+    /// Completed passes over the data.
     pub epoch: u64,
-    /// First slice of the window that is being read; 0 with [`Order::File`].
+    /// First slice of the current window; 0 with [`Order::File`].
     pub window: u64,
     /// Rows of the window that were read; with [`Order::File`], samples of the epoch.
     pub row: u64,
-    /// Names tokens, documents, context, order and seed.
+    /// Hash of tokens, documents, context, order and seed.
     pub fingerprint: String,
 }
 
@@ -31,35 +31,35 @@ pub struct DataPosition {
 pub enum Passes {
     /// Epoch after epoch, for training.
     Endless,
-    /// Once and in the order of the files, for held-out loss; the last batch may be padded.
+    /// Once, in file order, for held-out loss; the last batch may be padded.
     Once,
 }
 
-/// What batches a loader makes.
+/// Options of a loader.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LoaderOptions {
-    /// Rows of `context` tokens in a batch.
+    /// Rows of `context` tokens per batch.
     pub n_seqs: usize,
-    /// Seed of the order.
+    /// Seed of the shuffle.
     pub seed: u64,
     /// How often the data is read.
     pub passes: Passes,
-    /// Batches that are prepared ahead.
+    /// Number of batches to prepare ahead.
     pub n_ahead: usize,
 }
 
-/// Makes batches one after the other.
+/// Iterator over batches.
 #[derive(Debug)]
 pub struct Batches {
     corpus: Arc<Corpus>,
-    rows: Rows,
+    rows: RowSource,
     n_seqs: usize,
     fingerprint: String,
 }
 
-/// Where rows come from.
+/// Source of rows.
 #[derive(Debug)]
-enum Rows {
+enum RowSource {
     /// Sample i is tokens i·T to i·T + T.
     File {
         n_samples: u64,
@@ -72,13 +72,13 @@ enum Rows {
         epoch: u64,
         start: u64,
         next: usize,
-        window: Window,
+        window: PackedWindow,
         passes: Passes,
     },
 }
 
 impl Batches {
-    /// From the start, or from where an earlier run was.
+    /// Starts at the beginning, or at the position of an earlier run.
     pub fn new(
         corpus: Arc<Corpus>,
         options: LoaderOptions,
@@ -99,7 +99,7 @@ impl Batches {
                     return Err(DataError::TooShort { n_tokens, context });
                 }
                 within(from.row, n_samples)?;
-                Rows::File { n_samples, epoch: from.epoch, next: from.row, passes: options.passes }
+                RowSource::File { n_samples, epoch: from.epoch, next: from.row, passes: options.passes }
             }
             Order::Shuffle => {
                 let seed = Some(options.seed).filter(|_| options.passes == Passes::Endless);
@@ -107,7 +107,7 @@ impl Batches {
                 within(from.window, packer.n_slices())?;
                 let window = packer.window(from.epoch, from.window);
                 within(from.row, window.rows.len() as u64)?;
-                Rows::Packed {
+                RowSource::Packed {
                     packer,
                     epoch: from.epoch,
                     start: from.window,
@@ -120,11 +120,11 @@ impl Batches {
         Ok(Self { corpus, rows, n_seqs: options.n_seqs, fingerprint })
     }
 
-    /// Where the next batch starts.
+    /// Position of the next batch.
     pub fn position(&self) -> DataPosition {
         let (epoch, window, row) = match &self.rows {
-            Rows::File { epoch, next, .. } => (*epoch, 0, *next),
-            Rows::Packed { epoch, start, next, .. } => (*epoch, *start, *next as u64),
+            RowSource::File { epoch, next, .. } => (*epoch, 0, *next),
+            RowSource::Packed { epoch, start, next, .. } => (*epoch, *start, *next as u64),
         };
         DataPosition { epoch, window, row, fingerprint: self.fingerprint.clone() }
     }
@@ -151,7 +151,7 @@ impl Iterator for Batches {
     }
 }
 
-impl Rows {
+impl RowSource {
     fn next(&mut self, context: usize) -> Option<PackedRow> {
         match self {
             Self::File { n_samples, epoch, next, passes } => {
@@ -170,7 +170,7 @@ impl Rows {
                     (*start, *next) = (window.next, 0);
                     if *start == packer.n_slices() {
                         if *passes == Passes::Once {
-                            // Stays at the end of the window, so that asking again ends again.
+                            // Stays at the end of the window, so that further calls also return `None`.
                             *next = window.rows.len();
                             return None;
                         }
@@ -185,13 +185,13 @@ impl Rows {
     }
 }
 
-/// A batch and where the next one starts.
-pub type Prepared = (Batch, DataPosition);
+/// A batch, and the position of the next one.
+pub type PreparedBatch = (Batch, DataPosition);
 
-/// Hands out batches that a thread prepares ahead, so that the next one is ready while a step runs.
+/// Returns batches that a thread prepares ahead, so that the next one is ready while a step runs.
 #[derive(Debug)]
 pub struct Loader {
-    prepared: Option<Receiver<Result<Prepared, DataError>>>,
+    prepared: Option<Receiver<Result<PreparedBatch, DataError>>>,
     thread: Option<JoinHandle<()>>,
     position: DataPosition,
 }
@@ -209,9 +209,9 @@ impl Loader {
         Self::start(source, position, options.n_ahead)
     }
 
-    /// Starts the thread with another source of batches, which may fail.
+    /// Starts the thread with a different, fallible source of batches.
     pub fn start(
-        source: impl Iterator<Item = Result<Prepared, DataError>> + Send + 'static,
+        source: impl Iterator<Item = Result<PreparedBatch, DataError>> + Send + 'static,
         position: DataPosition,
         n_ahead: usize,
     ) -> Result<Self, DataError> {
@@ -222,19 +222,19 @@ impl Loader {
         Ok(Self { prepared: Some(prepared), thread: Some(thread), position })
     }
 
-    /// Where the batch after the last one handed out starts.
+    /// Position after the last returned batch.
     pub fn position(&self) -> &DataPosition {
         &self.position
     }
 }
 
 fn send_all(
-    source: impl Iterator<Item = Result<Prepared, DataError>>,
-    sender: &SyncSender<Result<Prepared, DataError>>,
+    source: impl Iterator<Item = Result<PreparedBatch, DataError>>,
+    sender: &SyncSender<Result<PreparedBatch, DataError>>,
 ) {
     for prepared in source {
         let failed = prepared.is_err();
-        // The loader was dropped, or the run ends with the error.
+        // Either the loader was dropped, or the run ends with the error.
         if sender.send(prepared).is_err() || failed {
             return;
         }
@@ -256,7 +256,7 @@ impl Iterator for Loader {
             }
             Err(_) => {
                 self.prepared = None;
-                // The thread has ended: with its source, or by a panic.
+                // The thread has ended: its source is exhausted, or it panicked.
                 let ended = self.thread.take()?.join();
                 ended.err().map(|_| Err(DataError::Thread { what: "panicked".to_owned() }))
             }
@@ -266,7 +266,7 @@ impl Iterator for Loader {
 
 impl Drop for Loader {
     fn drop(&mut self) {
-        // Without a receiver the thread's next send fails, and it ends.
+        // Without a receiver, the thread's next send fails and it ends.
         self.prepared = None;
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();

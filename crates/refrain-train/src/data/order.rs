@@ -1,11 +1,12 @@
-//! A new order of the samples each epoch, without a list of them.
+//! Shuffles the samples anew each epoch, without storing a permutation.
 
 use refrain_reference::philox4x32;
 
-/// A permutation of `0..n`, computed point by point. It is a function of seed, epoch and purpose, the same on every
-/// platform, and takes no memory.
+/// A permutation of `0..n`, computed point by point. It depends only on seed, epoch and purpose, is the same
+/// on every platform, and takes no memory.
 ///
-/// A Feistel network permutes the smallest power of four that holds `n`; results outside `0..n` go through it again.
+/// A Feistel network permutes the smallest power of four that is at least `n`; results outside `0..n` are
+/// permuted again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Permutation {
     n: u64,
@@ -17,13 +18,14 @@ pub struct Permutation {
 const N_ROUNDS: u32 = 6;
 
 impl Permutation {
-    /// The permutation of `n` elements for a seed. `stream` tells permutations of one seed apart.
+    /// The permutation of `n` elements for a seed. `stream` selects among independent permutations of the
+    /// same seed.
     pub fn new(n: u64, seed: u64, stream: u64) -> Self {
         let bits = u64::BITS - n.saturating_sub(1).leading_zeros();
         Self { n, half_bits: bits.div_ceil(2).max(1), seed, stream }
     }
 
-    /// Where element `i` goes. `i` must be below `n`.
+    /// Maps element `i`, which must be below `n`.
     pub fn at(&self, i: u64) -> u64 {
         assert!(i < self.n, "element {i} of {}", self.n);
         let mut x = i;
@@ -57,7 +59,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn known_orders_hold_on_every_platform() {
+    fn known_permutations_are_the_same_on_every_platform() {
         let order = |n, seed, stream| {
             let permutation = Permutation::new(n, seed, stream);
             (0..n).map(|i| permutation.at(i)).collect::<Vec<_>>()
@@ -71,7 +73,7 @@ mod tests {
     const KNOWN_B: [u64; 8] = [7, 0, 4, 5, 6, 1, 3, 2];
 
     #[test]
-    fn each_element_goes_everywhere_about_equally_often() {
+    fn each_element_goes_to_every_index_about_equally_often() {
         let (n, n_streams) = (10u64, 4_000);
         let mut counts = [[0u32; 10]; 10];
         for stream in 0..n_streams {
@@ -87,7 +89,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_element_comes_once(n in 1..2_000u64, seed: u64, stream: u64) {
+        fn every_element_occurs_once(n in 1..2_000u64, seed: u64, stream: u64) {
             let permutation = Permutation::new(n, seed, stream);
             let mut seen = vec![false; n as usize];
             for i in 0..n {

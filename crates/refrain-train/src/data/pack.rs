@@ -1,4 +1,4 @@
-//! Documents to rows, several in one where they fit.
+//! Packs documents into rows, several per row where they fit.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -7,7 +7,7 @@ use super::corpus::Corpus;
 use super::encode::LEARN;
 use super::order::Permutation;
 
-/// Consecutive tokens of a document: `len` inputs from `start`, each with the token after it as its target.
+/// Consecutive tokens of a document: `len` inputs from `start`, each with the following token as its target.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct DocumentSlice {
     pub(super) start: usize,
@@ -17,7 +17,8 @@ pub(super) struct DocumentSlice {
 /// The slices of a row.
 pub(super) type PackedRow = Vec<DocumentSlice>;
 
-/// All documents in slices of at most `context` inputs. The last token of a document is only ever a target.
+/// Splits all documents into slices of at most `context` inputs. The last token of a document is only ever a
+/// target.
 pub(super) fn slices(corpus: &Corpus, context: usize) -> Vec<DocumentSlice> {
     let tokens = corpus.marked();
     let mut slices = Vec::new();
@@ -34,8 +35,8 @@ pub(super) fn slices(corpus: &Corpus, context: usize) -> Vec<DocumentSlice> {
     slices
 }
 
-/// Rows that are packed together. Many, so that few tokens are lost to padding; not all, so that packing takes little
-/// time and memory and a run can be resumed without doing it all again.
+/// Rows packed together. Large enough to keep padding low; bounded so that packing is cheap in time and
+/// memory, and a resumed run need not repeat all of it.
 const WINDOW_ROWS: u64 = 256;
 
 /// Slices in the order of an epoch, packed window by window.
@@ -43,14 +44,14 @@ const WINDOW_ROWS: u64 = 256;
 pub(super) struct Packer {
     slices: Vec<DocumentSlice>,
     context: usize,
-    seed: Option<u64>, // `None`: the order of the files
+    seed: Option<u64>, // `None` for file order
 }
 
 /// The rows of a window.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Window {
+pub(super) struct PackedWindow {
     pub(super) rows: Vec<PackedRow>,
-    /// Where the next window starts.
+    /// Start of the next window.
     pub(super) next: u64,
 }
 
@@ -69,9 +70,9 @@ impl Packer {
         self.slices.len() as u64
     }
 
-    /// The window of an epoch that starts with its slice `start`.
-    pub(super) fn window(&self, epoch: u64, start: u64) -> Window {
-        // Streams of one seed: even ones order slices, odd ones order rows.
+    /// The window of an epoch that starts at its slice `start`.
+    pub(super) fn window(&self, epoch: u64, start: u64) -> PackedWindow {
+        // Of each seed's streams, even ones order slices and odd ones order rows.
         let order = self.seed.map(|seed| Permutation::new(self.n_slices(), seed, epoch.wrapping_mul(2)));
         let (mut taken, mut n_tokens, mut next) = (Vec::new(), 0, start);
         while next < self.n_slices() && n_tokens < WINDOW_ROWS * self.context as u64 {
@@ -90,27 +91,27 @@ impl Packer {
             let mut from: Vec<PackedRow> = std::mem::take(&mut rows);
             rows = (0..from.len()).map(|i| std::mem::take(&mut from[order.at(i as u64) as usize])).collect();
         }
-        Window { rows, next }
+        PackedWindow { rows, next }
     }
 }
 
-/// Best fit, from the longest slice to the shortest. Rows are in the order of their first slices, slices in a row too.
+/// Best fit, longest slice first. Rows are ordered by their first slices, and so are the slices within a row.
 fn pack(slices: &[DocumentSlice], context: usize) -> Vec<PackedRow> {
     let mut by_length: Vec<usize> = (0..slices.len()).collect();
     by_length.sort_by_key(|&i| std::cmp::Reverse(slices[i].len));
     let mut rows: Vec<Vec<usize>> = Vec::new();
-    let mut by_room: BTreeMap<(usize, usize), ()> = BTreeMap::new(); // room and row
+    let mut by_capacity: BTreeMap<(usize, usize), ()> = BTreeMap::new(); // capacity left, and row
     for i in by_length {
         let len = slices[i].len as usize;
-        let found = by_room.range((len, 0)..).next().map(|(key, ())| *key);
-        let (room, row) = found.unwrap_or_else(|| {
+        let found = by_capacity.range((len, 0)..).next().map(|(key, ())| *key);
+        let (capacity, row) = found.unwrap_or_else(|| {
             rows.push(Vec::new());
             (context, rows.len() - 1)
         });
-        by_room.remove(&(room, row));
+        by_capacity.remove(&(capacity, row));
         rows[row].push(i);
-        if room > len {
-            by_room.insert((room - len, row), ());
+        if capacity > len {
+            by_capacity.insert((capacity - len, row), ());
         }
     }
     rows.iter_mut().for_each(|row| row.sort_unstable());
@@ -136,7 +137,7 @@ mod tests {
             prop_assert_eq!(seen, slices);
             let used: Vec<u32> = rows.iter().map(|row| row.iter().map(|slice| slice.len).sum()).collect();
             prop_assert!(used.iter().all(|&used| used <= 32));
-            // Best fit leaves at most one row half empty.
+            // Best fit leaves at most one row less than half full.
             prop_assert!(used.iter().filter(|&&used| used <= 16).count() <= 1, "{:?}", used);
         }
     }

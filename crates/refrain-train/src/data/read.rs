@@ -1,4 +1,4 @@
-//! Text files in pieces and JSONL files line by line, with every fault at its place.
+//! Reads text files in chunks and JSONL files line by line, and reports the location of every error.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use super::error::DataError;
 
-/// What a file holds, by its name.
+/// Kind of a file, by its extension.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum FileKind {
     Text,
@@ -21,7 +21,8 @@ pub(super) fn kind_of(path: &Path) -> FileKind {
     }
 }
 
-/// An open file and its size. Asked before it is opened: opening a pipe waits for its other end.
+/// Opens a file and returns its size. Its type is checked first: opening a pipe blocks until its other end is
+/// opened.
 fn open(path: &Path) -> Result<(File, u64), DataError> {
     let failed = |source| DataError::Read { path: path.to_owned(), source };
     let meta = std::fs::metadata(path).map_err(failed)?;
@@ -33,25 +34,25 @@ fn open(path: &Path) -> Result<(File, u64), DataError> {
 
 const BOM: &[u8] = b"\xef\xbb\xbf";
 
-/// A text file in pieces of whole characters.
+/// A text file in chunks of whole characters.
 #[derive(Debug)]
-pub(super) struct TextPieces {
+pub(super) struct TextChunks {
     path: PathBuf,
     file: File,
-    piece_bytes: usize,
-    offset: u64,      // of the first byte of `pending`
-    pending: Vec<u8>, // the start of a character whose end is not read yet
+    chunk_bytes: usize,
+    offset: u64,      // offset of the first byte of `pending`
+    pending: Vec<u8>, // prefix of an incomplete character
     at_end: bool,
     any_text: bool,
 }
 
-impl TextPieces {
-    pub(super) fn open(path: &Path, piece_bytes: usize) -> Result<Self, DataError> {
+impl TextChunks {
+    pub(super) fn open(path: &Path, chunk_bytes: usize) -> Result<Self, DataError> {
         let (file, _) = open(path)?;
         Ok(Self {
             path: path.to_owned(),
             file,
-            piece_bytes,
+            chunk_bytes,
             offset: 0,
             pending: Vec::new(),
             at_end: false,
@@ -59,13 +60,13 @@ impl TextPieces {
         })
     }
 
-    /// Appends the next piece to `text`; `false` at the end of the file.
+    /// Appends the next chunk to `text`; returns `false` at the end of the file.
     pub(super) fn read_into(&mut self, text: &mut String) -> Result<bool, DataError> {
         if self.at_end {
             return Ok(false);
         }
         let mut bytes = std::mem::take(&mut self.pending);
-        let want = self.piece_bytes as u64;
+        let want = self.chunk_bytes as u64;
         let n = (&mut self.file)
             .take(want)
             .read_to_end(&mut bytes)
@@ -77,7 +78,7 @@ impl TextPieces {
         }
         let whole = match std::str::from_utf8(&bytes) {
             Ok(whole) => whole,
-            // A character may end in the next piece, unless there is none.
+            // A character may be completed by the next chunk, unless there is none.
             Err(error) if error.error_len().is_none() && !self.at_end => {
                 std::str::from_utf8(&bytes[..error.valid_up_to()]).unwrap_or_default()
             }
@@ -90,7 +91,7 @@ impl TextPieces {
         text.push_str(whole);
         let used = whole.len();
         self.offset += used as u64;
-        self.pending = bytes.split_off(used); // at most the start of a character
+        self.pending = bytes.split_off(used); // at most an incomplete character
         if self.at_end && !self.any_text {
             return Err(DataError::Empty { path: self.path.clone(), bytes: self.offset });
         }
@@ -101,21 +102,21 @@ impl TextPieces {
         DataError::Binary { path: self.path.clone(), byte: bytes[at], offset: self.offset + at as u64 }
     }
 
-    /// Bytes read so far.
+    /// Number of bytes read so far.
     pub(super) fn n_bytes(&self) -> u64 {
         self.offset
     }
 }
 
 /// A line and its number, counted from 1.
-pub(super) struct Line {
+pub(super) struct NumberedLine {
     pub(super) number: u64,
     pub(super) text: String,
 }
 
-/// The lines of a JSONL file that are not blank.
+/// The non-blank lines of a JSONL file.
 #[derive(Debug)]
-pub(super) struct Lines {
+pub(super) struct JsonlLines {
     path: PathBuf,
     reader: BufReader<File>,
     number: u64,
@@ -123,8 +124,8 @@ pub(super) struct Lines {
     any_line: bool,
 }
 
-impl Lines {
-    /// More than any sample; a file without line ends must not be read as one line.
+impl JsonlLines {
+    /// Larger than any sample; a file without newlines must not be read as one line.
     pub(super) const MAX_BYTES: u64 = 64 << 20;
 
     pub(super) fn open(path: &Path) -> Result<Self, DataError> {
@@ -138,8 +139,8 @@ impl Lines {
         Ok(Self { path: path.to_owned(), reader, number: 0, n_bytes: 0, any_line: false })
     }
 
-    /// The next line; `None` at the end.
-    pub(super) fn next_line(&mut self) -> Result<Option<Line>, DataError> {
+    /// Returns the next line; `None` at the end.
+    pub(super) fn next_line(&mut self) -> Result<Option<NumberedLine>, DataError> {
         loop {
             let mut bytes = Vec::new();
             let n = (&mut self.reader)
@@ -170,12 +171,12 @@ impl Lines {
             let text = text.trim();
             if !text.is_empty() {
                 self.any_line = true;
-                return Ok(Some(Line { number: self.number, text: text.to_owned() }));
+                return Ok(Some(NumberedLine { number: self.number, text: text.to_owned() }));
             }
         }
     }
 
-    /// Bytes read so far.
+    /// Number of bytes read so far.
     pub(super) fn n_bytes(&self) -> u64 {
         self.n_bytes
     }
@@ -191,34 +192,34 @@ mod tests {
         file
     }
 
-    fn text(content: &[u8], piece_bytes: usize) -> Result<String, DataError> {
+    fn text(content: &[u8], chunk_bytes: usize) -> Result<String, DataError> {
         let file = file(content);
-        let mut pieces = TextPieces::open(file.path(), piece_bytes)?;
+        let mut chunks = TextChunks::open(file.path(), chunk_bytes)?;
         let mut text = String::new();
-        while pieces.read_into(&mut text)? {}
-        assert_eq!(pieces.n_bytes(), content.len() as u64);
+        while chunks.read_into(&mut text)? {}
+        assert_eq!(chunks.n_bytes(), content.len() as u64);
         Ok(text)
     }
 
     #[test]
-    fn pieces_join_to_the_text_wherever_characters_are_cut() {
+    fn chunks_join_to_the_text_wherever_characters_are_split() {
         let content = "a ä € 🦀 end\r\n".repeat(7);
-        for piece_bytes in 1..40 {
-            assert_eq!(text(content.as_bytes(), piece_bytes).unwrap(), content, "{piece_bytes}");
+        for chunk_bytes in 1..40 {
+            assert_eq!(text(content.as_bytes(), chunk_bytes).unwrap(), content, "{chunk_bytes}");
         }
         assert_eq!(text(b"\xef\xbb\xbfabc", 64).unwrap(), "abc");
     }
 
     #[test]
-    fn a_byte_that_no_text_has_is_named_with_its_offset() {
+    fn an_invalid_byte_is_reported_with_its_offset() {
         for (content, bad, at) in [
             (&b"abc\0def"[..], 0u8, 3u64),
             (b"0123456789\xffx", 0xff, 10),
             (b"cut off \xf0\x9f\xa6", 0xf0, 8),
             (b"PK\x03\x04\0\0", 0, 4),
         ] {
-            for piece_bytes in [1, 3, 64] {
-                let error = text(content, piece_bytes).unwrap_err();
+            for chunk_bytes in [1, 3, 64] {
+                let error = text(content, chunk_bytes).unwrap_err();
                 let DataError::Binary { byte, offset, .. } = error else { panic!("{error}") };
                 assert_eq!((byte, offset), (bad, at));
             }
@@ -226,19 +227,19 @@ mod tests {
     }
 
     #[test]
-    fn a_file_of_blanks_is_empty() {
+    fn a_file_of_whitespace_is_empty() {
         for content in [&b""[..], b" \n\t\n "] {
             assert!(matches!(text(content, 2), Err(DataError::Empty { .. })));
             let file = file(content);
-            let lines = Lines::open(file.path()).and_then(|mut lines| lines.next_line());
+            let lines = JsonlLines::open(file.path()).and_then(|mut lines| lines.next_line());
             assert!(matches!(lines, Err(DataError::Empty { .. })));
         }
     }
 
     #[test]
-    fn lines_are_numbered_as_an_editor_does() {
+    fn lines_are_numbered_as_in_an_editor() {
         let file = file(b"\xef\xbb\xbf{}\n\n  \r\n{\"a\":1}\r\n{}");
-        let mut lines = Lines::open(file.path()).unwrap();
+        let mut lines = JsonlLines::open(file.path()).unwrap();
         let mut found = Vec::new();
         while let Some(line) = lines.next_line().unwrap() {
             found.push((line.number, line.text.trim().to_owned()));
@@ -247,11 +248,11 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_file_and_what_is_one_array_are_refused() {
+    fn non_files_and_json_arrays_are_refused() {
         let folder = tempfile::tempdir().unwrap();
-        assert!(matches!(TextPieces::open(folder.path(), 9), Err(DataError::NotAFile { .. })));
+        assert!(matches!(TextChunks::open(folder.path(), 9), Err(DataError::NotAFile { .. })));
         let missing = folder.path().join("missing.txt");
-        assert!(matches!(TextPieces::open(&missing, 9), Err(DataError::Read { .. })));
-        assert!(matches!(Lines::open(file(b" \n [{}]").path()), Err(DataError::JsonArray { .. })));
+        assert!(matches!(TextChunks::open(&missing, 9), Err(DataError::Read { .. })));
+        assert!(matches!(JsonlLines::open(file(b" \n [{}]").path()), Err(DataError::JsonArray { .. })));
     }
 }

@@ -1,34 +1,35 @@
-//! The texts of training files, without their form: what a tokenizer is trained on.
+//! Reads the plain texts of training files, for training a tokenizer.
 
 use std::collections::VecDeque;
 use std::path::PathBuf;
 
 use super::error::DataError;
-use super::read::{FileKind, Lines, TextPieces, kind_of};
-use super::sample::{Sample, SampleFault};
+use super::read::{FileKind, JsonlLines, TextChunks, kind_of};
+use super::sample::{DataSample, SampleFault};
 use super::text::floor_boundary;
 
-/// Reads texts and lines of files one after the other. Of files larger than a bound, parts spread over them are taken.
+/// Reads the texts of several files in sequence. If they are larger than the bound, evenly spread parts are
+/// sampled.
 #[derive(Debug)]
 pub struct TextReader {
     files: VecDeque<PathBuf>,
-    open: Option<Open>,
-    separators: Vec<String>, // special tokens, which are no text
-    /// The share of parts to take, and how many there were.
+    open: Option<OpenTextFile>,
+    separators: Vec<String>, // special tokens, which are not text
+    /// Fraction of parts to keep, and number of parts so far.
     share: f64,
     n_parts: u64,
-    ready: Vec<String>, // in reverse
+    ready: Vec<String>, // in reverse order
 }
 
 #[derive(Debug)]
-enum Open {
-    Text { pieces: TextPieces, rest: String },
-    Jsonl { lines: Lines, path: PathBuf },
+enum OpenTextFile {
+    Text { chunks: TextChunks, rest: String },
+    Jsonl { lines: JsonlLines, path: PathBuf },
 }
 
 impl TextReader {
-    /// Bytes that are read at once.
-    const PIECE_BYTES: usize = 256 << 10;
+    /// Size of a read in bytes.
+    const CHUNK_BYTES: usize = 256 << 10;
 
     /// Reads at most about `max_bytes` of the files.
     pub fn new(files: &[PathBuf], max_bytes: u64, separators: Vec<String>) -> Result<Self, DataError> {
@@ -42,26 +43,27 @@ impl TextReader {
         Ok(Self { files, open: None, separators, share, n_parts: 0, ready: Vec::new() })
     }
 
-    /// Fills `ready` with texts; `false` when all files are read.
+    /// Refills `ready`; returns `false` when all files are read.
     fn read(&mut self) -> Result<bool, DataError> {
         let Some(open) = &mut self.open else {
             let Some(path) = self.files.pop_front() else { return Ok(false) };
             self.open = Some(match kind_of(&path) {
-                FileKind::Text => {
-                    Open::Text { pieces: TextPieces::open(&path, Self::PIECE_BYTES)?, rest: String::new() }
-                }
-                FileKind::Jsonl => Open::Jsonl { lines: Lines::open(&path)?, path },
+                FileKind::Text => OpenTextFile::Text {
+                    chunks: TextChunks::open(&path, Self::CHUNK_BYTES)?,
+                    rest: String::new(),
+                },
+                FileKind::Jsonl => OpenTextFile::Jsonl { lines: JsonlLines::open(&path)?, path },
             });
             return Ok(true);
         };
         let texts = match open {
-            Open::Text { pieces, rest } => {
-                let more = pieces.read_into(rest)?;
-                // The last line may go on in the next piece. One without an end is not waited for.
+            OpenTextFile::Text { chunks, rest } => {
+                let more = chunks.read_into(rest)?;
+                // The last line may continue in the next chunk; a line without an end is not waited for.
                 let end = match rest.rfind('\n') {
                     _ if !more => rest.len(),
                     Some(last) => last + 1,
-                    None if rest.len() > 2 * Self::PIECE_BYTES => rest.len(),
+                    None if rest.len() > 2 * Self::CHUNK_BYTES => rest.len(),
                     None => 0,
                 };
                 let text: String = rest.drain(..end).collect();
@@ -70,7 +72,7 @@ impl TextReader {
                 }
                 vec![text]
             }
-            Open::Jsonl { lines, path } => match lines.next_line()? {
+            OpenTextFile::Jsonl { lines, path } => match lines.next_line()? {
                 Some(line) => texts_of(&line.text).map_err(|reason| DataError::BadLine {
                     path: path.clone(),
                     line: line.number,
@@ -108,40 +110,40 @@ impl Iterator for TextReader {
     }
 }
 
-/// The parts of a text between special tokens.
+/// Splits a text at special tokens.
 fn without(text: &str, separators: &[String]) -> Vec<String> {
     let mut parts = vec![text];
     for separator in separators.iter().filter(|separator| !separator.is_empty()) {
         parts = parts.into_iter().flat_map(|part| part.split(separator.as_str())).collect();
     }
-    let parts = parts.into_iter().flat_map(in_pieces);
+    let parts = parts.into_iter().flat_map(in_chunks);
     parts.filter(|part| !part.is_empty()).map(str::to_owned).collect()
 }
 
-/// A long text in parts that end with a line or a word where they can: a tokenizer takes some hundred times as much
-/// memory as what it works on.
-fn in_pieces(mut text: &str) -> Vec<&str> {
-    let mut pieces = Vec::new();
-    while text.len() > 2 * TextReader::PIECE_BYTES {
-        let end = floor_boundary(text, TextReader::PIECE_BYTES);
+/// Splits a long text into parts that end at a line or word boundary if possible: a tokenizer uses some
+/// hundred times the memory of its input.
+fn in_chunks(mut text: &str) -> Vec<&str> {
+    let mut chunks = Vec::new();
+    while text.len() > 2 * TextReader::CHUNK_BYTES {
+        let end = floor_boundary(text, TextReader::CHUNK_BYTES);
         let gap = text[..end].rfind('\n').or_else(|| text[..end].rfind(' ')).filter(|&gap| gap > 0);
-        let (piece, rest) = text.split_at(gap.unwrap_or(end));
-        pieces.push(piece);
+        let (chunk, rest) = text.split_at(gap.unwrap_or(end));
+        chunks.push(chunk);
         text = rest;
     }
-    pieces.push(text);
-    pieces
+    chunks.push(text);
+    chunks
 }
 
 fn texts_of(line: &str) -> Result<Vec<String>, String> {
-    match Sample::parse(line) {
-        Ok(Sample::Text(text)) => Ok(vec![text]),
-        Ok(Sample::Pair { plain, completion, .. }) => Ok(vec![plain, completion]),
-        Ok(Sample::Chat(chat)) => Ok(chat.messages.into_iter().map(|message| message.content).collect()),
+    match DataSample::parse(line) {
+        Ok(DataSample::Text(text)) => Ok(vec![text]),
+        Ok(DataSample::Pair { plain, completion, .. }) => Ok(vec![plain, completion]),
+        Ok(DataSample::Chat(chat)) => Ok(chat.messages.into_iter().map(|message| message.content).collect()),
         Err(SampleFault::Bad(reason)) => Err(reason),
-        Err(SampleFault::Unknown(found)) => Err(format!("no known kind of sample, it has {found:?}")),
+        Err(SampleFault::Unknown(found)) => Err(format!("unknown kind of sample with {found:?}")),
         Err(SampleFault::NoAssistant { n_messages }) => {
-            Err(format!("the conversation of {n_messages} messages has no assistant part"))
+            Err(format!("the conversation has no assistant message, {n_messages} in total"))
         }
     }
 }

@@ -3,36 +3,37 @@
 use refrain_formats::chat::Message;
 use serde_json::{Map, Value};
 
-/// What a line holds.
+/// A sample of a JSONL file.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) enum Sample {
-    /// A text, all of it to be learnt.
+pub(super) enum DataSample {
+    /// A text, all of it a target.
     Text(String),
     /// A conversation.
-    Chat(Conversation),
-    /// A prompt and what is to be learnt; `plain` is the prompt where there is no chat template.
+    Chat(ChatSample),
+    /// A prompt and its completion, which is the target; `plain` is the prompt when there is no chat
+    /// template.
     Pair { prompt: String, plain: String, completion: String },
 }
 
 #[derive(Debug, Clone, Default, PartialEq)]
-pub(super) struct Conversation {
+pub(super) struct ChatSample {
     pub(super) messages: Vec<Message>,
-    /// Variables for the template, such as `tools`.
+    /// Template variables, such as `tools`.
     pub(super) extra: Map<String, Value>,
 }
 
-/// Why a line is no sample.
+/// Why a line is not a sample.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum SampleFault {
-    /// Not JSON, or a field of the wrong type.
+    /// Invalid JSON, or a field of the wrong type.
     Bad(String),
-    /// None of the known kinds.
+    /// No known kind; the keys of the object.
     Unknown(Vec<String>),
-    /// No message of the assistant.
+    /// No assistant message.
     NoAssistant { n_messages: usize },
 }
 
-impl Sample {
+impl DataSample {
     pub(super) fn parse(line: &str) -> Result<Self, SampleFault> {
         let value: Value = serde_json::from_str(line).map_err(|error| SampleFault::Bad(error.to_string()))?;
         let Value::Object(mut object) = value else {
@@ -60,25 +61,25 @@ impl Sample {
     }
 }
 
-fn conversation(messages: Vec<Message>, extra: Map<String, Value>) -> Result<Sample, SampleFault> {
+fn conversation(messages: Vec<Message>, extra: Map<String, Value>) -> Result<DataSample, SampleFault> {
     if !messages.iter().any(is_assistant) {
         return Err(SampleFault::NoAssistant { n_messages: messages.len() });
     }
-    Ok(Sample::Chat(Conversation { messages, extra }))
+    Ok(DataSample::Chat(ChatSample { messages, extra }))
 }
 
-/// Both are texts, or both are lists of messages.
-fn pair(prompt: Value, completion: Value) -> Result<Sample, SampleFault> {
+/// Both are strings, or both are lists of messages.
+fn pair(prompt: Value, completion: Value) -> Result<DataSample, SampleFault> {
     if prompt.is_array() {
         let mut all = messages("prompt", prompt)?;
         all.extend(messages("completion", completion)?);
         return conversation(all, Map::new());
     }
     let prompt = text("prompt", prompt)?;
-    Ok(Sample::Pair { plain: prompt.clone(), prompt, completion: text("completion", completion)? })
+    Ok(DataSample::Pair { plain: prompt.clone(), prompt, completion: text("completion", completion)? })
 }
 
-fn alpaca(instruction: &str, input: &str, completion: String) -> Sample {
+fn alpaca(instruction: &str, input: &str, completion: String) -> DataSample {
     let (prompt, plain) = if input.trim().is_empty() {
         (instruction.to_owned(), format!("### Instruction:\n{instruction}\n\n### Response:\n"))
     } else {
@@ -87,7 +88,7 @@ fn alpaca(instruction: &str, input: &str, completion: String) -> Sample {
             format!("### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"),
         )
     };
-    Sample::Pair { prompt, plain, completion }
+    DataSample::Pair { prompt, plain, completion }
 }
 
 pub(super) fn is_assistant(message: &Message) -> bool {
@@ -118,7 +119,7 @@ fn message(place: &str, value: Value) -> Result<Message, SampleFault> {
                 Value::Object(mut part) if part.get("type").is_none_or(|kind| kind == "text") => {
                     text(&format!("{place}[{i}].text"), part.remove("text").unwrap_or_default())
                 }
-                _ => Err(SampleFault::Bad(format!("`{place}[{i}]` is not a part with text"))),
+                _ => Err(SampleFault::Bad(format!("`{place}[{i}]` is not a text part"))),
             };
             parts.into_iter().enumerate().map(part).collect::<Result<String, _>>()?
         }
@@ -130,16 +131,16 @@ fn message(place: &str, value: Value) -> Result<Message, SampleFault> {
 fn text(place: &str, value: Value) -> Result<String, SampleFault> {
     match value {
         Value::String(text) => Ok(text),
-        other => Err(SampleFault::Bad(format!("`{place}` is {}, expected a text", kind(&other)))),
+        other => Err(SampleFault::Bad(format!("`{place}` is {}, expected a string", kind(&other)))),
     }
 }
 
 fn kind(value: &Value) -> &'static str {
     match value {
         Value::Null => "null",
-        Value::Bool(_) => "a truth value",
+        Value::Bool(_) => "a boolean",
         Value::Number(_) => "a number",
-        Value::String(_) => "a text",
+        Value::String(_) => "a string",
         Value::Array(_) => "a list",
         Value::Object(_) => "an object",
     }
@@ -149,22 +150,22 @@ fn kind(value: &Value) -> &'static str {
 mod tests {
     use super::*;
 
-    fn chat(turns: &[(&str, &str)]) -> Sample {
+    fn chat(turns: &[(&str, &str)]) -> DataSample {
         let messages = turns.iter().map(|(role, content)| Message::new(*role, *content)).collect();
-        Sample::Chat(Conversation { messages, extra: Map::new() })
+        DataSample::Chat(ChatSample { messages, extra: Map::new() })
     }
 
     #[test]
-    fn each_kind_of_line_is_read() {
+    fn every_kind_of_sample_is_read() {
         let cases = [
-            (r#"{"text":"abc","id":7}"#, Sample::Text("abc".into())),
+            (r#"{"text":"abc","id":7}"#, DataSample::Text("abc".into())),
             (
                 r#"{"messages":[{"role":"user","content":"a"},{"role":"assistant","content":[{"type":"text","text":"b"},{"text":"c"}]}]}"#,
                 chat(&[("user", "a"), ("assistant", "bc")]),
             ),
             (
                 r#"{"prompt":"a","completion":"b"}"#,
-                Sample::Pair { prompt: "a".into(), plain: "a".into(), completion: "b".into() },
+                DataSample::Pair { prompt: "a".into(), plain: "a".into(), completion: "b".into() },
             ),
             (
                 r#"{"prompt":[{"role":"user","content":"a"}],"completion":[{"role":"assistant","content":null}]}"#,
@@ -172,7 +173,7 @@ mod tests {
             ),
             (
                 r#"{"instruction":"do","input":"","output":"x"}"#,
-                Sample::Pair {
+                DataSample::Pair {
                     prompt: "do".into(),
                     plain: "### Instruction:\ndo\n\n### Response:\n".into(),
                     completion: "x".into(),
@@ -180,7 +181,7 @@ mod tests {
             ),
             (
                 r#"{"instruction":"do","input":"it","output":"x","text":"ignored"}"#,
-                Sample::Pair {
+                DataSample::Pair {
                     prompt: "do\n\nit".into(),
                     plain: "### Instruction:\ndo\n\n### Input:\nit\n\n### Response:\n".into(),
                     completion: "x".into(),
@@ -188,28 +189,28 @@ mod tests {
             ),
         ];
         for (line, expected) in cases {
-            assert_eq!(Sample::parse(line).unwrap(), expected, "{line}");
+            assert_eq!(DataSample::parse(line).unwrap(), expected, "{line}");
         }
     }
 
     #[test]
-    fn further_fields_reach_the_template() {
+    fn additional_fields_reach_the_template() {
         let line = r#"{"tools":[1],"messages":[{"role":"assistant","content":"x","name":"n"}]}"#;
-        let Ok(Sample::Chat(found)) = Sample::parse(line) else { panic!() };
+        let Ok(DataSample::Chat(found)) = DataSample::parse(line) else { panic!() };
         assert_eq!(found.extra["tools"], serde_json::json!([1]));
         assert_eq!(found.messages[0].extra["name"], "n");
     }
 
     #[test]
-    fn a_line_that_is_no_sample_says_why() {
-        let fault = |line: &str| Sample::parse(line).unwrap_err();
+    fn an_invalid_sample_is_refused_with_a_reason() {
+        let fault = |line: &str| DataSample::parse(line).unwrap_err();
         let bad = |line: &str, part: &str| match fault(line) {
             SampleFault::Bad(reason) => assert!(reason.contains(part), "{reason}"),
             other => panic!("{other:?}"),
         };
         bad(r#"{"text":"#, "EOF");
         bad("[1]", "expected an object, found a list");
-        bad(r#"{"text":7}"#, "`text` is a number, expected a text");
+        bad(r#"{"text":7}"#, "`text` is a number, expected a string");
         bad(r#"{"messages":7}"#, "`messages` is a number, expected a list");
         bad(r#"{"messages":[{"content":"x"}]}"#, "`messages[0]` has no role");
         bad(r#"{"messages":[{"role":"user","content":7}]}"#, "`messages[0].content` is a number");

@@ -1,4 +1,4 @@
-//! Files to batches, as a run sees them.
+//! From files to batches, as in a run.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -11,20 +11,20 @@ use crate::config::{OnLong, Order};
 const CHATML: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\
 {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
 
-/// Thinking of earlier turns is dropped, as Qwen 3 does it.
+/// Drops the reasoning of earlier turns, like Qwen 3.
 const REWRITES: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n\
 {% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}\
 {{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
 
-/// No opening of the answer, and the end of text only at the end, as Llama 2 has it.
+/// No generation prompt, and the end-of-text token only at the end, like Llama 2.
 const BRACKETS: &str = "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]\
 {% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}";
 
-/// The opening that asks for an answer is not the one in front of an answer.
+/// The generation prompt differs from the start of an answer.
 const THINKS_FIRST: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\
 {% if add_generation_prompt %}<|im_start|>assistant\n<think>{% endif %}";
 
-/// The conversation starts with how long it is.
+/// The conversation starts with its length.
 const COUNTS: &str = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}";
 
 const REFUSES: &str = "{% if messages | length > 2 %}{{ raise_exception('two at most') }}{% endif %}\
@@ -57,18 +57,18 @@ fn batches(corpus: &Arc<Corpus>, n_seqs: usize, passes: Passes) -> Batches {
     Batches::new(corpus.clone(), loader_options(n_seqs, passes), None).unwrap()
 }
 
-/// The texts of each document, what is learnt in brackets.
+/// The text of each document, with targets in brackets.
 fn shown(corpus: &Corpus, encoder: &Encoder) -> Vec<String> {
     let text = |document: std::ops::Range<usize>| {
-        let (mut out, mut learnt) = (String::new(), false);
+        let (mut out, mut is_target) = (String::new(), false);
         for token in &corpus.marked()[document] {
-            if (token & LEARN != 0) != learnt {
-                learnt = !learnt;
-                out.push(if learnt { '⟦' } else { '⟧' });
+            if (token & LEARN != 0) != is_target {
+                is_target = !is_target;
+                out.push(if is_target { '⟦' } else { '⟧' });
             }
             out.push_str(&encoder.tokenizer().decode_with_special(&[token & !LEARN]).unwrap());
         }
-        if learnt {
+        if is_target {
             out.push('⟧');
         }
         out
@@ -82,10 +82,10 @@ fn chat_line(turns: &[(&str, &str)]) -> String {
     serde_json::json!({ "messages": messages }).to_string()
 }
 
-/// What a conversation becomes under a template.
-fn learnt(template: &str, turns: &[(&str, &str)]) -> (Vec<String>, super::DataReport) {
+/// The samples that a conversation becomes under a template.
+fn samples_of(template: &str, turns: &[(&str, &str)]) -> (Vec<String>, super::DataReport) {
     let encoder = encoder(Some(template));
-    // A plain text besides, so that a refused conversation does not leave nothing.
+    // Adds a plain text, so that something is left if the conversation is refused.
     let content = format!("{}\n{{\"text\":\"x\"}}", chat_line(turns));
     let corpus = corpus_of("a.jsonl", &content, &encoder, options(500, Order::Shuffle)).unwrap();
     let mut found = shown(&corpus, &encoder);
@@ -97,19 +97,19 @@ const TWO_TURNS: &[(&str, &str)] =
     &[("user", "hello"), ("assistant", "the answer"), ("user", "more"), ("assistant", "\n\nless")];
 
 #[test]
-fn only_what_the_assistant_says_is_learnt() {
-    let (found, _) = learnt(CHATML, TWO_TURNS);
+fn only_assistant_turns_are_targets() {
+    let (found, _) = samples_of(CHATML, TWO_TURNS);
     assert_eq!(
         found,
         ["<s><|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n⟦the answer<|im_end|>⟧\n\
           <|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant⟦\n\n\nless<|im_end|>⟧"]
     );
-    let (found, _) = learnt(BRACKETS, TWO_TURNS);
+    let (found, _) = samples_of(BRACKETS, TWO_TURNS);
     assert_eq!(
         found,
         ["<s>[INST] hello [/INST]⟦ the answer<|endoftext|>⟧[INST] more [/INST]⟦ \n\nless<|endoftext|>⟧"]
     );
-    let (found, _) = learnt(THINKS_FIRST, &TWO_TURNS[..2]);
+    let (found, _) = samples_of(THINKS_FIRST, &TWO_TURNS[..2]);
     assert_eq!(
         found,
         ["<s><|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n⟦the answer<|im_end|>⟧"]
@@ -117,8 +117,8 @@ fn only_what_the_assistant_says_is_learnt() {
 }
 
 #[test]
-fn words_after_the_last_answer_are_left_out() {
-    let (found, _) = learnt(CHATML, &TWO_TURNS[..3]);
+fn messages_after_the_last_answer_are_dropped() {
+    let (found, _) = samples_of(CHATML, &TWO_TURNS[..3]);
     assert_eq!(
         found,
         ["<s><|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n⟦the answer<|im_end|>⟧"]
@@ -126,8 +126,8 @@ fn words_after_the_last_answer_are_left_out() {
 }
 
 #[test]
-fn a_template_that_rewrites_earlier_turns_gives_one_sample_a_turn() {
-    let (found, report) = learnt(REWRITES, TWO_TURNS);
+fn a_template_that_rewrites_earlier_turns_gives_one_sample_per_turn() {
+    let (found, report) = samples_of(REWRITES, TWO_TURNS);
     assert_eq!(report.n_split_by_turn, 1);
     assert_eq!(
         found,
@@ -140,20 +140,20 @@ fn a_template_that_rewrites_earlier_turns_gives_one_sample_a_turn() {
 }
 
 #[test]
-fn a_template_that_makes_spans_impossible_or_refuses_is_counted_with_its_reason() {
-    let (found, report) = learnt(COUNTS, TWO_TURNS);
+fn conversations_that_a_template_cannot_render_are_counted_with_a_reason() {
+    let (found, report) = samples_of(COUNTS, TWO_TURNS);
     assert_eq!((found, report.n_refused), (vec![], 1));
     let reason = report.first_refused.unwrap();
     assert!(reason.contains("a.jsonl, line 1") && reason.contains("message 2"), "{reason}");
-    let (found, report) = learnt(REFUSES, TWO_TURNS);
+    let (found, report) = samples_of(REFUSES, TWO_TURNS);
     assert_eq!((found, report.n_refused), (vec![], 1));
     assert!(report.to_string().contains("two at most"), "{report}");
-    let (found, _) = learnt(REFUSES, &TWO_TURNS[..2]);
+    let (found, _) = samples_of(REFUSES, &TWO_TURNS[..2]);
     assert_eq!(found, ["<s>hello<|im_end|>⟦the answer<|im_end|>⟧"]);
 }
 
 #[test]
-fn pairs_go_through_the_template_where_there_is_one() {
+fn pairs_are_rendered_by_the_template_if_there_is_one() {
     let lines = "{\"prompt\":\"hello\",\"completion\":\"the\"}\n\
                  {\"instruction\":\"do\",\"input\":\"it\",\"output\":\"so\"}";
     let found = |template| {
@@ -178,8 +178,9 @@ fn pairs_go_through_the_template_where_there_is_one() {
 }
 
 #[test]
-fn a_tokenizer_without_an_end_in_the_template_still_teaches_to_stop() {
-    let (found, _) = learnt("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", TWO_TURNS);
+fn without_an_end_token_in_the_template_the_model_still_learns_to_stop() {
+    let (found, _) =
+        samples_of("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", TWO_TURNS);
     assert_eq!(
         found,
         ["<s>user: hello\n⟦assistant: the answer\n⟧user: more\n⟦assistant: \n\nless\n<|endoftext|>⟧"]
@@ -200,27 +201,27 @@ fn long_conversations_are_truncated_or_dropped_and_counted() {
     };
     let report = of(OnLong::Truncate).report().clone();
     assert_eq!((report.n_documents, report.n_truncated, report.n_too_long), (2, 1, 0));
-    assert_eq!(report.n_without_target, 1, "an answer that lies behind the context");
+    assert_eq!(report.n_without_target, 1, "an answer past the context");
     let report = of(OnLong::Drop).report().clone();
     assert_eq!((report.n_documents, report.n_truncated, report.n_too_long), (1, 0, 2));
-    assert!(report.to_string().contains("2 left out: longer than the context"), "{report}");
+    assert!(report.to_string().contains("2 dropped: longer than the context"), "{report}");
     let options = CorpusOptions { on_long: OnLong::Drop, ..options(2, Order::Shuffle) };
     let error = corpus_of("a.jsonl", &lines[0], &encoder, options).unwrap_err();
     assert!(matches!(error, DataError::NothingLeft { .. }), "{error}");
-    assert!(error.to_string().contains("1 left out: longer than the context"), "{error}");
+    assert!(error.to_string().contains("1 dropped: longer than the context"), "{error}");
 }
 
 #[test]
-fn bad_lines_are_errors_with_their_numbers() {
+fn bad_lines_are_errors_with_line_numbers() {
     let encoder = encoder(Some(CHATML));
     let good = chat_line(TWO_TURNS);
     let cases = [
         ("{\"text\": \"", "a.jsonl, line 3: EOF"),
         ("[]", "a.jsonl, line 3: expected an object, found a list"),
-        ("{\"texts\":1}", "a.jsonl, line 3: no known kind of sample, it has `texts`"),
+        ("{\"texts\":1}", "a.jsonl, line 3: unknown kind of sample with `texts`"),
         (
             "{\"messages\":[{\"role\":\"user\",\"content\":\"x\"}]}",
-            "a.jsonl, line 3: the conversation of 1 messages",
+            "a.jsonl, line 3: the conversation has no assistant message, 1 in total",
         ),
     ];
     for (bad, message) in cases {
@@ -260,7 +261,7 @@ fn file_order_is_tokens_i_t_to_i_t_plus_t_with_targets_shifted_by_one() {
     let corpus = Arc::new(corpus_of("a.txt", &text, &encoder, options(7, Order::File)).unwrap());
     let ids: Vec<i32> =
         encoder.tokenizer().encode(&text, false, false).unwrap().iter().map(|&id| id as i32).collect();
-    assert_eq!(corpus.tokens().map(|id| id as i32).collect::<Vec<_>>(), ids, "nothing is added");
+    assert_eq!(corpus.tokens().map(|id| id as i32).collect::<Vec<_>>(), ids, "no tokens are added");
     let n_samples = (ids.len() - 1) / 7;
     let mut batches = batches(&corpus, 3, Passes::Endless);
     for step in 0..2 * n_samples {
@@ -298,7 +299,7 @@ fn file_order_joins_files_and_writes_separators_as_their_token() {
 }
 
 #[test]
-fn separators_cut_a_text_into_documents() {
+fn separators_split_a_text_into_documents() {
     let encoder = encoder(None);
     let text = format!("{EOS}\none\n{EOS}\n\r\n{EOS}two\n\nlines\n{EOS}\n");
     let corpus = corpus_of("a.txt", &text, &encoder, options(64, Order::Shuffle)).unwrap();
@@ -307,11 +308,11 @@ fn separators_cut_a_text_into_documents() {
     assert_eq!(
         shown(&corpus, &encoder),
         ["<s>⟦\none\n<|endoftext|>⟧"],
-        "a text without separators stays as it is"
+        "a text without separators is unchanged"
     );
 }
 
-/// Many documents of different lengths, each with tokens of its own.
+/// Many documents of different lengths, each with distinct tokens.
 fn documents(n: usize) -> String {
     (0..n).map(|i| format!("{{\"text\":\"{}\"}}\n", format!("{i} ").repeat(1 + i * 7 % 13))).collect()
 }
@@ -347,7 +348,7 @@ fn spans_of(batch: &Batch, context: usize) -> Vec<(Vec<i32>, Vec<i32>)> {
 }
 
 #[test]
-fn an_epoch_has_every_document_once_in_a_new_order_each_time() {
+fn every_epoch_has_every_document_once_in_a_new_order() {
     let encoder = encoder(None);
     let context = 64;
     let corpus =
@@ -380,7 +381,7 @@ fn an_epoch_has_every_document_once_in_a_new_order_each_time() {
 }
 
 #[test]
-fn a_long_text_is_cut_into_rows_that_hold_every_target_once() {
+fn a_long_text_is_split_into_rows_that_hold_every_target_once() {
     let encoder = encoder(None);
     let text = "hello the and then ".repeat(50);
     let corpus = Arc::new(corpus_of("a.txt", &text, &encoder, options(16, Order::Shuffle)).unwrap());
@@ -391,11 +392,11 @@ fn a_long_text_is_cut_into_rows_that_hold_every_target_once() {
         }
     }
     let expected: Vec<i32> = corpus.tokens().skip(1).map(|id| id as i32).collect();
-    assert_eq!(targets, expected, "held-out data is read in the order of the file");
+    assert_eq!(targets, expected, "held-out data is read in file order");
 }
 
 #[test]
-fn a_run_that_resumes_sees_the_same_batches() {
+fn a_resumed_run_sees_the_same_batches() {
     let encoder = encoder(None);
     for order in [Order::Shuffle, Order::File] {
         let corpus = Arc::new(corpus_of("a.jsonl", &documents(100), &encoder, options(48, order)).unwrap());
@@ -418,7 +419,7 @@ fn a_run_that_resumes_sees_the_same_batches() {
 }
 
 #[test]
-fn a_position_of_other_data_or_outside_is_refused() {
+fn a_position_of_other_data_or_out_of_range_is_refused() {
     let encoder = encoder(None);
     let of = |n, context| {
         Arc::new(corpus_of("a.jsonl", &documents(n), &encoder, options(context, Order::Shuffle)).unwrap())
@@ -440,19 +441,19 @@ fn a_position_of_other_data_or_outside_is_refused() {
         let error = Batches::new(corpus.clone(), options, Some(&outside)).unwrap_err();
         assert!(matches!(error, DataError::Position { .. }), "{error}");
     }
-    // Another batch size goes on at the same row.
+    // A different batch size continues at the same row.
     Batches::new(corpus, LoaderOptions { n_seqs: 7, ..options }, Some(&position)).unwrap();
 }
 
 #[test]
-fn a_part_from_the_end_is_held_out() {
+fn the_end_of_the_data_is_held_out() {
     let encoder = encoder(None);
     let whole =
         |name: &str, content: &str| corpus_of(name, content, &encoder, options(16, Order::Shuffle)).unwrap();
     let tokens: Vec<u32> = whole("a.txt", &"hello the ".repeat(100)).tokens().collect();
     let (train, held) = whole("a.txt", &"hello the ".repeat(100)).hold_out(0.1).unwrap();
     assert_eq!(held.report().n_tokens, tokens.len() as u64 / 10);
-    assert_eq!(train.tokens().chain(held.tokens()).collect::<Vec<_>>(), tokens, "one text is cut inside");
+    assert_eq!(train.tokens().chain(held.tokens()).collect::<Vec<_>>(), tokens, "a single text is split");
     let (train, held) = whole("a.jsonl", &documents(100)).hold_out(0.1).unwrap();
     assert_eq!(train.report().n_documents + held.report().n_documents, 100, "documents stay whole");
     let all = whole("a.jsonl", &documents(100));
@@ -461,11 +462,11 @@ fn a_part_from_the_end_is_held_out() {
     assert_eq!(train.tokens().chain(held.tokens()).collect::<Vec<_>>(), all.tokens().collect::<Vec<_>>());
     let encoder = super::fixtures::encoder(Some(CHATML));
     let one = corpus_of("a.jsonl", &chat_line(TWO_TURNS), &encoder, options(64, Order::Shuffle)).unwrap();
-    assert!(matches!(one.hold_out(0.1), Err(DataError::HeldOut { .. })), "a conversation is not cut");
+    assert!(matches!(one.hold_out(0.1), Err(DataError::HeldOut { .. })), "a conversation is not split");
 }
 
 #[test]
-fn the_loader_hands_out_batches_and_their_positions_and_ends_with_its_data() {
+fn the_loader_returns_batches_with_their_positions_and_ends_with_its_data() {
     let encoder = encoder(None);
     let corpus =
         Arc::new(corpus_of("a.jsonl", &documents(60), &encoder, options(32, Order::Shuffle)).unwrap());
@@ -474,7 +475,7 @@ fn the_loader_hands_out_batches_and_their_positions_and_ends_with_its_data() {
     let mut plain = Batches::new(corpus.clone(), options, None).unwrap();
     for _ in 0..20 {
         assert_eq!(loader.next().unwrap().unwrap(), plain.next().unwrap());
-        assert_eq!(*loader.position(), plain.position(), "not the one of a batch that is prepared ahead");
+        assert_eq!(*loader.position(), plain.position(), "not the position of a batch prepared ahead");
     }
     drop(loader);
     let once = loader_options(4, Passes::Once);
@@ -486,7 +487,7 @@ fn the_loader_hands_out_batches_and_their_positions_and_ends_with_its_data() {
 }
 
 #[test]
-fn errors_and_panics_of_the_thread_surface_in_the_loader() {
+fn errors_and_panics_of_the_thread_are_reported_by_the_loader() {
     let position = || DataPosition { epoch: 0, window: 0, row: 0, fingerprint: String::new() };
     let failing = (0..4).map(move |i| match i {
         0 => Ok((Batch::default(), position())),
@@ -506,7 +507,7 @@ fn errors_and_panics_of_the_thread_surface_in_the_loader() {
     not(feature = "shared-data"),
     ignore = "needs ../shared/data: cargo xtask ci turns it on where it exists"
 )]
-fn real_templates_mark_what_the_assistant_says() {
+fn real_templates_mark_assistant_turns() {
     let folder = refrain_testkit::require_shared_data("templates");
     let mut n_templates = 0;
     for entry in std::fs::read_dir(folder).unwrap() {
@@ -532,7 +533,7 @@ fn real_templates_mark_what_the_assistant_says() {
 }
 
 #[test]
-fn a_line_of_text_is_cut_however_long_and_a_conversation_is_not_taken_at_any_length() {
+fn long_text_lines_are_split_and_overlong_conversations_refused() {
     let encoder = encoder(Some(CHATML));
     let text = "hello the and then ".repeat(40_000);
     let line = serde_json::json!({ "text": text }).to_string();
@@ -546,7 +547,7 @@ fn a_line_of_text_is_cut_however_long_and_a_conversation_is_not_taken_at_any_len
 }
 
 #[test]
-fn a_position_with_absurd_numbers_does_not_panic() {
+fn a_position_with_huge_numbers_does_not_panic() {
     let encoder = encoder(None);
     for order in [Order::Shuffle, Order::File] {
         let corpus = Arc::new(corpus_of("a.jsonl", &documents(20), &encoder, options(8, order)).unwrap());
@@ -566,9 +567,9 @@ fn a_position_with_absurd_numbers_does_not_panic() {
     not(feature = "shared-data"),
     ignore = "needs ../shared/data: cargo xtask ci turns it on where it exists"
 )]
-fn a_real_text_in_pieces_has_the_tokens_of_the_whole_in_real_vocabularies() {
+fn chunked_tokenization_of_a_real_text_matches_the_whole_in_real_vocabularies() {
     let whole = std::fs::read_to_string(refrain_testkit::require_shared_data("tinyshakespeare.txt")).unwrap();
-    let text = &whole[..600 << 10]; // two cuts
+    let text = &whole[..600 << 10]; // two splits
     let folder = tempfile::tempdir().unwrap();
     let path = write(folder.path(), "a.txt", text);
     for name in ["gpt-2", "llama-spm"] {

@@ -1,43 +1,43 @@
-//! Large texts to tokens, in pieces and on several threads, with the ids that the whole would have.
+//! Tokenizes large texts in chunks on several threads, with the same ids as the whole text.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
 use refrain_formats::tokenizer::{Tokenizer, TokenizerError};
 
-/// How a text is cut.
+/// Sizes for splitting a text.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct CutSizes {
-    /// Bytes of a piece. A tokenizer takes some hundred times as much memory while it works.
-    pub(super) piece: usize,
-    /// Bytes before and after a cut that decide whether it is seen in the tokens.
+    /// Bytes per chunk. A tokenizer uses some hundred times as much memory while it works.
+    pub(super) chunk: usize,
+    /// Bytes around a split point that are tokenized to check whether the split changes the tokens.
     pub(super) window: usize,
 }
 
 impl Default for CutSizes {
     fn default() -> Self {
-        Self { piece: 256 << 10, window: 256 }
+        Self { chunk: 256 << 10, window: 256 }
     }
 }
 
-/// A piece of a document with the end of what stands before it.
+/// A chunk of a document, with the end of the text before it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct TextPiece {
+pub(super) struct TextChunk {
     before: String,
     text: String,
-    pub(super) end: PieceEnd,
+    pub(super) end: ChunkEnd,
 }
 
-impl TextPiece {
+impl TextChunk {
     pub(super) fn n_bytes(&self) -> usize {
         self.text.len()
     }
 }
 
-/// What follows a piece.
+/// What follows a chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum PieceEnd {
-    /// The next piece of the document.
+pub(super) enum ChunkEnd {
+    /// The next chunk of the document.
     Open,
     /// A separator.
     Separator,
@@ -45,25 +45,25 @@ pub(super) enum PieceEnd {
     Text,
 }
 
-/// The tokens of a piece, and whether the cut before it may be seen in them.
+/// Tokens of a chunk, and whether the split before it may have changed them.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct PieceTokens {
+pub(super) struct ChunkTokens {
     pub(super) ids: Vec<u32>,
     pub(super) is_forced: bool,
 }
 
-/// Cuts a text that comes in parts into documents and pieces.
+/// Splits a text that arrives in parts into documents and chunks.
 pub(super) struct Cutter<'a> {
     tokenizer: &'a Tokenizer,
     sizes: CutSizes,
-    /// What stands between two documents.
+    /// Separator between documents.
     separator: Option<String>,
-    /// Whether line ends next to a separator belong to it.
+    /// Whether newlines next to a separator belong to it.
     trim: bool,
     buffer: String,
-    before: String, // the end of what was cut off the document
+    before: String, // the end of the previous chunk
     after_separator: bool,
-    at_start: bool, // of a document
+    at_start: bool, // at the start of a document
 }
 
 impl<'a> Cutter<'a> {
@@ -85,14 +85,14 @@ impl<'a> Cutter<'a> {
         }
     }
 
-    /// Where the next part of the text goes.
+    /// Buffer to append the next part of the text to.
     pub(super) fn buffer(&mut self) -> &mut String {
         &mut self.buffer
     }
 
-    /// Takes all pieces that can be cut from what is there; `is_end` says that no more comes.
-    pub(super) fn pieces(&mut self, is_end: bool, out: &mut Vec<TextPiece>) -> Result<(), TokenizerError> {
-        let mut at = 0; // what lies before is taken
+    /// Takes all complete chunks from the buffer; `is_end` says that no more text follows.
+    pub(super) fn chunks(&mut self, is_end: bool, out: &mut Vec<TextChunk>) -> Result<(), TokenizerError> {
+        let mut at = 0; // text before this index is consumed
         while let Some(separator) = &self.separator
             && let Some(found) = self.buffer[at..].find(separator.as_str())
         {
@@ -107,7 +107,7 @@ impl<'a> Cutter<'a> {
             self.document_end(&text, false, out);
             return Ok(());
         }
-        while self.buffer.len() > 2 * self.sizes.piece {
+        while self.buffer.len() > 2 * self.sizes.chunk {
             let cut = self.find_cut()?;
             let text: String = self.buffer.drain(..cut).collect();
             let context = tail(&text, self.sizes.window).to_owned();
@@ -116,17 +116,17 @@ impl<'a> Cutter<'a> {
             } else {
                 &text
             };
-            out.push(TextPiece {
+            out.push(TextChunk {
                 before: std::mem::replace(&mut self.before, context),
                 text: trimmed.to_owned(),
-                end: PieceEnd::Open,
+                end: ChunkEnd::Open,
             });
             self.at_start = false;
         }
         Ok(())
     }
 
-    fn document_end(&mut self, text: &str, before_separator: bool, out: &mut Vec<TextPiece>) {
+    fn document_end(&mut self, text: &str, before_separator: bool, out: &mut Vec<TextChunk>) {
         let mut text = text;
         if self.trim && self.at_start && self.after_separator {
             text = text.trim_start_matches(['\n', '\r']);
@@ -135,20 +135,22 @@ impl<'a> Cutter<'a> {
             text = text.trim_end_matches(['\n', '\r']);
         }
         let before = std::mem::take(&mut self.before);
-        // An empty piece still ends its document, and, where nothing may be left out, a separator without one.
+        // An empty chunk still ends its document and, if nothing may be dropped, also represents a lone
+        // separator.
         if !(self.at_start && text.is_empty()) || (before_separator && !self.trim) {
-            let end = if before_separator { PieceEnd::Separator } else { PieceEnd::Text };
-            out.push(TextPiece { before, text: text.to_owned(), end });
+            let end = if before_separator { ChunkEnd::Separator } else { ChunkEnd::Text };
+            out.push(TextChunk { before, text: text.to_owned(), end });
         }
         self.at_start = true;
     }
 
-    /// A place in the first piece where the text can be cut without a trace, from the best to the least.
+    /// Finds a position in the first chunk where splitting does not change the tokens, trying the best
+    /// candidates first.
     fn find_cut(&self) -> Result<usize, TokenizerError> {
         const MAX_TRIES: usize = 16;
         let text = self.buffer.as_str();
-        let end = floor_boundary(text, self.sizes.piece).max(1);
-        let start = floor_boundary(text, self.sizes.piece / 2);
+        let end = floor_boundary(text, self.sizes.chunk).max(1);
+        let start = floor_boundary(text, self.sizes.chunk / 2);
         let bytes = text.as_bytes();
         let is_blank = |at: usize| bytes[at].is_ascii_whitespace();
         let line_starts = (start.max(1)..end).rev().filter(|&at| bytes[at - 1] == b'\n' && !is_blank(at));
@@ -172,7 +174,7 @@ impl<'a> Cutter<'a> {
         Ok(ceil_boundary(text, end))
     }
 
-    /// Whether the tokens around a cut are those of the two sides.
+    /// Whether the tokens around a split equal those of its two sides.
     fn is_seamless(&self, at: usize) -> Result<bool, TokenizerError> {
         let left = tail(&self.buffer[..at], self.sizes.window);
         let right = &self.buffer[at..floor_boundary(&self.buffer, at + self.sizes.window)];
@@ -182,23 +184,23 @@ impl<'a> Cutter<'a> {
     }
 }
 
-/// Tokenizes one document, however long it is.
-pub(super) fn encode_document(tokenizer: &Tokenizer, text: &str) -> Result<Vec<PieceTokens>, TokenizerError> {
-    let (mut cutter, mut pieces) = (Cutter::new(tokenizer, CutSizes::default(), None, false), Vec::new());
+/// Tokenizes one document of any length.
+pub(super) fn encode_document(tokenizer: &Tokenizer, text: &str) -> Result<Vec<ChunkTokens>, TokenizerError> {
+    let (mut cutter, mut chunks) = (Cutter::new(tokenizer, CutSizes::default(), None, false), Vec::new());
     cutter.buffer().push_str(text);
-    cutter.pieces(false, &mut pieces)?;
-    cutter.pieces(true, &mut pieces)?;
-    encode_all(tokenizer, &pieces, 1)
+    cutter.chunks(false, &mut chunks)?;
+    cutter.chunks(true, &mut chunks)?;
+    encode_all(tokenizer, &chunks, 1)
 }
 
-/// Tokenizes pieces on several threads; the results are in their order.
+/// Tokenizes chunks on several threads; results are in order.
 pub(super) fn encode_all(
     tokenizer: &Tokenizer,
-    pieces: &[TextPiece],
+    chunks: &[TextChunk],
     n_threads: usize,
-) -> Result<Vec<PieceTokens>, TokenizerError> {
-    let encode = |piece: &TextPiece| encode(tokenizer, piece);
-    in_parallel(pieces, n_threads, encode).into_iter().collect()
+) -> Result<Vec<ChunkTokens>, TokenizerError> {
+    let encode = |chunk: &TextChunk| encode(tokenizer, chunk);
+    in_parallel(chunks, n_threads, encode).into_iter().collect()
 }
 
 /// Applies `work` to all items on several threads.
@@ -232,21 +234,21 @@ pub(super) fn in_parallel<T: Sync, R: Send>(
     results.into_iter().map(|(_, result)| result).collect()
 }
 
-fn encode(tokenizer: &Tokenizer, piece: &TextPiece) -> Result<PieceTokens, TokenizerError> {
-    if piece.before.is_empty() {
-        let ids = tokenizer.encode(&piece.text, false, false)?;
-        return Ok(PieceTokens { ids, is_forced: false });
+fn encode(tokenizer: &Tokenizer, chunk: &TextChunk) -> Result<ChunkTokens, TokenizerError> {
+    if chunk.before.is_empty() {
+        let ids = tokenizer.encode(&chunk.text, false, false)?;
+        return Ok(ChunkTokens { ids, is_forced: false });
     }
-    let before = tokenizer.encode(&piece.before, false, false)?;
-    let mut ids = tokenizer.encode(&format!("{}{}", piece.before, piece.text), false, false)?;
+    let before = tokenizer.encode(&chunk.before, false, false)?;
+    let mut ids = tokenizer.encode(&format!("{}{}", chunk.before, chunk.text), false, false)?;
     if ids.starts_with(&before) {
         ids.drain(..before.len());
-        return Ok(PieceTokens { ids, is_forced: false });
+        return Ok(ChunkTokens { ids, is_forced: false });
     }
-    Ok(PieceTokens { ids: continued(tokenizer, &piece.text)?, is_forced: true })
+    Ok(ChunkTokens { ids: continued(tokenizer, &chunk.text)?, is_forced: true })
 }
 
-/// Tokens of a text that goes on where another was cut: without the blank that some tokenizers put in front.
+/// Tokenizes a text that continues after a split, without the leading space that some tokenizers add.
 fn continued(tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>, TokenizerError> {
     for before in ["\n", ".", "0"] {
         let alone = tokenizer.encode(before, false, false)?;
@@ -286,22 +288,23 @@ mod tests {
     use proptest::prelude::*;
     use std::sync::{Arc, LazyLock};
 
-    /// Tokens of a text that comes in parts and is cut into small pieces, and how many cuts were forced.
-    fn in_pieces(tokenizer: &Tokenizer, text: &str, part_bytes: usize) -> (Vec<u32>, usize, usize) {
-        let sizes = CutSizes { piece: 64, window: 24 };
+    /// Tokenizes a text that arrives in parts and is split into small chunks; also returns the number of
+    /// forced splits.
+    fn in_chunks(tokenizer: &Tokenizer, text: &str, part_bytes: usize) -> (Vec<u32>, usize, usize) {
+        let sizes = CutSizes { chunk: 64, window: 24 };
         let mut cutter = Cutter::new(tokenizer, sizes, None, false);
-        let (mut pieces, mut rest) = (Vec::new(), text);
+        let (mut chunks, mut rest) = (Vec::new(), text);
         while !rest.is_empty() {
             let at = ceil_boundary(rest, part_bytes);
             cutter.buffer().push_str(&rest[..at]);
             rest = &rest[at..];
-            cutter.pieces(rest.is_empty(), &mut pieces).unwrap();
+            cutter.chunks(rest.is_empty(), &mut chunks).unwrap();
         }
-        let joined: String = pieces.iter().map(|piece| piece.text.as_str()).collect();
+        let joined: String = chunks.iter().map(|chunk| chunk.text.as_str()).collect();
         assert_eq!(joined, text);
-        let encoded = encode_all(tokenizer, &pieces, 3).unwrap();
+        let encoded = encode_all(tokenizer, &chunks, 3).unwrap();
         let n_forced = encoded.iter().filter(|tokens| tokens.is_forced).count();
-        (encoded.into_iter().flat_map(|tokens| tokens.ids).collect(), n_forced, pieces.len())
+        (encoded.into_iter().flat_map(|tokens| tokens.ids).collect(), n_forced, chunks.len())
     }
 
     fn tokenizers() -> &'static [Arc<Tokenizer>; 3] {
@@ -312,23 +315,23 @@ mod tests {
     }
 
     #[test]
-    fn a_text_in_pieces_has_the_tokens_of_the_whole() {
+    fn a_chunked_text_has_the_tokens_of_the_whole() {
         let text = "Hello the hell.\n\n  and the  end. \nthe\tan\r\n   x\n\n\n".repeat(40);
         for tokenizer in tokenizers() {
             let whole = tokenizer.encode(&text, false, false).unwrap();
-            let (ids, n_forced, n_pieces) = in_pieces(tokenizer, &text, 100);
-            assert!(n_pieces > 15);
+            let (ids, n_forced, n_chunks) = in_chunks(tokenizer, &text, 100);
+            assert!(n_chunks > 15);
             assert_eq!(n_forced, 0);
             assert_eq!(ids, whole);
         }
     }
 
     #[test]
-    fn a_text_without_a_gap_is_cut_all_the_same() {
+    fn a_text_without_boundaries_is_split_anyway() {
         for tokenizer in tokenizers() {
             for text in ["€".repeat(500), "aaa".repeat(500), " ".repeat(1000), "\n".repeat(1000)] {
-                let (ids, _, n_pieces) = in_pieces(tokenizer, &text, 90);
-                assert!(n_pieces > 5);
+                let (ids, _, n_chunks) = in_chunks(tokenizer, &text, 90);
+                assert!(n_chunks > 5);
                 let back = tokenizer.decode(&ids).unwrap();
                 assert_eq!(back, text);
             }
@@ -340,19 +343,19 @@ mod tests {
         let tokenizer = byte_level("gpt-2", None, false);
         let text = format!("one{EOS}{}{EOS}three", "two words ".repeat(30));
         for part_bytes in [1, 5, 7, 200] {
-            let sizes = CutSizes { piece: 64, window: 24 };
+            let sizes = CutSizes { chunk: 64, window: 24 };
             let mut cutter = Cutter::new(&tokenizer, sizes, Some(EOS.to_owned()), false);
-            let (mut pieces, mut rest) = (Vec::new(), text.as_str());
+            let (mut chunks, mut rest) = (Vec::new(), text.as_str());
             while !rest.is_empty() {
                 let at = ceil_boundary(rest, part_bytes);
                 cutter.buffer().push_str(&rest[..at]);
                 rest = &rest[at..];
-                cutter.pieces(rest.is_empty(), &mut pieces).unwrap();
+                cutter.chunks(rest.is_empty(), &mut chunks).unwrap();
             }
             let mut documents = vec![String::new()];
-            for piece in &pieces {
-                documents.last_mut().unwrap().push_str(&piece.text);
-                if piece.end == PieceEnd::Separator {
+            for chunk in &chunks {
+                documents.last_mut().unwrap().push_str(&chunk.text);
+                if chunk.end == ChunkEnd::Separator {
                     documents.push(String::new());
                 }
             }
@@ -372,13 +375,13 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(200))]
         #[test]
-        fn any_text_in_pieces_has_the_tokens_of_the_whole_unless_a_cut_was_forced(
+        fn any_chunked_text_has_the_tokens_of_the_whole_unless_a_split_was_forced(
             words in prop::collection::vec("( |\n|the|hello|an|\\. |\n\n|aaaa|é|  )", 1..200),
             part_bytes in 1..300usize, which in 0..3usize,
         ) {
             let text = words.concat();
             let tokenizer = &tokenizers()[which];
-            let (ids, n_forced, _) = in_pieces(tokenizer, &text, part_bytes);
+            let (ids, n_forced, _) = in_chunks(tokenizer, &text, part_bytes);
             if n_forced == 0 {
                 prop_assert_eq!(ids, tokenizer.encode(&text, false, false).unwrap());
             } else {

@@ -12,19 +12,19 @@ const LEFT: f64 = 80.0;
 const RIGHT: f64 = 20.0;
 const TOP: f64 = 14.0;
 const BOTTOM: f64 = 26.0;
-/// Points of a curve: one for every two units of the drawing.
+/// Maximum points of a curve: one per two units of width.
 const MAX_POINTS: usize = 550;
-/// From this ratio of the largest to the smallest value on, an axis that may be logarithmic is.
+/// Minimum ratio of the largest to the smallest value for a logarithmic axis, if one is allowed.
 const LOG_RATIO: f64 = 50.0;
 
 const LARGEST: f64 = 1e300;
 
-/// How a curve looks; the classes are in `page.css`.
+/// Style of a curve; the classes are in `page.css`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Class {
     Curve,
     Raw,
-    /// Another colour, with dots.
+    /// A second colour, with dots.
     Second,
 }
 
@@ -38,13 +38,13 @@ impl Class {
     }
 }
 
-/// A curve: a value for each step, with gaps where it is not finite.
+/// A curve: one value per step, with gaps where it is not finite.
 #[derive(Debug, Clone)]
 pub(super) struct Series {
     name: &'static str,
     class: Class,
     points: Vec<(u64, f64)>,
-    steps: Option<(u64, u64)>, // the first and the last, before points were thinned
+    steps: Option<(u64, u64)>, // first and last step, before thinning
 }
 
 impl Series {
@@ -59,41 +59,41 @@ impl Series {
     }
 }
 
-/// At most as many points as can be seen: the mean of as many equal parts.
+/// Reduces the points to as many as can be seen: the means of equal parts.
 fn thinned(points: &[(u64, f64)]) -> Vec<(u64, f64)> {
     let n_together = points.len().div_ceil(MAX_POINTS).max(1);
     let mean = |part: &[(u64, f64)]| {
         let (step, _) = part[part.len() / 2];
-        // A part that holds one number that is not finite is a gap: it must be seen.
+        // A part with a non-finite value stays a gap, so that the gap remains visible.
         (step, part.iter().map(|(_, value)| value).sum::<f64>() / part.len() as f64)
     };
     points.chunks(n_together).map(mean).collect()
 }
 
-/// A diagram over the steps.
+/// A chart over the steps.
 #[derive(Debug, Clone)]
 pub(super) struct Chart {
     pub(super) id: &'static str,
     title: &'static str,
     series: Vec<Series>,
     steps: (u64, u64),
-    scale: Scale,
+    scale: ChartScale,
 }
 
 /// The vertical axis.
 #[derive(Debug, Clone, Copy)]
-struct Scale {
+struct ChartScale {
     low: f64,
     high: f64,
     is_log: bool,
 }
 
-impl Scale {
-    /// Covers the values with a little room.
+impl ChartScale {
+    /// Covers the values with a small margin.
     fn new(values: impl Iterator<Item = f64> + Clone, may_be_log: bool) -> Self {
         let low = values.clone().fold(f64::INFINITY, f64::min);
         let high = values.fold(f64::NEG_INFINITY, f64::max);
-        // Far from where differences overflow.
+        // Far from the range where differences overflow.
         let (low, high) = (low.max(-LARGEST), high.min(LARGEST));
         if low > high {
             return Self { low: 0.0, high: 1.0, is_log: false };
@@ -101,13 +101,13 @@ impl Scale {
         if may_be_log && low > 0.0 && high / low > LOG_RATIO {
             return Self { low: low * 0.9, high: high * 1.1, is_log: true };
         }
-        let room = match (high - low) * 0.05 {
-            room if room > 0.0 => room,
+        let margin = match (high - low) * 0.05 {
+            margin if margin > 0.0 => margin,
             _ if high != 0.0 => high.abs() * 0.1,
             _ => 1.0,
         };
-        let low = if low >= 0.0 { (low - room).max(0.0) } else { low - room };
-        Self { low, high: high + room, is_log: false }
+        let low = if low >= 0.0 { (low - margin).max(0.0) } else { low - margin };
+        Self { low, high: high + margin, is_log: false }
     }
 
     fn y(self, value: f64) -> f64 {
@@ -148,7 +148,8 @@ impl Chart {
         let ranges = || series.iter().filter_map(|series| series.steps);
         let first = ranges().map(|(first, _)| first).min().unwrap_or(0);
         let last = ranges().map(|(_, last)| last).max().unwrap_or(0);
-        let scale = Scale::new(series.iter().flat_map(|series| series.finite().map(|(_, v)| v)), may_be_log);
+        let scale =
+            ChartScale::new(series.iter().flat_map(|series| series.finite().map(|(_, v)| v)), may_be_log);
         Self { id, title, steps: (first, last.max(first.saturating_add(1))), scale, series }
     }
 
@@ -157,7 +158,7 @@ impl Chart {
         LEFT + (step - first) / (last - first).max(1.0) * (WIDTH - LEFT - RIGHT)
     }
 
-    /// The drawing, its key and the line under it.
+    /// Writes the chart, its legend and the line under it.
     pub(super) fn write(&self, out: &mut String) {
         let (id, title) = (self.id, escape(self.title));
         let log = if self.scale.is_log { ", logarithmic" } else { "" };
@@ -224,7 +225,7 @@ impl Chart {
         if !path.is_empty() {
             let _ = writeln!(out, "<path class=\"{}\" d=\"{path}\"/>", series.class.name());
         }
-        // A point between two gaps has no line; dots show it.
+        // A point between two gaps has no line; a dot shows it.
         if series.class == Class::Second || series.finite().count() == 1 {
             for (step, value) in series.finite() {
                 let (x, y) = (self.x(step as f64), self.scale.y(value));
@@ -233,7 +234,7 @@ impl Chart {
         }
     }
 
-    /// What the script needs: where the steps are, and the points of each curve.
+    /// Data for the script: step range and the points of each curve.
     pub(super) fn data(&self) -> Value {
         let rounded = |value: f64| value as f32;
         let points = |series: &Series| -> Vec<Value> {
@@ -246,7 +247,7 @@ impl Chart {
     }
 }
 
-/// A number for an axis.
+/// Formats a number for an axis.
 fn number(value: f64) -> String {
     let magnitude = value.abs();
     if value != 0.0 && !(1e-3..1e6).contains(&magnitude) {
@@ -269,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wide_range_of_norms_is_drawn_by_logarithm() {
+    fn a_wide_range_of_norms_is_drawn_on_a_logarithmic_axis() {
         let chart = |values: [f64; 2]| {
             let points = values.into_iter().zip(0..).map(|(value, step)| (step, value)).collect();
             Chart::new("x", "x", true, vec![Series::new("x", Class::Curve, points)])
@@ -282,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn every_point_is_drawn_inside() {
+    fn every_point_is_inside_the_chart() {
         for values in [[0.0, 0.0], [5.0, 5.0], [-1.0, 2.0], [f64::MIN, f64::MAX], [1e-300, 1e300]] {
             let points: Vec<_> = values.into_iter().zip(0..).map(|(value, step)| (step, value)).collect();
             let chart = Chart::new("x", "x", true, vec![Series::new("x", Class::Curve, points)]);
@@ -294,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn a_value_that_is_not_finite_leaves_a_gap() {
+    fn a_non_finite_value_leaves_a_gap() {
         let points = vec![(0, 1.0), (1, 2.0), (2, f64::NAN), (3, 1.0), (4, 2.0)];
         let mut out = String::new();
         Chart::new("x", "x", false, vec![Series::new("x", Class::Curve, points)]).write(&mut out);
@@ -312,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_of_an_axis_are_short() {
+    fn axis_numbers_are_short() {
         assert_eq!(
             [0.0, 0.5, 3.0, 1500.0, 3e-4, 2e7].map(number),
             ["0", "0.5", "3", "1500", "3.0e-4", "2.0e7"]

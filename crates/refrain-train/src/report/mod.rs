@@ -1,4 +1,4 @@
-//! A run as a page of its own: curves drawn here, style, script and data inside.
+//! A run as a self-contained HTML page with SVG curves, style, script and data.
 
 mod chart; // axes and curves as SVG
 
@@ -12,18 +12,18 @@ use chart::{Chart, Class, Series};
 const STYLE: &str = include_str!("page.css");
 const SCRIPT: &str = include_str!("page.js");
 
-/// What stands above the curves.
+/// Content above the curves.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ReportHeader {
-    /// The page's title.
+    /// Title of the page.
     pub title: String,
-    /// Model, device, totals and what else is worth a line: name and value.
+    /// Name-value pairs, such as model, device and totals.
     pub facts: Vec<(String, String)>,
-    /// The configuration, as text.
+    /// The configuration as text.
     pub config: String,
 }
 
-/// The page of a run.
+/// Renders the page of a run.
 pub fn page(header: &ReportHeader, lines: &[LogLine]) -> String {
     let (steps, evals) = split(lines);
     let title = escape(&header.title);
@@ -46,7 +46,7 @@ pub fn page(header: &ReportHeader, lines: &[LogLine]) -> String {
         chart.write(&mut out);
         data.insert(chart.id.to_owned(), chart.data());
     }
-    // Nothing in the data may end the element that holds it.
+    // `<` is escaped so that the data cannot close its script element.
     let data = Value::Object(data).to_string().replace('<', "\\u003c");
     let _ = writeln!(out, "<script type=\"application/json\" id=\"data\">{data}</script>");
     let _ = writeln!(out, "<script>{SCRIPT}</script>\n</body></html>");
@@ -76,7 +76,7 @@ fn totals(steps: &[StepRecord], evals: &[EvalRecord]) -> Vec<(String, String)> {
     }
     let bad: Vec<u64> = steps.iter().filter(|record| !record.loss.is_finite()).map(|r| r.step).collect();
     if let Some(first) = bad.first() {
-        add("loss not finite", format!("{} steps, the first is step {first}", bad.len()));
+        add("loss not finite", format!("{} steps, first at step {first}", bad.len()));
     }
     facts
 }
@@ -100,11 +100,11 @@ fn charts(steps: &[StepRecord], evals: &[EvalRecord]) -> Vec<Chart> {
         ),
         Chart::new("lr", "Learning rate", false, vec![curve("learning rate", of(|r| r.lr))]),
         Chart::new("norm", "Gradient norm before clipping", true, vec![curve("norm", of(|r| r.grad_norm))]),
-        Chart::new("speed", "Tokens a second", false, vec![curve("tokens a second", of(|r| r.tok_s))]),
+        Chart::new("speed", "Tokens per second", false, vec![curve("tokens per second", of(|r| r.tok_s))]),
     ]
 }
 
-/// A mean that forgets: over about a fortieth of the run.
+/// Exponential moving average over about a fortieth of the run.
 fn smoothed(points: &[(u64, f64)]) -> Vec<(u64, f64)> {
     let span = (points.len() as f64 / 40.0).clamp(1.0, 200.0);
     let keep = 1.0 - 1.0 / span;
@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_needs_nothing_else_and_texts_cannot_break_out_of_it() {
+    fn a_page_is_self_contained_and_escapes_its_texts() {
         let page = page(&header(), &run(100));
         assert_eq!(page.matches("</script>").count(), 2);
         assert_eq!(page.matches("<script").count(), 2);
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_run_and_one_without_finite_numbers_have_pages() {
+    fn empty_runs_and_runs_without_finite_numbers_have_pages() {
         let bad = StepRecord { step: 4, loss: f64::NAN, grad_norm: f64::INFINITY, lr: 0.0, tok_s: 0.0 };
         let far =
             StepRecord { step: u64::MAX, loss: f64::MAX, grad_norm: f64::MIN_POSITIVE, lr: -1.0, tok_s: 1.0 };
@@ -189,11 +189,11 @@ mod tests {
             assert_eq!(page.matches("<svg").count(), page.matches("</svg>").count());
         }
         let page = page(&header(), &[LogLine::Step(bad)]);
-        assert!(page.contains("loss not finite<td>1 steps, the first is step 4"), "{page}");
+        assert!(page.contains("loss not finite<td>1 steps, first at step 4"), "{page}");
     }
 
     #[test]
-    fn data_for_the_script_is_what_was_drawn() {
+    fn the_data_for_the_script_matches_the_curves() {
         let page = page(&header(), &run(20));
         let start = page.find("id=\"data\">").unwrap() + 10;
         let end = start + page[start..].find("</script>").unwrap();
