@@ -1,4 +1,4 @@
-//! Progress on standard error: nothing for what is quick, nothing where there is no terminal.
+//! Progress bars on standard error, for slow work on a terminal only.
 
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -7,22 +7,22 @@ use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// What takes less is not worth a bar.
+/// Work that takes less time gets no bar.
 const PATIENCE: Duration = Duration::from_secs(1);
 const TICK: Duration = Duration::from_millis(120);
 
 const BYTES: &str = "{msg} {wide_bar} {binary_bytes}/{binary_total_bytes} {binary_bytes_per_sec}, {eta} left";
 
 static IS_SILENT: AtomicBool = AtomicBool::new(false);
-/// Bars that are shown at the same time have a line each.
+/// Bars that are visible at the same time have separate lines.
 static SHOWN: LazyLock<MultiProgress> = LazyLock::new(MultiProgress::new);
 
-/// No bar is shown from now on.
+/// Disables all bars.
 pub(crate) fn silence() {
     IS_SILENT.store(true, Ordering::Relaxed);
 }
 
-/// A bar that shows itself when the work takes longer than a second, and goes when it is dropped.
+/// A bar that appears when the work takes longer than a second, and disappears when it is dropped.
 pub(crate) struct Delayed {
     bar: ProgressBar,
     stop: Option<Sender<()>>,
@@ -30,12 +30,12 @@ pub(crate) struct Delayed {
 }
 
 impl Delayed {
-    /// For work whose end is not known.
+    /// A spinner for work of unknown length.
     pub(crate) fn spinner(what: &str) -> Delayed {
         Delayed::new(ProgressBar::hidden().with_style(style("{spinner} {msg} {elapsed}")), what)
     }
 
-    /// For `n` pieces of work.
+    /// A bar for `n` units of work.
     pub(crate) fn bar(n: u64, what: &str) -> Delayed {
         let style = style("{msg} {wide_bar} {human_pos}/{human_len} {per_sec}, {eta} left");
         let bar = ProgressBar::hidden().with_style(style);
@@ -43,23 +43,23 @@ impl Delayed {
         Delayed::new(bar, what)
     }
 
-    /// For `n` steps of a run, of which `done` were done before.
+    /// A bar for `n` steps of a run, of which `done` are already done.
     pub(crate) fn steps(n: u64, done: u64) -> Delayed {
         let style = style("{human_pos}/{human_len} {bar:24} {msg}, {eta} left");
         let bar = ProgressBar::hidden().with_style(style);
         bar.set_length(n);
         bar.set_position(done);
-        // The rate is that of this run, not of what an earlier one left.
+        // The rate counts only the steps of this run.
         bar.reset_eta();
         Delayed::new(bar, "")
     }
 
-    /// Says a line above the bar.
+    /// Prints a line above the bar.
     pub(crate) fn above(&self, say: impl FnOnce()) {
         self.bar.suspend(say);
     }
 
-    /// For bytes of which the number is told later.
+    /// A bar for bytes; the total is set later.
     pub(crate) fn bytes(what: &str) -> Delayed {
         Delayed::new(ProgressBar::hidden().with_style(style(BYTES)), what)
     }
@@ -104,21 +104,21 @@ impl Drop for Delayed {
     }
 }
 
-/// What a device does before a step can run, a bar for each part of it: weights are sent, kernels compiled.
+/// Progress of a device before its first step, with one bar per phase: weights are sent, kernels are compiled.
 #[derive(Clone, Default)]
 pub(crate) struct Phases(Arc<Mutex<Option<(Phase, Delayed)>>>);
 
-/// A part of it.
+/// A phase of starting a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Phase {
-    /// Bytes of weights go to the device.
+    /// Weights are sent to the device.
     Weights,
-    /// Units of kernels are compiled.
+    /// Kernels are compiled.
     Kernels,
 }
 
 impl Phases {
-    /// How far a part is. Its bar goes when it is done, or when another part begins.
+    /// Sets the progress of a phase. Its bar disappears when the phase is done, or when another one starts.
     pub(crate) fn set(&self, phase: Phase, done: u64, total: u64) {
         let mut current = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if done >= total || current.as_ref().is_some_and(|(shown, _)| *shown != phase) {
@@ -131,12 +131,12 @@ impl Phases {
         }
     }
 
-    /// No part goes on: whatever ended it.
+    /// Ends the current phase.
     pub(crate) fn end(&self) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 
-    /// The part whose bar there is.
+    /// The phase whose bar is visible.
     #[cfg(test)]
     fn current(&self) -> Option<(Phase, u64, Option<u64>)> {
         let current = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -160,11 +160,11 @@ fn show_later(bar: &ProgressBar, stopped: &Receiver<()>) {
     }
 }
 
-/// A bar over bytes, shown at once; for those who are not quiet.
+/// A bar for bytes that appears at once.
 pub(crate) fn bytes(total: u64, done: u64, what: &str) -> ProgressBar {
     let bar = ProgressBar::new(total).with_style(style(BYTES)).with_message(what.to_owned());
     bar.set_position(done);
-    // The rate is that of this download, not of what an earlier one left.
+    // The rate counts only the bytes of this download.
     bar.reset_eta();
     bar
 }
@@ -178,7 +178,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_phase_has_a_bar_until_it_is_done_or_another_begins() {
+    fn each_phase_has_a_bar_until_it_is_done_or_another_starts() {
         let phases = Phases::default();
         phases.set(Phase::Kernels, 0, 3);
         phases.set(Phase::Kernels, 2, 3);
@@ -188,7 +188,7 @@ mod tests {
         phases.set(Phase::Weights, 100, 100);
         assert_eq!(phases.current(), None);
         phases.set(Phase::Kernels, 3, 3);
-        assert_eq!(phases.current(), None, "what is done at once has no bar");
+        assert_eq!(phases.current(), None, "a phase that is done at once has no bar");
         phases.set(Phase::Kernels, 1, 3);
         phases.end();
         assert_eq!(phases.current(), None);

@@ -3,12 +3,12 @@
 mod line;
 
 use crate::bars::Delayed;
-use crate::cli::Context;
+use crate::cli::CliContext;
 use crate::fail::{Hinted, Interrupted};
 use crate::opts::{DeviceOpts, LoraOpts, SamplingOpts};
 use crate::out::{counted, short_rate, short_time, talk, thousands};
 use crate::resolve;
-use line::{Answer, Ask, Line};
+use line::{BatchAnswer, BatchAsk, BatchLine};
 use refrain::graph::RunError;
 use refrain::{EngineError, Generate, Model, Prompt, Reply, SamplingParams, Service, ServiceOptions};
 use std::collections::VecDeque;
@@ -72,9 +72,8 @@ pub(crate) struct Args {
     device: DeviceOpts,
 }
 
-pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
+pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {
     args.device.session(args.context, context)?;
-    args.sampling.check()?;
     resolve::check(&args.model, context)?;
     let n_lines = lines(&args.input)?.count() as u64;
     if n_lines == 0 {
@@ -83,7 +82,7 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
             Hinted::new(message, "give one JSON object a line, such as {\"prompt\": \"A cat\"}").into()
         );
     }
-    let mut out = Output::open(args)?;
+    let mut out = AnswerFile::open(args)?;
     if out.n_done > 0 && !context.quiet {
         talk!("going on behind the {} of {}", counted(out.n_done, "line"), args.output.display());
     }
@@ -101,7 +100,8 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
         talk!("{name} on {backend}, {} at once, context {holds}", counted(args.seqs.get(), "sequence"));
     }
     let listening = context.interrupt.listen();
-    let mut work = Work { args, service, seed: args.sampling.params(&model).seed, cancel: listening.flag() };
+    let mut work =
+        BatchRun { args, service, seed: args.sampling.params(&model).seed, cancel: listening.flag() };
     let (began, bar) = (Instant::now(), Delayed::bar(n_lines, "answering"));
     let tally = work.answer_all(&mut out, began, &bar)?;
     drop(bar);
@@ -126,7 +126,7 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
 }
 
 #[derive(Default)]
-struct Tally {
+struct BatchTally {
     n_answered: usize,
     n_failed: usize,
     n_tokens: usize,
@@ -145,16 +145,16 @@ fn lines(path: &Path) -> anyhow::Result<impl Iterator<Item = std::io::Result<(us
 }
 
 /// What is answered, in the order of the input.
-struct Output {
+struct AnswerFile {
     file: File,
     path: PathBuf,
     /// Lines that are complete.
     n_done: usize,
 }
 
-impl Output {
+impl AnswerFile {
     /// Opens the answers there are and drops a line that was cut off.
-    fn open(args: &Args) -> anyhow::Result<Output> {
+    fn open(args: &Args) -> anyhow::Result<AnswerFile> {
         let path = &args.output;
         let cannot = |error| Hinted::io("write", path, error);
         if let (Ok(from), Ok(to)) = (args.input.canonicalize(), path.canonicalize())
@@ -189,7 +189,7 @@ impl Output {
         drop(answers);
         file.set_len(end).map_err(cannot)?;
         file.seek(SeekFrom::Start(end)).map_err(cannot)?;
-        Ok(Output { file, path: path.clone(), n_done })
+        Ok(AnswerFile { file, path: path.clone(), n_done })
     }
 
     /// Writes a whole line at once, so that what is there can be gone on from.
@@ -202,7 +202,7 @@ impl Output {
     }
 }
 
-struct Work<'a> {
+struct BatchRun<'a> {
     args: &'a Args,
     service: Service,
     /// Of the first line; each further one has the next.
@@ -211,32 +211,37 @@ struct Work<'a> {
 }
 
 /// A line that was submitted, or why it could not be.
-struct Pending {
-    line: Line,
+struct PendingLine {
+    line: BatchLine,
     reply: Result<Reply, String>,
 }
 
-impl Work<'_> {
+impl BatchRun<'_> {
     fn is_cancelled(&self) -> bool {
         self.cancel.load(Ordering::Relaxed)
     }
 
-    fn answer_all(&mut self, out: &mut Output, began: Instant, bar: &Delayed) -> anyhow::Result<Tally> {
+    fn answer_all(
+        &mut self,
+        out: &mut AnswerFile,
+        began: Instant,
+        bar: &Delayed,
+    ) -> anyhow::Result<BatchTally> {
         let most = SUBMITTED_PER_ROW * self.args.seqs.get();
         let mut asked = lines(&self.args.input)?.enumerate().skip(out.n_done);
-        let (mut pending, mut tally) = (VecDeque::new(), Tally::default());
+        let (mut pending, mut tally) = (VecDeque::new(), BatchTally::default());
         loop {
             while pending.len() < most && !self.is_cancelled() {
                 let Some((idx, asked)) = asked.next() else { break };
                 let (number, bytes) = asked.map_err(|error| Hinted::io("read", &self.args.input, error))?;
-                pending.push_back(self.submit(idx, Line::read(number, &bytes))?);
+                pending.push_back(self.submit(idx, BatchLine::read(number, &bytes))?);
             }
-            let Some(Pending { line, reply }) = pending.pop_front() else { return Ok(tally) };
+            let Some(PendingLine { line, reply }) = pending.pop_front() else { return Ok(tally) };
             let answered = match reply.map(Reply::text) {
                 Ok(Ok((_, summary))) if summary.finish == Some(refrain::Finish::Cancelled) => {
                     return Ok(tally);
                 }
-                Ok(Ok((text, summary))) => Ok(Answer { text, summary }),
+                Ok(Ok((text, summary))) => Ok(BatchAnswer { text, summary }),
                 Ok(Err(error)) => Err(keeps_going(error)?),
                 Err(error) => Err(error),
             };
@@ -252,7 +257,7 @@ impl Work<'_> {
         }
     }
 
-    fn submit(&self, idx: usize, line: Line) -> anyhow::Result<Pending> {
+    fn submit(&self, idx: usize, line: BatchLine) -> anyhow::Result<PendingLine> {
         let reply = match &line.ask {
             Ok(ask) => match self
                 .prepare(idx, ask)
@@ -263,16 +268,16 @@ impl Work<'_> {
             },
             Err(error) => Err(error.clone()),
         };
-        Ok(Pending { line, reply })
+        Ok(PendingLine { line, reply })
     }
 
     /// The tokens to go on from, and how.
-    fn prepare(&self, idx: usize, ask: &Ask) -> Result<(Vec<u32>, Generate), refrain::Error> {
+    fn prepare(&self, idx: usize, ask: &BatchAsk) -> Result<(Vec<u32>, Generate), refrain::Error> {
         let model = self.service.model();
         let is_chat = !self.args.raw && model.chat_template().is_some();
         let (tokens, is_raw) = match ask {
-            Ask { tokens: Some(tokens), .. } => (tokens.clone(), true),
-            Ask { text: Some(text), is_plain, .. } if !(is_chat && *is_plain) => {
+            BatchAsk { tokens: Some(tokens), .. } => (tokens.clone(), true),
+            BatchAsk { text: Some(text), is_plain, .. } if !(is_chat && *is_plain) => {
                 (model.text_tokens(text)?, true)
             }
             ask => (chat_tokens(model, &ask.turns())?, false),

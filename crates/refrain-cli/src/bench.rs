@@ -1,10 +1,10 @@
-//! `refrain bench`: prefill and decode speed, beside what memory allows.
+//! `refrain bench`: prefill and decode speed, compared with the memory bandwidth.
 
 use crate::bars::Delayed;
-use crate::cli::Context;
+use crate::cli::CliContext;
 use crate::fail::Hinted;
 use crate::opts::DeviceOpts;
-use crate::out::{Out, counted, short_count, short_rate, short_time, talk, thousands};
+use crate::out::{Stdout, counted, short_count, short_rate, short_time, talk, thousands};
 use crate::{profile, resolve, stats};
 use refrain::train::{
     LoraBench, LoraSpec, Masters, Precision, Targets, TrainBench, TrainBenchReport, bench_steps,
@@ -13,77 +13,81 @@ use refrain::{
     BenchOptions, BenchReport, BenchTarget, DType, DecodeReport, LoadEvent, LoadListener, NamedShape,
     QuantMix, SHAPES, Samples, SessionOptions, bench,
 };
-use refrain_hub::Bytes;
+use refrain_hub::ByteSize;
 use serde_json::json;
 use std::num::NonZeroUsize;
 
-/// Measure how fast a model reads a prompt and writes, or learns
+/// Tokens in a row of a measured training step.
+const TRAIN_CONTEXT: usize = 256;
+
+/// Measure the speed of prefill, decode or training
 ///
-/// Takes a model, or the shape of a well-known one with random weights: no download. Decoding reads every weight once
-/// per token, so its speed is shown beside the read bandwidth measured on this machine in the same run.
+/// Takes a model, or the shape of a well-known one with random weights, which needs no download. Decoding reads every
+/// weight once per token, so its speed is compared with the read bandwidth, which is measured before the model is
+/// loaded.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Examples:
   refrain bench smollm2
   refrain bench --shape llama-3.2-1b --quant Q4_K_M -n 32
   refrain bench ./model.gguf -p 128 -n 64 -r 3 --json
-  refrain bench smollm2 -p 0 --depth 16,512,2048       what a longer context costs
-  refrain bench --shape smollm2-135m -p 0 --seqs 1,8,32   many sequences at once
+  refrain bench smollm2 -p 0 --depth 16,512,2048       the cost of a longer context
+  refrain bench --shape smollm2-135m -p 0 --seqs 1,8,32   several sequences at once
   refrain bench --train llama-10m --batch 32 --context 256 --dtype bf16 --device cuda
   refrain bench --train llama-3.1-8b --lora --base-type q4_k_m --batch 4 --context 2048 --dtype bf16 --device cuda")]
 pub(crate) struct Args {
     /// A path, a short name such as smollm2, or owner/repo[:QUANT]
     #[arg(value_name = "MODEL", required_unless_present_any = ["shape", "train"], conflicts_with_all = ["shape", "train"])]
     model: Option<String>,
-    /// Random weights of a well-known shape, such as llama-3.2-1b
+    /// Use random weights of a well-known shape, such as llama-3.2-1b
     #[arg(long, value_name = "NAME")]
     shape: Option<String>,
-    /// How the random weights are stored: BF16, Q8_0, Q4_K_M, ...
+    /// Type of the random weights: BF16, Q8_0, Q4_K_M, ...
     #[arg(long, value_name = "TYPE", default_value = "Q4_K_M", conflicts_with = "model")]
     quant: String,
-    /// Tokens of the prompt; 0 leaves prefill out
+    /// Tokens in the prompt; 0 skips prefill
     #[arg(short = 'p', long, value_name = "N", default_value_t = 512)]
     prompt_tokens: usize,
-    /// Tokens to decode; 0 leaves decoding out
+    /// Tokens to decode; 0 skips decoding
     #[arg(short = 'n', long, value_name = "N", default_value_t = 128)]
     max_tokens: usize,
-    /// Tokens in the context before decoding begins; several, with commas between, are measured one by one
+    /// Tokens in the context when decoding starts; several depths, separated by commas, are measured one by one
     #[arg(long, value_name = "N", value_delimiter = ',', default_value = "1")]
     depth: Vec<usize>,
-    /// Numbers of sequences to decode at once, with commas between; each is measured, all tokens of them together
+    /// Batch sizes to decode, separated by commas; the speed is that of all sequences together
     #[arg(long, value_name = "N", value_delimiter = ',')]
     seqs: Vec<NonZeroUsize>,
-    /// How often each is measured
+    /// Number of measurements
     #[arg(short, long, value_name = "N", default_value = "5")]
     repeats: NonZeroUsize,
     /// Measure training steps of a fresh model of a well-known shape, such as llama-10m
     #[arg(long, value_name = "SHAPE", conflicts_with = "shape", help_heading = "Training")]
     train: Option<String>,
-    /// Rows of a training step
+    /// Rows in a training step
     #[arg(long, value_name = "N", default_value = "32", requires = "train", help_heading = "Training")]
     batch: NonZeroUsize,
-    /// Tokens of a row
-    #[arg(long, value_name = "N", default_value = "256", requires = "train", help_heading = "Training")]
-    context: NonZeroUsize,
+    /// Context size in tokens; with --train, tokens in a row [default: what -p, -n and --depth need; 256 with --train]
+    #[arg(short, long, value_name = "N")]
+    context: Option<NonZeroUsize>,
     /// Element type of weights and activations
     #[arg(long, value_name = "TYPE", default_value = "f32", requires = "train", help_heading = "Training")]
     dtype: Precision,
-    /// Master weights beside bf16 ones: f32 or none
+    /// Master weights for bf16 training: f32 or none
     #[arg(long, value_name = "TYPE", default_value = "f32", requires = "train", help_heading = "Training")]
     masters: Masters,
-    /// Train a LoRA adapter of all linear layers over frozen weights
+    /// Train a LoRA adapter on all linear layers, over frozen weights
     #[arg(long, requires = "train", help_heading = "Training")]
     lora: bool,
     /// Rank of the adapter
     #[arg(long, value_name = "N", default_value = "16", requires = "lora", help_heading = "Training")]
     rank: NonZeroUsize,
-    /// How the frozen weights are stored: BF16, Q8_0, Q4_K_M, ... [default: as --dtype]
+    /// Type of the frozen weights: BF16, Q8_0, Q4_K_M, ... [default: that of --dtype]
     #[arg(long, value_name = "TYPE", requires = "lora", help_heading = "Training")]
     base_type: Option<String>,
-    /// Compute layers again in the backward pass
+    /// Recompute activations in the backward pass
     #[arg(long, requires = "train", help_heading = "Training")]
     checkpoint_activations: bool,
-    /// Training steps that are measured
+    /// Number of measured training steps
     #[arg(long, value_name = "N", default_value = "20", requires = "train", help_heading = "Training")]
     steps: NonZeroUsize,
     /// Print one JSON object
@@ -93,13 +97,17 @@ pub(crate) struct Args {
     device: DeviceOpts,
 }
 
-pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
+pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {
     let spinner = Delayed::spinner("measuring");
     let (bar, verbose) = (spinner.handle(), context.verbose);
     let on_load = LoadListener::new(move |event| match event {
         LoadEvent::Planned(memory) if verbose => talk!("memory   {}", stats::memory_line(&memory)),
-        LoadEvent::Sent { done_bytes, total_bytes } => {
-            bar.set_message(format!("sending weights, {} of {}", Bytes(done_bytes), Bytes(total_bytes)));
+        LoadEvent::Uploaded { done_bytes, total_bytes } => {
+            bar.set_message(format!(
+                "sending weights, {} of {}",
+                ByteSize(done_bytes),
+                ByteSize(total_bytes)
+            ));
         }
         LoadEvent::Compiling { n_done, n_total } => {
             bar.set_message(format!("compiling kernels, {n_done} of {n_total}"));
@@ -111,14 +119,17 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
         return measure_training(args, shape, on_load, &spinner, context);
     }
     let options = BenchOptions {
-        session: SessionOptions { on_load, ..args.device.tried_session(None, context)? },
+        session: SessionOptions {
+            on_load,
+            ..args.device.tried_session(args.context.map(NonZeroUsize::get), context)?
+        },
         n_prompt: args.prompt_tokens,
         n_decode: args.max_tokens,
         depths: args.depth.clone(),
         seqs: args.seqs.iter().map(|n| n.get()).collect(),
         repeats: args.repeats.get(),
     };
-    let progress = |what: &str| spinner.say(what.to_owned());
+    let progress = |phase: &str| spinner.say(phase.to_owned());
     let report = match &args.shape {
         Some(name) => {
             let (shape, mix) = (find_shape(name)?, find_mix(&args.quant)?);
@@ -131,9 +142,9 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
     };
     drop(spinner);
     if let Some((status, timeline)) = &report.device {
-        profile::tell(&format!("{} on {}", report.name, report.backend), status, timeline, &args.device)?;
+        profile::report(&format!("{} on {}", report.name, report.backend), status, timeline, &args.device)?;
     }
-    let mut out = Out::new();
+    let mut out = Stdout::new();
     if args.json {
         return out.json(&to_json(&report, args));
     }
@@ -149,13 +160,13 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The training part of the command.
+/// Measures training.
 fn measure_training(
     args: &Args,
     shape: NamedShape,
     on_load: LoadListener,
     spinner: &Delayed,
-    context: &Context,
+    context: &CliContext,
 ) -> anyhow::Result<()> {
     let session = args.device.tried_session(None, context)?;
     let dtype = match args.dtype {
@@ -179,7 +190,7 @@ fn measure_training(
         graph_choice: session.graph_choice,
         shape,
         batch: args.batch.get(),
-        context: args.context.get(),
+        context: args.context.map_or(TRAIN_CONTEXT, NonZeroUsize::get),
         dtype,
         masters: args.masters == Masters::F32,
         lora,
@@ -187,8 +198,8 @@ fn measure_training(
         n_steps: args.steps.get(),
         on_load,
     };
-    let report = bench_steps(&bench, |what| spinner.say(what.to_owned()))?;
-    let mut out = Out::new();
+    let report = bench_steps(&bench, |phase| spinner.say(phase.to_owned()))?;
+    let mut out = Stdout::new();
     if args.json {
         return out.json(&training_json(&report, &bench, args));
     }
@@ -218,23 +229,23 @@ fn measure_training(
         format!(", {:.1} % of the {}FLOPS of {}", 100.0 * share, short_flops(peak), report.device_name)
     });
     let flops = short_flops(report.step_flops);
-    out.line(format_args!("compute  {flops}FLOP a step, {}FLOPS{share}", short_flops(rate)))?;
+    out.line(format_args!("compute  {flops}FLOP per step, {}FLOPS{share}", short_flops(rate)))?;
     let launches = match report.launches {
-        Some(n) => format!("{} replayed, {n} a step", counted(report.n_replayed, "step")),
+        Some(n) => format!("{} replayed, {n} per step", counted(report.n_replayed, "step")),
         None => "none replayed".to_owned(),
     };
     out.line(format_args!("launches {launches}"))?;
     if !report.host_seconds.0.is_empty() {
         out.line(format_args!(
-            "host     {:.0} us a step, {} in flight; ready in {:.2} s",
+            "host     {:.0} us per step, {} in flight; ready in {:.2} s",
             report.host_us(),
             counted(report.in_flight, "step"),
             report.ready_seconds
         ))?;
     }
     let resident =
-        report.resident.map_or_else(String::new, |r| format!(", {} resident at most", Bytes(r.most)));
-    out.line(format_args!("memory   {} by the estimate{resident}", Bytes(report.estimated_bytes)))?;
+        report.resident.map_or_else(String::new, |r| format!(", {} resident at peak", ByteSize(r.most)));
+    out.line(format_args!("memory   {} estimated{resident}", ByteSize(report.estimated_bytes)))?;
     if context.verbose
         && let Some(status) = &report.device
     {
@@ -243,7 +254,7 @@ fn measure_training(
     Ok(())
 }
 
-/// Operations with three digits or so and the unit's prefix: `527 G`.
+/// A short count of operations with the unit's prefix: `527 G`.
 fn short_flops(flops: f64) -> String {
     match flops {
         f if f >= 1e14 => format!("{:.0} T", f / 1e12),
@@ -291,25 +302,24 @@ fn training_json(report: &TrainBenchReport, bench: &TrainBench, args: &Args) -> 
 fn find_shape(name: &str) -> anyhow::Result<&'static NamedShape> {
     let known = || SHAPES.map(|s| s.name).join(", ");
     NamedShape::find(name).ok_or_else(|| {
-        Hinted::new(format!("there is no shape {name:?}"), format!("known are {}", known())).into()
+        Hinted::new(format!("there is no shape {name:?}"), format!("shapes are {}", known())).into()
     })
 }
 
 fn find_mix(name: &str) -> anyhow::Result<QuantMix> {
     QuantMix::from_name(name).ok_or_else(|| {
-        let hint =
-            "known are Q4_K_M and the types of GGUF files: F32, F16, BF16, Q8_0, Q4_0, Q4_K, Q6_K, ...";
+        let hint = "types are Q4_K_M and those of GGUF files: F32, F16, BF16, Q8_0, Q4_0, Q4_K, Q6_K, ...";
         Hinted::new(format!("there is no weight type {name:?}"), hint).into()
     })
 }
 
-fn print(out: &mut Out, report: &BenchReport, args: &Args) -> anyhow::Result<()> {
+fn print(out: &mut Stdout, report: &BenchReport, args: &Args) -> anyhow::Result<()> {
     let gib = report.weight_bytes as f64 / (1u64 << 30) as f64;
     let parameters = short_count(report.n_parameters as u64);
     out.line(format_args!("{}: {parameters} parameters, {gib:.2} GiB, on {}", report.name, report.backend))?;
-    let resident = report
-        .resident
-        .map_or_else(String::new, |r| format!(", {} resident now, {} at most", Bytes(r.now), Bytes(r.most)));
+    let resident = report.resident.map_or_else(String::new, |r| {
+        format!(", {} resident, {} at peak", ByteSize(r.now), ByteSize(r.most))
+    });
     out.line(format_args!("ready in {:.2} s{resident}", report.load_seconds))?;
     if let Some((status, _)) = &report.device {
         out.line(format_args!("weights  {}", stats::upload_line(&status.upload)))?;
@@ -323,24 +333,24 @@ fn print(out: &mut Out, report: &BenchReport, args: &Args) -> anyhow::Result<()>
     let alone = report.batches.iter().find(|batch| batch.n_seqs == 1).map(|batch| batch.speed.median());
     for batch in &report.batches {
         let times = alone.filter(|_| batch.n_seqs > 1).map(|one| batch.speed.median() / one);
-        let times = times.map_or_else(String::new, |times| format!("  {times:.2} times one"));
+        let times = times.map_or_else(String::new, |times| format!("  {times:.2} times one sequence"));
         let (n, speed) = (counted(batch.n_seqs, "sequence"), spread(&batch.speed));
         out.line(format_args!("batch    {n:>13}  {speed}{times}"))?;
     }
     if !report.decode.is_empty() {
         if let Some(launches) = report.launches {
-            let s = if launches.by_host == 1 { "" } else { "es" };
-            let kernels = counted(launches.kernels, "kernel");
-            out.line(format_args!("         {} launch{s} and {kernels} a token", launches.by_host))?;
+            let (by_host, kernels) =
+                (counted(launches.by_host, "launch"), counted(launches.kernels, "kernel"));
+            out.line(format_args!("         {by_host} and {kernels} per token"))?;
         }
         out.line(format_args!("         {}", report.decode_steps))?;
     }
     Ok(())
 }
 
-/// What decoding did at one depth, in two lines; the depth is told where there are several.
+/// Prints the decode speed at one depth in two lines, with the depth if there are several.
 fn print_decode(
-    out: &mut Out,
+    out: &mut Stdout,
     report: &BenchReport,
     decode: &DecodeReport,
     args: &Args,
@@ -351,13 +361,13 @@ fn print_decode(
     };
     out.line(format_args!("decode   {:>6} tokens  {}{depth}", args.max_tokens, spread(&decode.speed)))?;
     let (per_token, rate) = (decode.bytes_per_token as f64 / 1e9, decode.bandwidth() / 1e9);
-    let who = if report.backend == "cpu" { "this machine" } else { "this card" };
+    let who = if report.backend == "cpu" { "this machine" } else { "this GPU" };
     let best = report.read_bandwidth.zip(report.bandwidth_share(decode));
     let share = best.map_or_else(String::new, |(best, share)| {
         format!(", {:.0} % of the {:.1} GB/s that {who} reads", 100.0 * share, best / 1e9)
     });
     let each = short_time(decode.ms() * 1e-3);
-    out.line(format_args!("         {each} and {per_token:.3} GB a token, {rate:.1} GB/s{share}"))
+    out.line(format_args!("         {each} and {per_token:.3} GB per token, {rate:.1} GB/s{share}"))
 }
 
 fn spread(samples: &Samples) -> String {

@@ -1,35 +1,41 @@
 //! `refrain chat`: a conversation.
 
 mod input;
+mod settings;
 
-use crate::cli::Context;
+use crate::cli::CliContext;
 use crate::fail::Hinted;
 use crate::opts::{DeviceOpts, LoraOpts, SamplingOpts, Think};
-use crate::out::{BOLD, DIM, Out, counted, talk};
+use crate::out::{BOLD, DIM, Stdout, counted, talk};
 use crate::reply::{self, Show};
 use crate::run::say_context;
 use crate::{fail, profile, resolve, stats};
-use input::{Command, Input, Line};
-use refrain::{Builtin, Finish, Message, Model, RenderOptions, SamplingParams, Session};
+use clap::ValueEnum;
+use input::{ChatCommand, ChatInput, ChatLine};
+use refrain::{Builtin, Chat, ChatOptions, Finish, Message, Model, OnFull, RenderOptions, Role};
+use settings::Settings;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 /// Chat with a model
 ///
-/// Lines are edited as in a shell, with a history. A line that ends in a backslash goes on in the next; three double
-/// quotes begin and end a text of several lines. Ctrl-C stops the reply, Ctrl-D ends the chat.
+/// Lines are edited as in a shell, with a history and tab completion. A line that ends in a backslash continues on the
+/// next one; three double quotes start and end a text of several lines. Ctrl-C stops the reply, Ctrl-D ends the chat.
 ///
-/// What the model has read stays in its cache: each turn costs only what is new.
+/// The conversation stays in the KV cache, so each turn evaluates only new tokens. When the context is full, the oldest
+/// turns are dropped and the rest is evaluated again.
 ///
 /// Without a model, the built-in one chats: it is small, uses simple words and is often wrong.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 In the chat:
-  /reset          forget the conversation
-  /system TEXT    begin anew with this system text
-  /save FILE      write the conversation as JSON
-  /help           list these
-  /exit           leave
+  /reset             forget the conversation
+  /system TEXT       start a new conversation with this system prompt
+  /set NAME VALUE    change a setting, such as temp or max_tokens; /set alone lists them
+  /save FILE         write the conversation as JSON
+  /load FILE         continue a saved conversation
+  /help              list these commands
+  /exit              leave
 
 Examples:
   refrain chat                        the built-in model
@@ -38,18 +44,21 @@ Examples:
   refrain chat ./model.gguf --system \"You answer in one sentence.\" --temp 0.3
   printf 'Hello!\\nWhat did I say?\\n' | refrain chat smollm2")]
 pub(crate) struct Args {
-    /// A path, a short name such as smollm2, or owner/repo[:QUANT]; the built-in chat model unless given
+    /// A path, a short name such as smollm2, or owner/repo[:QUANT]; the built-in chat model by default
     #[arg(value_name = "MODEL")]
     pub(crate) model: Option<String>,
-    /// What the model is told before the conversation
+    /// System prompt: instructions for the whole conversation
     #[arg(long, value_name = "TEXT")]
     pub(crate) system: Option<String>,
-    /// What to do with the part in which a model thinks
+    /// How to treat the thinking part of a reply
     #[arg(long, value_name = "HOW", default_value = "show")]
     pub(crate) think: Think,
-    /// Tokens to hold, the whole conversation together [default: the smaller of the model's and 4096]
+    /// Context size in tokens, for the whole conversation [default: the smaller of 4096 and the model's limit]
     #[arg(short, long, value_name = "N")]
     pub(crate) context: Option<usize>,
+    /// What to do when the context is full
+    #[arg(long, value_name = "HOW", default_value = "shift")]
+    pub(crate) on_full: OnFullArg,
     /// Print a summary on standard error after each reply
     #[arg(long)]
     pub(crate) stats: bool,
@@ -61,9 +70,16 @@ pub(crate) struct Args {
     pub(crate) device: DeviceOpts,
 }
 
-pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum OnFullArg {
+    /// Drop the oldest turns, keep the system prompt, and evaluate the rest again
+    Shift,
+    /// End the reply and refuse further messages
+    Stop,
+}
+
+pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {
     args.device.session(args.context, context)?;
-    args.sampling.check()?;
     let began = Instant::now();
     let found = resolve::find_or(args.model.as_deref(), Builtin::Chat, context)?;
     let model = args.lora.apply(found.open()?)?;
@@ -75,106 +91,133 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
     say_context(&session, &args.device, context);
     if args.model.is_none() && !context.quiet {
         talk!(
-            "{DIM}this built-in model is small and simple, and often wrong; refrain chat smollm2 pulls a better one{DIM:#}"
+            "{DIM}the built-in model is small and often wrong; `refrain chat smollm2` pulls a better one{DIM:#}"
         );
     }
-    let sampling = args.sampling.params(&model);
-    let mut chat =
-        Chat { args, context, session, model, sampling, load, messages: Vec::new(), out: Out::new() };
-    chat.begin(args.system.as_deref());
-    let mut input = Input::open(&context.store.env().refrain_home)?;
+    let on_full = match args.on_full {
+        OnFullArg::Shift => OnFull::Shift,
+        OnFullArg::Stop => OnFull::Stop,
+    };
+    let chat = Chat::new(session, ChatOptions { render: render_options(args.think), on_full })?;
+    let settings = Settings::new(args.sampling.params(&model), args.sampling.max_tokens());
+    let mut conversation = Conversation { args, context, chat, settings, load, out: Stdout::new() };
+    conversation.chat.restart(args.system.as_deref());
+    let mut input = ChatInput::open(&context.store.env().refrain_home)?;
     if input.is_terminal() && !context.quiet {
-        talk!("{DIM}/help lists what can be done besides talking{DIM:#}");
+        talk!("{DIM}/help lists the commands{DIM:#}");
     }
-    let ended = chat.converse(&mut input);
-    // What ended the chat is graver than a page that cannot be written.
-    ended.and(profile::finish(&chat.session, &args.device))
+    let ended = conversation.run(&mut input);
+    // The error that ended the chat matters more than a profile that cannot be written.
+    ended.and(profile::finish(conversation.chat.session(), &args.device))
 }
 
-/// The prompt of a conversation, as text and as tokens.
+fn render_options(think: Think) -> RenderOptions {
+    RenderOptions { thinking: think.requested(), ..RenderOptions::default() }
+}
+
+/// Renders the prompt of a conversation, as text and as tokens.
 pub(crate) fn render(
     model: &Model,
     messages: &[Message],
     think: Think,
 ) -> anyhow::Result<(String, Vec<u32>)> {
-    let options =
-        RenderOptions { add_generation_prompt: true, thinking: think.asked(), ..RenderOptions::default() };
-    let rendered = model.render(messages, &options)?;
+    let rendered = model.render(messages, &render_options(think))?;
     let tokens = model.tokenizer().encode_chat(&rendered).map_err(refrain::Error::from)?;
     Ok((rendered, tokens))
 }
 
-struct Chat<'a> {
+struct Conversation<'a> {
     args: &'a Args,
-    context: &'a Context,
-    session: Session,
-    model: Model,
-    sampling: SamplingParams,
+    context: &'a CliContext,
+    chat: Chat,
+    settings: Settings,
     load: Duration,
-    messages: Vec<Message>,
-    out: Out,
+    out: Stdout,
 }
 
-impl Chat<'_> {
-    fn converse(&mut self, input: &mut Input) -> anyhow::Result<()> {
+impl Conversation<'_> {
+    fn run(&mut self, input: &mut ChatInput) -> anyhow::Result<()> {
         loop {
             match input.next()? {
-                Line::Nothing => {}
-                Line::End | Line::Command(Command::Exit) => return Ok(()),
-                Line::Command(command) => {
-                    // A command that failed is no reason to lose the conversation.
-                    if let Err(error) = self.obey(command) {
+                ChatLine::Nothing => {}
+                ChatLine::End | ChatLine::Command(ChatCommand::Exit) => return Ok(()),
+                ChatLine::Command(command) => {
+                    // A command that fails does not end the conversation.
+                    if let Err(error) = self.obey(command, input) {
                         fail::print(&error);
                     }
                 }
-                Line::Text(text) => self.answer(text, input.is_terminal())?,
+                ChatLine::Text(text) => self.answer(text, input.is_terminal())?,
             }
         }
     }
 
-    fn begin(&mut self, system: Option<&str>) {
-        self.session.reset();
-        self.messages = system.map(|text| Message::new("system", text)).into_iter().collect();
-    }
-
-    fn obey(&mut self, command: Command) -> anyhow::Result<()> {
+    fn obey(&mut self, command: ChatCommand, input: &mut ChatInput) -> anyhow::Result<()> {
         match command {
-            Command::Reset => {
-                let system = self.messages.first().filter(|m| m.role == "system").map(|m| m.content.clone());
-                self.begin(system.as_deref());
+            ChatCommand::Reset => {
+                let first = self.chat.messages().first();
+                let system = first.filter(|m| Role::of(m) == Some(Role::System)).map(|m| m.content.clone());
+                self.chat.restart(system.as_deref());
                 talk!("the conversation is forgotten");
             }
-            Command::System(text) => {
-                self.begin((!text.is_empty()).then_some(text.as_str()));
-                talk!("a new conversation begins");
+            ChatCommand::System(text) => {
+                self.chat.restart((!text.is_empty()).then_some(text.as_str()));
+                talk!("a new conversation starts");
             }
-            Command::Save(path) => self.save(Path::new(&path))?,
-            Command::Help => talk!("{}", input::HELP),
-            Command::Unknown { name, nearest } => {
-                let meant = nearest.map_or_else(String::new, |n| format!(" (did you mean {n}?)"));
-                talk!("there is no {name}{meant}; /help lists what there is");
+            ChatCommand::Set(change) => match self.settings.set(&change, self.chat.session().model())? {
+                Some(changed) => talk!("{changed}"),
+                None => talk!("{}", self.settings),
+            },
+            ChatCommand::Save(path) => self.save(Path::new(&path), input)?,
+            ChatCommand::Load(path) => self.load(Path::new(&path))?,
+            ChatCommand::Help => talk!("{}", input::HELP),
+            ChatCommand::NeedsFile(command) => {
+                return Err(Hinted::new(
+                    format!("{command} needs a file name"),
+                    format!("{command} talk.json"),
+                )
+                .into());
             }
-            Command::Exit => {}
+            ChatCommand::Unknown { name, nearest } => {
+                let nearest = nearest.map_or_else(String::new, |n| format!(" (did you mean {n}?)"));
+                talk!("there is no command {name}{nearest}; /help lists them");
+            }
+            ChatCommand::Exit => {}
         }
         Ok(())
     }
 
-    fn save(&self, path: &Path) -> anyhow::Result<()> {
-        let text = serde_json::to_string_pretty(&self.messages)? + "\n";
+    fn save(&self, path: &Path, input: &mut ChatInput) -> anyhow::Result<()> {
+        if path.exists() && !input.confirm(&format!("{} exists. Overwrite it?", path.display()))? {
+            let hint = "save under another name, or remove the file first";
+            return Err(Hinted::new(format!("{} exists and was not changed", path.display()), hint).into());
+        }
+        let messages = self.chat.messages();
+        let text = serde_json::to_string_pretty(messages)? + "\n";
         std::fs::write(path, text).map_err(|error| Hinted::io("write", path, error))?;
-        talk!("{} written to {}", counted(self.messages.len(), "message"), path.display());
+        talk!("{} written to {}", counted(messages.len(), "message"), path.display());
         Ok(())
     }
 
-    /// One turn. An error of the model ends a chat that nobody watches; a person may go on.
-    fn answer(&mut self, text: String, is_watched: bool) -> anyhow::Result<()> {
-        self.messages.push(Message::new("user", text));
-        let outcome = self.turn();
-        if outcome.is_err() {
-            self.messages.pop();
-        }
-        match outcome {
-            Err(error) if is_watched && error.is::<refrain::Error>() => {
+    fn load(&mut self, path: &Path) -> anyhow::Result<()> {
+        let text = std::fs::read_to_string(path).map_err(|error| Hinted::io("read", path, error))?;
+        let messages: Vec<Message> = serde_json::from_str(&text).map_err(|error| {
+            let message = format!("{} is not a saved conversation: {error}", path.display());
+            Hinted::new(
+                message,
+                "load a file that /save wrote: a JSON list of messages with role and content",
+            )
+        })?;
+        let n = messages.len();
+        self.chat.load(messages);
+        talk!("{} loaded from {}", counted(n, "message"), path.display());
+        Ok(())
+    }
+
+    /// One turn. An error of the model ends a chat on a pipe; on a terminal the person may go on.
+    fn answer(&mut self, text: String, is_terminal: bool) -> anyhow::Result<()> {
+        match self.turn(text) {
+            Err(error) if is_terminal && error.is::<refrain::Error>() => {
                 fail::print(&error);
                 Ok(())
             }
@@ -182,28 +225,41 @@ impl Chat<'_> {
         }
     }
 
-    fn turn(&mut self) -> anyhow::Result<()> {
-        self.session.reset_ledger();
-        let (rendered, tokens) = render(&self.model, &self.messages, self.args.think)?;
-        // Each turn draws other numbers, and the same conversation the same ones: positions go on.
-        let options = self.args.sampling.generate(self.sampling.clone(), None);
-        let show = Show::chat(Some(&mut self.out), self.args.think, &rendered);
-        let reply = reply::generate(&mut self.session, &tokens, &options, show, self.context)?;
+    fn turn(&mut self, text: String) -> anyhow::Result<()> {
+        self.chat.session_mut().reset_ledger();
+        let n_dropped = self.chat.n_dropped();
+        let listening = self.context.interrupt.listen();
+        // Each turn draws other random numbers, and the same conversation the same ones, because positions increase.
+        let mut options = self.args.sampling.generate(self.settings.sampling.clone(), None);
+        (options.max_tokens, options.cancel) = (self.settings.max_tokens, Some(listening.flag()));
+        let reply = self.chat.send(text, &options)?;
+        let show = Show::chat(Some(&mut self.out), self.args.think, reply.prompt());
+        let reply = reply::collect(reply, show);
+        drop(listening);
+        let n_dropped = self.chat.n_dropped().saturating_sub(n_dropped);
+        let reply = reply.into_result()?;
         self.out.line("")?;
+        if n_dropped > 0 && !self.context.quiet {
+            let (n, holds) = (counted(n_dropped, "message"), self.chat.session().context());
+            let raise = raise_hint(self.chat.session());
+            talk!("{DIM}the context of {holds} tokens was full: dropped the oldest {n}{raise}{DIM:#}");
+        }
         match reply.summary.finish {
             Some(Finish::ContextFull) => {
-                let holds = self.session.context();
-                talk!(
-                    "{BOLD}the context of {holds} tokens is full{BOLD:#}: /reset begins anew, -c raises it"
-                );
+                let (holds, raise) = (self.chat.session().context(), raise_hint(self.chat.session()));
+                talk!("{BOLD}the context of {holds} tokens is full{BOLD:#}: /reset starts anew{raise}");
             }
             Some(Finish::Cancelled) => talk!("{DIM}stopped; Ctrl-D or /exit leaves{DIM:#}"),
             _ => {}
         }
         if self.args.stats {
-            stats::print(&self.session, &reply, self.load, self.sampling.seed);
+            stats::print(self.chat.session(), &reply, self.load, self.settings.sampling.seed);
         }
-        self.messages.push(Message::new("assistant", reply.text));
         Ok(())
     }
+}
+
+/// The flag for a larger context, where the model takes one.
+fn raise_hint(session: &refrain::Session) -> &'static str {
+    if session.context() < session.model().config().n_context { ", -c raises it" } else { "" }
 }

@@ -1,4 +1,4 @@
-//! What can be typed.
+//! The command line: commands, global flags, logging.
 
 use crate::interrupt::Interrupt;
 use crate::{
@@ -12,8 +12,8 @@ use tracing_subscriber::prelude::*;
 
 /// Runs language models on this machine, from one binary.
 ///
-/// Give it a GGUF file, a Hugging Face folder, or the name of a model. Without one, it uses a small model that is
-/// built in: one continues simple stories, one chats.
+/// Give it a GGUF file, a Hugging Face folder or the name of a model. Without a model it uses a small built-in one: one
+/// continues simple stories, another one chats.
 #[derive(Parser, Debug)]
 #[command(
     name = "refrain",
@@ -21,6 +21,7 @@ use tracing_subscriber::prelude::*;
     disable_help_subcommand = true,
     subcommand_required = true,
     arg_required_else_help = true,
+    args_override_self = true,
     after_help = "\
 Examples:
   refrain run \"Once upon a time\"                 a story by the built-in model
@@ -37,16 +38,16 @@ pub(crate) struct Cli {
     global: Global,
 }
 
-/// Flags of every command.
+/// Global flags.
 #[derive(Args, Debug)]
 struct Global {
-    /// Say more on standard error; twice for the log
+    /// Print more on standard error; twice for the log
     #[arg(short, long, global = true, action = clap::ArgAction::Count, help_heading = "Everywhere")]
     verbose: u8,
-    /// Say nothing but errors on standard error
+    /// Print only errors on standard error
     #[arg(short, long, global = true, conflicts_with = "verbose", help_heading = "Everywhere")]
     quiet: bool,
-    /// Use only models that are here; never touch the network
+    /// Use only local models; never access the network
     #[arg(long, global = true, help_heading = "Everywhere")]
     offline: bool,
 }
@@ -69,7 +70,7 @@ enum Command {
     Bench(bench::Args),
     Doctor(doctor::Args),
     Completions(completions::Args),
-    /// Show what a command does
+    /// Show the help of a command
     #[command(hide = true)]
     Help(HelpArgs),
     #[command(name = "__reference", hide = true)]
@@ -78,7 +79,7 @@ enum Command {
     TryCapture(trial::Args),
 }
 
-/// `refrain help`, for those who type it; the list of commands says `--help`.
+/// `refrain help`, as an alternative to `--help`.
 #[derive(Args, Debug)]
 struct HelpArgs {
     /// The command
@@ -89,21 +90,21 @@ impl HelpArgs {
     fn print(&self) -> anyhow::Result<()> {
         let args =
             ["refrain".to_owned()].into_iter().chain(self.command.clone()).chain(["--help".to_owned()]);
-        // A command's own help, or what is said about one that does not exist.
+        // The command's own help, or the error about one that does not exist.
         match Cli::try_parse_from(args) {
-            Err(said) => Err(said.into()),
+            Err(help) => Err(help.into()),
             Ok(_) => Ok(()),
         }
     }
 }
 
-/// What every command works with.
-pub(crate) struct Context {
-    /// Models on this machine.
+/// The environment of a command.
+pub(crate) struct CliContext {
+    /// The local model store.
     pub(crate) store: Store,
-    /// How much to say.
+    /// Print more.
     pub(crate) verbose: bool,
-    /// Say nothing.
+    /// Print only errors.
     pub(crate) quiet: bool,
     /// Ctrl-C.
     pub(crate) interrupt: Interrupt,
@@ -116,15 +117,22 @@ impl Cli {
         let usual_log = match (&self.command, self.global.verbose) {
             (_, 2..) => "debug",
             _ if self.global.quiet => "error",
-            // The doctor provokes failures to see how they are met; its report tells them.
+            // The doctor provokes failures on purpose and reports them itself.
             (Command::Doctor(_), _) => "off",
             _ => "warn",
         };
         log_to_stderr(env.log.as_deref().unwrap_or(usual_log), self.global.verbose > 1);
+        tracing::debug!(
+            version = env!("CARGO_PKG_VERSION"),
+            home = %env.refrain_home.display(),
+            offline = env.offline,
+            "running {:?}",
+            std::env::args().skip(1).collect::<Vec<_>>(),
+        );
         if self.global.quiet {
             crate::bars::silence();
         }
-        let context = Context {
+        let context = CliContext {
             store: Store::open(env),
             verbose: self.global.verbose > 0,
             quiet: self.global.quiet,
@@ -154,20 +162,19 @@ impl Cli {
     }
 }
 
-/// Module names are for those who look for a cause, not for every warning.
+/// Starts the log. Module names appear only in the verbose log.
 fn log_to_stderr(filter: &str, with_modules: bool) {
     let lines = tracing_subscriber::fmt::layer()
         .with_writer(std::io::stderr)
         .with_ansi(crate::out::stderr_has_colour())
         .without_time()
         .with_target(with_modules);
-    // As the layer's own filter, so that other crates learn which levels nobody hears. An earlier subscriber can only be
-    // one of a test; it may stay.
+    // A filter of the layer lets other crates skip disabled levels. A subscriber that is already set belongs to a test.
     let _ = tracing_subscriber::registry().with(lines.with_filter(log_filter(filter))).try_init();
 }
 
-/// What a filter says; errors only where nothing of it can be read. A slip in a variable must not end a command, so parts
-/// that cannot be read are left out.
+/// Parses a log filter and ignores invalid parts, because a typo in an environment variable must not end a command. If
+/// no part is valid, only errors are logged.
 fn log_filter(text: &str) -> Targets {
     let parts = text.split(',').map(str::trim);
     let readable: Vec<&str> = parts.filter(|part| part.parse::<Targets>().is_ok()).collect();
@@ -181,7 +188,7 @@ mod tests {
     use tracing_subscriber::filter::LevelFilter;
 
     #[test]
-    fn a_log_filter_keeps_what_can_be_read() {
+    fn a_log_filter_keeps_its_valid_parts() {
         assert_eq!(log_filter("debug").default_level(), Some(LevelFilter::DEBUG));
         let mixed = log_filter("refrain_hub=trace, refrain_cuda=loud ,warn");
         assert_eq!(mixed.default_level(), Some(LevelFilter::WARN));

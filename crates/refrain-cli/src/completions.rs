@@ -1,11 +1,11 @@
-//! `refrain completions`: what a shell can complete.
+//! `refrain completions`: completion scripts for shells.
 
 use crate::cli::Cli;
-use crate::out::Out;
+use crate::out::Stdout;
 use clap::CommandFactory;
 use clap_complete::Shell;
 
-/// Print completions for a shell
+/// Print the completion script for a shell
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Examples:
@@ -21,5 +21,5 @@ pub(crate) struct Args {
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let mut script = Vec::new();
     clap_complete::generate(args.shell, &mut Cli::command(), "refrain", &mut script);
-    Out::new().text(&String::from_utf8_lossy(&script))
+    Stdout::new().text(&String::from_utf8_lossy(&script))
 }

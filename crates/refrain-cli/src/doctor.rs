@@ -1,29 +1,28 @@
-//! `refrain doctor`: what works on this machine.
+//! `refrain doctor`: a check of this machine.
 
-use crate::cli::Context;
+use crate::cli::CliContext;
 use crate::fail::Hinted;
-use crate::out::{BOLD, Out, short_time};
+use crate::out::{BOLD, Stdout, short_time};
 use crate::trial;
 use anstyle::{AnsiColor, Style};
 use clap::ValueEnum;
 use refrain::{Device, FaultScript, GraphMode, KernelOrigin, Method, examine_kernels};
 use refrain::{NamedShape, SHAPES, TableNeeds, free_memory, host_free_bytes};
 use refrain_driver::DeviceKind;
-use refrain_driver::doctor::{Row, Verdict, examine};
+use refrain_driver::doctor::{CheckVerdict, DoctorRow, examine};
 use refrain_driver::sim::SimOptions;
 use refrain_driver::trial::Finding;
-use refrain_hub::Bytes;
+use refrain_hub::ByteSize;
 use serde_json::json;
 use std::time::Duration;
 
-/// How long the trial of stream capture may take.
+/// Time limit for the trial of stream capture.
 const TRIAL_LIMIT: Duration = Duration::from_secs(20);
 
-/// Find out what works on this machine
+/// Check what works on this machine
 ///
-/// Probes the CUDA driver, records, replays and verifies a small step with both methods, and says in plain words what
-/// it found. On a machine without a GPU it says so, and that is not bad: the CPU needs none. Ends with status 1 if
-/// something is bad.
+/// Probes the CUDA driver, records, replays and verifies a small step with both methods, and reports the results. A
+/// machine without a GPU is not a failure: models run on the CPU. Exits with status 1 if a check fails.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Examples:
@@ -31,10 +30,10 @@ Examples:
   refrain doctor --device sim        the simulated device
   refrain doctor --json")]
 pub(crate) struct Args {
-    /// What to examine; auto is a CUDA card if there is one, and the CPU
+    /// Device to check; auto is the CPU, and a GPU if there is one
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
     device: Examined,
-    /// Number of the CUDA device
+    /// Index of the GPU
     #[arg(long, value_name = "N", default_value_t = 0)]
     index: u32,
     /// Print one JSON object
@@ -44,15 +43,15 @@ pub(crate) struct Args {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Examined {
-    /// A CUDA card if there is one, and the CPU
+    /// The CPU, and a GPU if there is one
     Auto,
-    /// A CUDA card
+    /// A GPU
     Cuda,
     /// The simulated device
     Sim,
 }
 
-pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
+pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {
     let rows = match args.device {
         Examined::Auto => auto(args.index, context)?,
         Examined::Cuda => cuda(args.index, context),
@@ -68,9 +67,9 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
             rows
         }
     };
-    let mut out = Out::new();
+    let mut out = Stdout::new();
     if args.json {
-        let row = |r: &Row| {
+        let row = |r: &DoctorRow| {
             json!({
                 "name": r.name,
                 "verdict": r.verdict.word(),
@@ -83,42 +82,42 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
     } else {
         rows.iter().try_for_each(|row| print(&mut out, row))?;
     }
-    let n_bad = rows.iter().filter(|row| row.verdict == Verdict::Bad).count();
+    let n_bad = rows.iter().filter(|row| row.verdict == CheckVerdict::Bad).count();
     match n_bad {
         0 => Ok(()),
         _ => {
-            let message = format!("{n_bad} of {} checks went badly", rows.len());
+            let message = format!("{n_bad} of {} checks failed", rows.len());
             Err(Hinted::new(message, "models still run on the CPU: refrain run --device cpu").into())
         }
     }
 }
 
-/// The CPU, and the card or why there is none.
-fn auto(index: u32, context: &Context) -> anyhow::Result<Vec<Row>> {
+/// Checks the CPU, and the GPU or why there is none.
+fn auto(index: u32, context: &CliContext) -> anyhow::Result<Vec<DoctorRow>> {
     let mut rows = vec![cpu()?];
     match refrain_driver::Device::open(DeviceKind::Cuda(index)) {
         Ok(_) => rows.extend(cuda(index, context)),
-        Err(error) => rows.push(Row {
+        Err(error) => rows.push(DoctorRow {
             name: "cuda",
-            verdict: Verdict::Note,
+            verdict: CheckVerdict::Note,
             measured: "none".into(),
-            words: format!("no CUDA device can be used: {error}"),
+            words: format!("no CUDA device is available: {error}"),
             advice: Some(
-                "refrain doctor --device cuda tells more, --device sim shows what it would do".into(),
+                "refrain doctor --device cuda explains more, --device sim checks the simulated device".into(),
             ),
         }),
     }
     Ok(rows)
 }
 
-fn cuda(index: u32, context: &Context) -> Vec<Row> {
+fn cuda(index: u32, context: &CliContext) -> Vec<DoctorRow> {
     let kind = DeviceKind::Cuda(index);
-    // Before this process looks at the card: its own captures may lose the context.
+    // Before this process opens the GPU: its own captures may lose the context.
     let method = graph_method(&kind, context);
     let mut rows = with_compiler(examine(kind));
     rows.extend(method);
-    // Nothing loads where there is no card, or a card that is lost; a row above says so.
-    if rows.iter().all(|row| row.verdict != Verdict::Skipped) {
+    // Nothing can be loaded without a working GPU; a row above reports that.
+    if rows.iter().all(|row| row.verdict != CheckVerdict::Skipped) {
         let env = context.store.env();
         let device = Device::Cuda {
             ordinal: index,
@@ -134,41 +133,49 @@ fn cuda(index: u32, context: &Context) -> Vec<Row> {
     rows
 }
 
-/// What `--graph-method auto` takes, and why; nothing where there is no device.
-fn graph_method(kind: &DeviceKind, context: &Context) -> Option<Row> {
+/// The choice of `--graph-method auto` and the reason for it; `None` without a device.
+fn graph_method(kind: &DeviceKind, context: &CliContext) -> Option<DoctorRow> {
     let choice = trial::choose(kind, TRIAL_LIMIT, context)?;
-    let verdict = if choice.finding == Some(Finding::Usable) { Verdict::Good } else { Verdict::Note };
+    let verdict =
+        if choice.finding == Some(Finding::Usable) { CheckVerdict::Good } else { CheckVerdict::Note };
     let measured = choice.method.to_string();
-    let advice = choice.avoids_capture().then(|| "another driver version may do better".to_owned());
-    Some(Row { name: "graph method", verdict, measured, words: choice.because, advice })
+    let advice = choice.avoids_capture().then(|| "try another driver version".to_owned());
+    Some(DoctorRow { name: "graph method", verdict, measured, words: choice.because, advice })
 }
 
-/// Where `--ple auto` puts the per-layer embeddings of the models that have some, with weights in 16 bits.
-fn tables(device: &Device) -> Option<Row> {
+/// The placement of `--ple auto` for each model with per-layer embeddings, with 16-bit weights.
+fn tables(device: &Device) -> Option<DoctorRow> {
     let (free, unified) = free_memory(device).ok()??;
     let place = |shape: &NamedShape| {
         let needs = TableNeeds::of_shape(shape)?;
         Some(match needs.rest_fits(free) {
             true => format!("{} {}", shape.name, needs.choose(free, host_free_bytes(), unified)),
-            false => format!("{} does not fit without its table either", shape.name),
+            false => format!("{} does not fit even without its table", shape.name),
         })
     };
     let places: Vec<String> = SHAPES.iter().filter_map(place).collect();
-    let words = format!("where per-layer embeddings in 16 bits go, by {} of free memory", Bytes(free));
-    let advice = Some("--ple device, pinned or host says otherwise".to_owned());
+    let words =
+        format!("placement of per-layer embeddings in 16 bits, with {} of free memory", ByteSize(free));
+    let advice = Some("--ple device, pinned or host overrides it".to_owned());
     let measured = places.join(", ");
-    Some(Row { name: "tables", verdict: Verdict::Note, measured, words, advice })
+    Some(DoctorRow { name: "tables", verdict: CheckVerdict::Note, measured, words, advice })
 }
 
-/// Where the kernels come from: the binary, the cache or the compiler.
-fn kernels(device: &Device) -> Row {
+/// The origin of the kernels: the binary, the cache or the compiler.
+fn kernels(device: &Device) -> DoctorRow {
     let name = "kernels";
     let report = match examine_kernels(device) {
         Ok(Some(report)) => report,
         Ok(None) => unreachable!("a CUDA device has kernels to load"),
         Err(error) => {
             let (words, advice) = (error.to_string(), error.hint());
-            return Row { name, verdict: Verdict::Bad, measured: "not loaded".into(), words, advice };
+            return DoctorRow {
+                name,
+                verdict: CheckVerdict::Bad,
+                measured: "not loaded".into(),
+                words,
+                advice,
+            };
         }
     };
     let archs: Vec<String> = report.prebuilt.iter().map(ToString::to_string).collect();
@@ -181,35 +188,36 @@ fn kernels(device: &Device) -> Row {
             ("reference functions".to_owned(), "the simulated device runs no machine code")
         }
         KernelOrigin::Prebuilt(arch) => {
-            (format!("prebuilt for {arch}"), "compiled ahead of time: only the driver is needed")
+            (format!("prebuilt for {arch}"), "compiled ahead of time: they need only the driver")
         }
         KernelOrigin::Compiled { .. } => (
             format!("{} of {} units from the cache", report.units.n_ready, report.units.n_all),
-            "compiled on this machine by NVRTC: those that a model needs, when it first needs them",
+            "compiled on this machine by NVRTC when a model first needs them",
         ),
     };
-    let measured = format!("{from}, in {}; this binary holds {held}", short_time(report.took.as_secs_f64()));
-    Row { name, verdict: Verdict::Good, measured, words: words.into(), advice: None }
+    let measured =
+        format!("{from}, in {}; this binary contains {held}", short_time(report.took.as_secs_f64()));
+    DoctorRow { name, verdict: CheckVerdict::Good, measured, words: words.into(), advice: None }
 }
 
-/// Puts the kernels' compiler behind the driver: which library was found, and where.
-fn with_compiler(mut rows: Vec<Row>) -> Vec<Row> {
+/// Inserts a row on the kernel compiler after that of the driver.
+fn with_compiler(mut rows: Vec<DoctorRow>) -> Vec<DoctorRow> {
     let row = match refrain::Nvrtc::open(None) {
         Ok(nvrtc) => {
             let (major, minor) = nvrtc.version();
-            Row {
+            DoctorRow {
                 name: "kernel compiler",
-                verdict: Verdict::Good,
+                verdict: CheckVerdict::Good,
                 measured: format!("NVRTC {major}.{minor}, {}", nvrtc.file()),
-                words: "kernels can be compiled for any card; the simulated device needs none".into(),
+                words: "kernels can be compiled for any GPU; the simulated device needs none".into(),
                 advice: None,
             }
         }
-        Err(error) => Row {
+        Err(error) => DoctorRow {
             name: "kernel compiler",
-            verdict: Verdict::Note,
+            verdict: CheckVerdict::Note,
             measured: "none".into(),
-            words: format!("only kernels that are compiled already can be used: {error}"),
+            words: format!("only precompiled kernels can be used: {error}"),
             advice: error.hint(),
         },
     };
@@ -217,11 +225,11 @@ fn with_compiler(mut rows: Vec<Row>) -> Vec<Row> {
     rows
 }
 
-fn cpu() -> anyhow::Result<Row> {
+fn cpu() -> anyhow::Result<DoctorRow> {
     let machine = refrain::CpuInfo::measure()?;
-    Ok(Row {
+    Ok(DoctorRow {
         name: "cpu",
-        verdict: Verdict::Good,
+        verdict: CheckVerdict::Good,
         measured: format!(
             "{}, {} threads, {:.1} GB/s read",
             machine.level,
@@ -234,12 +242,12 @@ fn cpu() -> anyhow::Result<Row> {
     })
 }
 
-fn print(out: &mut Out, row: &Row) -> anyhow::Result<()> {
+fn print(out: &mut Stdout, row: &DoctorRow) -> anyhow::Result<()> {
     let style = match row.verdict {
-        Verdict::Good => AnsiColor::Green.on_default(),
-        Verdict::Note => AnsiColor::Yellow.on_default(),
-        Verdict::Bad => AnsiColor::Red.on_default(),
-        Verdict::Skipped => Style::new().dimmed(),
+        CheckVerdict::Good => AnsiColor::Green.on_default(),
+        CheckVerdict::Note => AnsiColor::Yellow.on_default(),
+        CheckVerdict::Bad => AnsiColor::Red.on_default(),
+        CheckVerdict::Skipped => Style::new().dimmed(),
     };
     out.styled(style, &format!("{:<8}", row.verdict.word()))?;
     out.styled(BOLD, row.name)?;

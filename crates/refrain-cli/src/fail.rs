@@ -1,8 +1,9 @@
-//! Errors as people see them: what failed, because of what, and the way out.
+//! Errors as users see them: what failed, why, and a hint.
 
-use crate::out::{ClosedPipe, talk};
+use crate::out::{ClosedPipe, printable, talk};
 use anstyle::{AnsiColor, Style};
-use refrain::graph::RunError;
+use refrain::graph::{Reason, RunError};
+use refrain::{CudaError, EngineError};
 use refrain_driver::DriverError;
 use refrain_hub::HubError;
 use std::borrow::Cow;
@@ -12,14 +13,16 @@ use std::path::Path;
 use std::process::ExitCode;
 
 const ERROR: Style = AnsiColor::Red.on_default().bold();
+/// The smallest window of `refrain perplexity` in tokens.
+const MIN_WINDOW: usize = refrain::MIN_WINDOW;
 const HINT: Style = AnsiColor::Cyan.on_default().bold();
 
-/// The device was lost: nothing runs on it in this process any more, a new one may do.
+/// Exit status for a lost device: this process cannot use it any more, a new one may.
 const DEVICE_LOST: u8 = 3;
-/// What a shell expects after Ctrl-C.
+/// Exit status after Ctrl-C, as shells expect it.
 pub(crate) const INTERRUPTED: u8 = 130;
 
-/// An error of the command line itself, with a way out.
+/// An error of the command line itself, with a hint.
 #[derive(Debug)]
 pub(crate) struct Hinted {
     message: Cow<'static, str>,
@@ -32,7 +35,7 @@ impl Hinted {
         Hinted { message: message.into(), hint: hint.into(), source: None }
     }
 
-    /// What the system refused to do with a file of the person's own.
+    /// An error of the system about a file of the user.
     pub(crate) fn io(verb: &str, path: &Path, source: std::io::Error) -> Hinted {
         let hint = match source.kind() {
             ErrorKind::NotFound => "check the path",
@@ -61,19 +64,19 @@ impl std::error::Error for Hinted {
     }
 }
 
-/// Ctrl-C ended what was being done, after it was told. There is nothing left to say but the status.
+/// Interrupted by Ctrl-C; the message has already been printed.
 #[derive(Debug)]
 pub(crate) struct Interrupted;
 
 impl fmt::Display for Interrupted {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("broken off by Ctrl-C")
+        f.write_str("interrupted by Ctrl-C")
     }
 }
 
 impl std::error::Error for Interrupted {}
 
-/// Prints an error that ends the program and says how it ends.
+/// Prints the error that ends the program and returns the exit status.
 pub(crate) fn report(error: &anyhow::Error) -> ExitCode {
     if error.is::<ClosedPipe>() {
         return ExitCode::SUCCESS;
@@ -106,23 +109,22 @@ fn is_lost_device(error: &(dyn std::error::Error + 'static)) -> bool {
 
 /// Prints an error, its causes and a hint.
 pub(crate) fn print(error: &anyhow::Error) {
-    let mut said = error.to_string();
-    talk!("{ERROR}error:{ERROR:#} {said}");
+    let mut printed = error.to_string();
+    talk!("{ERROR}error:{ERROR:#} {}", printable(&printed));
     for cause in error.chain().skip(1) {
         let cause = cause.to_string();
         // Some messages end in their cause.
-        if !said.contains(&cause) {
-            talk!("  because {cause}");
-            said = cause;
+        if !printed.contains(&cause) {
+            talk!("  because {}", printable(&cause));
+            printed = cause;
         }
     }
     if let Some(hint) = error.chain().find_map(hint) {
-        talk!("{HINT}hint:{HINT:#} {hint}");
+        talk!("{HINT}hint:{HINT:#} {}", printable(&hint));
     }
 }
 
-/// The one place that knows which errors have a way out. Where a flag is the way out, it is named here: the library knows
-/// none.
+/// The hint for an error. Flags are named only here: the library knows none.
 fn hint(error: &(dyn std::error::Error + 'static)) -> Option<String> {
     if let Some(hint) = flag_hint(error) {
         return Some(hint);
@@ -145,36 +147,106 @@ fn hint(error: &(dyn std::error::Error + 'static)) -> Option<String> {
     error.downcast_ref::<Hinted>().map(|e| e.hint.to_string())
 }
 
+/// Hints that name flags, in place of the library's own.
 fn flag_hint(error: &(dyn std::error::Error + 'static)) -> Option<String> {
-    let engine = match error.downcast_ref::<refrain::Error>() {
-        Some(refrain::Error::Engine(engine)) => Some(engine),
-        _ => error.downcast_ref::<refrain::EngineError>(),
-    };
-    match engine? {
-        refrain::EngineError::NonFinite { kv_dtype: refrain::DType::F16, .. } => Some(
-            "a KV cache of F16 overflows above 65504: try --kv bf16; if that does not help, the weights are damaged"
-                .into(),
-        ),
+    if let Some(error) = error.downcast_ref::<refrain::Error>() {
+        return library_hint(error);
+    }
+    if let Some(error) = error.downcast_ref::<EngineError>() {
+        return engine_hint(error);
+    }
+    match error.downcast_ref::<HubError>()? {
+        HubError::Offline { .. } => {
+            Some("remove --offline, and unset REFRAIN_OFFLINE and HF_HUB_OFFLINE".into())
+        }
         _ => None,
     }
 }
 
-/// Prints what clap has to say: help to standard output, mistakes to standard error.
+fn library_hint(error: &refrain::Error) -> Option<String> {
+    use refrain::Error;
+    if let Some(hint) = error.cuda().and_then(cuda_hint) {
+        return Some(hint);
+    }
+    Some(match error {
+        Error::Context { most, .. } => format!("pass -c with 1 to {most} tokens"),
+        // Beyond the model's limit -c does not help, and the library's hint says so.
+        Error::PromptTooLong { n_tokens, most, .. } if n_tokens < most => {
+            format!("shorten the prompt, or raise the context to {} with -c", n_tokens + 1)
+        }
+        Error::BenchContext { .. } => "lower -p, -n or --depth, or raise -c within the model's limit".into(),
+        Error::NoChatTemplate { .. } => {
+            "use `refrain run` to continue a text, or chat with an instruction-tuned model".into()
+        }
+        Error::TableOnDevice { .. } => {
+            "keep the table in pinned memory with --ple pinned, or in the mapped file with --ple host".into()
+        }
+        Error::Pool(refrain::PoolError::NoThreads) => "pass --threads with 1 or more, or omit it".into(),
+        Error::Pool(refrain::PoolError::Spawn { .. }) => {
+            "pass a smaller --threads, or raise the process limit".into()
+        }
+        Error::Chat(refrain::ChatError::Refused { .. }) => return None,
+        Error::Chat(_) => "continue the prompt without the chat template: --raw".into(),
+        Error::Occupied { .. } => "resume that run with --resume, or pass another --out".into(),
+        Error::MergeType { .. } => "pass --type with f32, f16 or bf16".into(),
+        Error::MergeExists { .. } => "remove it, or pass another path with -o".into(),
+        Error::Engine(error) => return engine_hint(error),
+        _ => return None,
+    })
+}
+
+fn engine_hint(error: &EngineError) -> Option<String> {
+    Some(match error {
+        EngineError::NonFinite { kv_dtype: refrain::DType::F16, .. } => {
+            "a KV cache of F16 overflows above 65504: try --kv bf16; if that does not help, the weights are damaged"
+                .into()
+        }
+        EngineError::TextTooShort { n_tokens, .. } if *n_tokens >= MIN_WINDOW => {
+            format!("give a longer text, or pass -c with at most {n_tokens} tokens")
+        }
+        EngineError::TextTooShort { window, .. } => {
+            format!("give a text of at least {window} tokens, or of {MIN_WINDOW} with -c {MIN_WINDOW}")
+        }
+        EngineError::Window { context, .. } if *context <= MIN_WINDOW => {
+            format!("pass -c with at least {MIN_WINDOW} tokens")
+        }
+        EngineError::Window { context, .. } => format!("pass -c with {MIN_WINDOW} to {context} tokens"),
+        _ => return None,
+    })
+}
+
+fn cuda_hint(error: &CudaError) -> Option<String> {
+    Some(match error {
+        CudaError::Required { reason: Reason::Profiling, .. } => {
+            "profile with --graph auto: timing each kernel needs the eager path".into()
+        }
+        CudaError::Required { .. } => {
+            "pass --graph auto to run such steps without a graph, or --graph off".into()
+        }
+        CudaError::DoesNotFit(_) => {
+            "lower the context with -c, use a smaller or more quantised model, or free GPU memory".into()
+        }
+        CudaError::NoKernel { .. } => "pass --device cpu, or convert the weights to another type".into(),
+        _ => return None,
+    })
+}
+
+/// Prints clap's output: help to standard output, usage errors to standard error.
 pub(crate) fn usage(error: &clap::Error) -> ExitCode {
-    // It fails when nobody reads any more, as in `refrain --help | head -1`.
+    // Printing fails when the reader is gone, as in `refrain --help | head -1`.
     let _ = error.print();
     ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(2))
 }
 
-/// A panic is a bug of Refrain. It asks for a report in place of a stack of internal names.
+/// A panic is a bug in Refrain: ask for a report instead of printing a backtrace.
 pub(crate) fn install_panic_hook() {
     std::panic::set_hook(Box::new(|panic| {
         let payload = panic.payload();
         let text = payload.downcast_ref::<&str>().copied();
-        let what =
+        let message =
             text.or_else(|| payload.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message");
-        let place = panic.location().map_or_else(String::new, |l| format!(" ({}:{})", l.file(), l.line()));
-        talk!("{ERROR}error:{ERROR:#} refrain has a bug: {what}{place}");
+        let location = panic.location().map_or_else(String::new, |l| format!(" ({}:{})", l.file(), l.line()));
+        talk!("{ERROR}error:{ERROR:#} refrain has a bug: {message}{location}");
         talk!(
             "{HINT}hint:{HINT:#} please report this, with the command and the version ({})",
             env!("CARGO_PKG_VERSION")

@@ -1,15 +1,15 @@
-//! `refrain finetune`: an adapter beside a model, or the whole model.
+//! `refrain finetune`: training an adapter, or a whole existing model.
 
-use crate::cli::Context;
-use crate::train::{DataOpts, Request, RunOpts, StepOpts, TrainDeviceOpts, overlay, train};
+use crate::cli::CliContext;
+use crate::train::{DataOpts, RunOpts, StepOpts, TrainDeviceOpts, TrainRequest, overlay, train};
 use refrain::train::{LoraTable, LoraTargets, Paths, Precision, TrainConfig};
 use std::path::{Path, PathBuf};
 
-/// Teach a model that exists: a LoRA adapter beside its frozen weights, or all of it
+/// Fine-tune an existing model: train a LoRA adapter, or all of its weights
 ///
-/// By default low-rank adapters are trained on all linear layers and the model stays as it is; its weights may be
-/// quantised. The adapter goes to the folder `adapter` in --out, as peft writes it: `refrain run --lora` uses it live,
-/// `refrain merge` makes one model of both. Checkpoints, log and report are those of `refrain train`.
+/// By default, low-rank adapters are trained on all linear layers over frozen weights, which may be quantised. The adapter
+/// goes to the folder `adapter` in --out, in the format of peft: `refrain run --lora` applies it live, and `refrain merge`
+/// merges it. Checkpoints, log and report are those of `refrain train`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Examples:
@@ -18,7 +18,7 @@ Examples:
   refrain merge smollm2 --lora tuned/adapter -o tuned.gguf
 
   refrain finetune ./model-Q4_K_M.gguf notes.txt --rank 32 --alpha 64 --targets attention
-  refrain finetune run.toml --lr 1e-4               keys from a file, which may have a table [lora]
+  refrain finetune run.toml --lr 1e-4               settings from a file, which may have a table [lora]
   refrain finetune ./folder chats.jsonl --full      every weight, as refrain train --from
   refrain finetune --resume=tuned --steps 600       three hundred more steps")]
 pub(crate) struct Args {
@@ -29,7 +29,7 @@ pub(crate) struct Args {
     #[arg(value_name = "DATA")]
     data: Vec<PathBuf>,
     #[command(flatten)]
-    lora: LoraOpts,
+    lora: AdapterOpts,
     #[command(flatten)]
     rows: DataOpts,
     #[command(flatten)]
@@ -42,20 +42,20 @@ pub(crate) struct Args {
 
 #[derive(clap::Args, Debug)]
 #[command(next_help_heading = "Adapter")]
-struct LoraOpts {
+struct AdapterOpts {
     /// Rank of the adapters [default: 16]
     #[arg(long, value_name = "N", conflicts_with = "full")]
     rank: Option<usize>,
-    /// What they add is multiplied by alpha / rank [default: 32]
+    /// Their contribution is multiplied by alpha / rank [default: 32]
     #[arg(long, value_name = "X", allow_negative_numbers = true, conflicts_with = "full")]
     alpha: Option<f64>,
-    /// Share of the adapters' inputs that dropout zeroes [default: 0]
+    /// Dropout rate of the adapters' inputs [default: 0]
     #[arg(long, value_name = "P", allow_negative_numbers = true, conflicts_with = "full")]
     lora_dropout: Option<f64>,
     /// Linear layers that get an adapter: all, attention, or names such as q_proj,v_proj [default: all]
     #[arg(long, value_name = "WHICH", conflicts_with = "full")]
     targets: Option<String>,
-    /// Divide alpha by the root of the rank, as rank-stabilised LoRA does
+    /// Divide alpha by the square root of the rank, as in rank-stabilised LoRA
     #[arg(long, conflicts_with = "full")]
     rslora: bool,
     /// Train every weight of the model instead of adapters
@@ -63,7 +63,7 @@ struct LoraOpts {
     full: bool,
 }
 
-pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
+pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {
     let (lora, is_full) = (&args.lora, args.lora.full);
     let mut overlay = overlay(&args.rows, &args.steps, &args.run, &args.device);
     let is_file = args.model.as_deref().is_some_and(|model| has_ending(model, "toml"));
@@ -77,7 +77,7 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
         targets: lora.targets.clone().map(LoraTargets::Word),
         rslora: lora.rslora.then_some(true),
     };
-    // A table that says nothing still turns adapters on, unless a checkpoint's run trains all of its model.
+    // An empty table enables adapters, except when resuming a run that may train the whole model.
     let resumes = args.run.resumes();
     overlay.lora = (!is_full && (!resumes || table != LoraTable::default())).then_some(table);
     let usual = TrainConfig {
@@ -87,7 +87,7 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
         ..TrainConfig::default()
     };
     let (run, device) = (&args.run, &args.device);
-    train(&Request { usual, file, overlay, is_full, run, device }, context)
+    train(&TrainRequest { usual, file, overlay, is_full, run, device }, context)
 }
 
 fn has_ending(path: &str, ending: &str) -> bool {

@@ -1,20 +1,20 @@
-//! `refrain inspect`: what is in a model's files.
+//! `refrain inspect`: the contents of a model's files.
 
-use crate::cli::Context;
-use crate::out::{Out, counted, short_count, thousands};
-use crate::resolve::{self, Found};
+use crate::cli::CliContext;
+use crate::out::{Stdout, counted, one_line, short_count, thousands};
+use crate::resolve::{self, FoundModel};
 use refrain::{Model, ModelConfig, ModelFiles, TensorInfo, TokenizerSummary};
-use refrain_hub::{Bytes, Licence};
+use refrain_hub::{ByteSize, Licence};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::io::Read;
 
-/// The most of a model card that is looked at for its licence.
+/// The part of a model card that is searched for its licence.
 const CARD_BYTES: u64 = 16 << 10;
 
-/// Show what is in a model's files
+/// Show the contents of a model's files
 ///
-/// Reads headers only: no weight is touched. Files that hold nothing but a vocabulary are shown as far as they go.
+/// Reads headers only, not the weights. Also works with files that contain only a vocabulary.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Examples:
@@ -33,11 +33,11 @@ pub(crate) struct Args {
     json: bool,
 }
 
-pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
+pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {
     let found = resolve::find(Some(&args.model), context)?;
     let files = found.files()?;
-    let facts = Facts::gather(&found, &files);
-    let mut out = Out::new();
+    let facts = ModelFacts::gather(&found, &files);
+    let mut out = Stdout::new();
     if args.json {
         let mut all = facts.to_json();
         if args.tensors {
@@ -52,10 +52,10 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
     Ok(())
 }
 
-struct Facts<'a> {
+struct ModelFacts<'a> {
     files: &'a ModelFiles,
     name: Option<String>,
-    /// What the files say, also where Refrain cannot run it.
+    /// The architecture in the files, even if Refrain cannot run it.
     arch: Option<String>,
     config: Result<ModelConfig, String>,
     tokenizer: Result<TokenizerSummary, String>,
@@ -63,8 +63,8 @@ struct Facts<'a> {
     licence: Option<Licence>,
 }
 
-impl Facts<'_> {
-    fn gather<'a>(found: &Found, files: &'a ModelFiles) -> Facts<'a> {
+impl ModelFacts<'_> {
+    fn gather<'a>(found: &FoundModel, files: &'a ModelFiles) -> ModelFacts<'a> {
         let config = files.config().map_err(|e| e.to_string());
         let tokenizer = Model::summarize_tokenizer(files).map_err(|e| e.to_string());
         let in_folder = match files {
@@ -74,7 +74,7 @@ impl Facts<'_> {
         let in_vocabulary = tokenizer.as_ref().is_ok_and(|t| t.has_chat_template);
         let name =
             config.as_ref().ok().and_then(|c| c.name.clone()).or_else(|| text_of(files, "general.name"));
-        Facts {
+        ModelFacts {
             files,
             name,
             arch: architecture(files),
@@ -93,7 +93,7 @@ impl Facts<'_> {
         self.files.files().iter().map(|(_, bytes)| bytes).sum()
     }
 
-    /// Bytes and tensors by element type, the largest first.
+    /// Bytes and tensors by element type, in descending order of size.
     fn by_dtype(&self) -> Vec<(String, u64, usize)> {
         let mut mix: BTreeMap<String, (u64, usize)> = BTreeMap::new();
         for tensor in self.files.tensors() {
@@ -107,7 +107,7 @@ impl Facts<'_> {
     }
 
     fn to_text(&self) -> String {
-        let mut lines = Lines(String::new());
+        let mut lines = FactLines(String::new());
         lines.add("name", self.name.as_deref().unwrap_or("not given"));
         let arch = self.arch.as_deref().unwrap_or("not given");
         lines.add("architecture", arch);
@@ -115,12 +115,15 @@ impl Facts<'_> {
             Ok(c) => {
                 let heads = match c.n_kv_heads == c.n_heads {
                     true => format!("{} heads", c.n_heads),
-                    false => format!("{} heads over {} for keys and values", c.n_heads, c.n_kv_heads),
+                    false => format!("{} heads, {} KV heads", c.n_heads, c.n_kv_heads),
                 };
-                lines
-                    .add("layers", format!("{} of {} wide, {heads} of {}", c.n_layers, c.hidden, c.head_dim));
-                lines.add("feed-forward", format!("{} wide", thousands(c.ffn)));
-                let window = c.sliding_window.map(|w| format!(", some layers see {} of them", thousands(w)));
+                lines.add(
+                    "layers",
+                    format!("{} of width {}, {heads} of size {}", c.n_layers, c.hidden, c.head_dim),
+                );
+                lines.add("feed-forward", format!("width {}", thousands(c.ffn)));
+                let window =
+                    c.sliding_window.map(|w| format!(", {} in layers with a sliding window", thousands(w)));
                 lines.add(
                     "context",
                     format!("{} tokens{}", thousands(c.n_context), window.unwrap_or_default()),
@@ -137,16 +140,19 @@ impl Facts<'_> {
             1 => String::new(),
             n => format!(" in {n} files"),
         };
-        lines.add("size", format!("{}{n_files}", Bytes(self.file_bytes())));
+        lines.add("size", format!("{}{n_files}", ByteSize(self.file_bytes())));
         for (i, (dtype, bytes, n)) in self.by_dtype().into_iter().enumerate() {
             let key = if i == 0 { "weights" } else { "" };
-            lines.add(key, format!("{dtype:<7}{:>11} in {}", Bytes(bytes).to_string(), counted(n, "tensor")));
+            lines.add(
+                key,
+                format!("{dtype:<7}{:>11} in {}", ByteSize(bytes).to_string(), counted(n, "tensor")),
+            );
         }
         match &self.tokenizer {
             Ok(t) => lines.add("tokenizer", format!("{}, {} tokens", t.kind, thousands(t.n_tokens))),
             Err(because) => lines.add("tokenizer", because),
         }
-        lines.add("chat template", if self.has_chat_template { "yes" } else { "no: it completes text" });
+        lines.add("chat template", if self.has_chat_template { "yes" } else { "no: it only continues text" });
         let licence = self.licence.as_ref().map_or_else(|| "not given".to_owned(), Licence::to_string);
         lines.add("licence", licence);
         lines.add("path", self.files.path().display());
@@ -194,11 +200,13 @@ impl Facts<'_> {
     }
 }
 
-/// Lines of a key and what is known of it.
-struct Lines(String);
+/// Lines of a key and its value.
+struct FactLines(String);
 
-impl Lines {
+impl FactLines {
     fn add(&mut self, key: &str, value: impl std::fmt::Display) {
+        // Metadata may hold escape sequences and line breaks.
+        let value = one_line(&value.to_string());
         self.0.push_str(&format!("{key:<14} {value}\n"));
     }
 }
@@ -217,7 +225,7 @@ fn architecture(files: &ModelFiles) -> Option<String> {
     }
 }
 
-/// The licence that the files name: GGUF metadata, or the head of a folder's model card.
+/// The licence in the GGUF metadata, or in the head of a folder's model card.
 fn licence(files: &ModelFiles) -> Option<Licence> {
     match files {
         ModelFiles::Gguf(_) => Some(Licence {
@@ -238,12 +246,13 @@ fn licence(files: &ModelFiles) -> Option<Licence> {
 }
 
 fn tensor_table(tensors: &[TensorInfo]) -> String {
-    let width = tensors.iter().map(|t| t.name().chars().count()).max().unwrap_or(0);
-    let row = |t: &TensorInfo| {
+    let names: Vec<String> = tensors.iter().map(|t| one_line(t.name())).collect();
+    let width = names.iter().map(|name| name.chars().count()).max().unwrap_or(0);
+    let row = |(t, name): (&TensorInfo, &String)| {
         let (shape, dtype) = (t.shape().to_string(), t.dtype().to_string());
-        format!("{:<width$}  {shape:<18} {dtype:<7} {:>11}\n", t.name(), Bytes(t.n_bytes()).to_string())
+        format!("{name:<width$}  {shape:<18} {dtype:<7} {:>11}\n", ByteSize(t.n_bytes()).to_string())
     };
-    std::iter::once("\n".to_owned()).chain(tensors.iter().map(row)).collect()
+    std::iter::once("\n".to_owned()).chain(tensors.iter().zip(&names).map(row)).collect()
 }
 
 fn tensor_json(t: &TensorInfo) -> Value {

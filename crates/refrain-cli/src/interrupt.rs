@@ -1,25 +1,35 @@
-//! Ctrl-C: once stops what is being done, twice the program.
+//! Ctrl-C: the first one stops the current work, the second one ends the program.
 
 use crate::fail::INTERRUPTED;
+use crate::out::talk;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
 
-/// What Ctrl-C sets while somebody listens. While nobody does, it ends the program.
+/// Work that stops at once needs no message; a step that hangs does.
+const PATIENCE: Duration = Duration::from_millis(500);
+
+/// The flag that Ctrl-C sets while a command listens. While none does, Ctrl-C ends the program.
 #[derive(Clone)]
 pub(crate) struct Interrupt {
     pressed: Arc<AtomicBool>,
     is_heard: Arc<AtomicBool>,
+    /// Counts listeners, so that a late message never concerns the wrong one.
+    listener: Arc<AtomicU64>,
 }
 
 impl Interrupt {
     pub(crate) fn install() -> Interrupt {
-        let interrupt = Interrupt { pressed: Arc::default(), is_heard: Arc::default() };
-        let Interrupt { pressed, is_heard } = interrupt.clone();
+        let interrupt =
+            Interrupt { pressed: Arc::default(), is_heard: Arc::default(), listener: Arc::default() };
+        let handler = interrupt.clone();
         let installed = ctrlc::set_handler(move || {
-            let first = is_heard.load(Ordering::SeqCst) && !pressed.swap(true, Ordering::SeqCst);
-            if !first {
+            let is_first =
+                handler.is_heard.load(Ordering::SeqCst) && !handler.pressed.swap(true, Ordering::SeqCst);
+            if !is_first {
                 std::process::exit(INTERRUPTED.into());
             }
+            handler.clone().explain_if_slow();
         });
         if let Err(error) = installed {
             tracing::debug!(%error, "Ctrl-C ends the program at once");
@@ -27,8 +37,21 @@ impl Interrupt {
         interrupt
     }
 
+    /// Says how to quit if the work has not stopped after a moment.
+    fn explain_if_slow(self) {
+        std::thread::spawn(move || {
+            let listener = self.listener.load(Ordering::SeqCst);
+            std::thread::sleep(PATIENCE);
+            let is_same = listener == self.listener.load(Ordering::SeqCst);
+            if is_same && self.is_heard.load(Ordering::SeqCst) {
+                talk!("stopping after the current step; press Ctrl-C again to quit at once");
+            }
+        });
+    }
+
     /// Until the guard is dropped, the first Ctrl-C only sets [`Listening::flag`].
     pub(crate) fn listen(&self) -> Listening<'_> {
+        self.listener.fetch_add(1, Ordering::SeqCst);
         self.pressed.store(false, Ordering::SeqCst);
         self.is_heard.store(true, Ordering::SeqCst);
         Listening(self)

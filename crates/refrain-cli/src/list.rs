@@ -1,9 +1,9 @@
 //! `refrain list`: the models on this machine.
 
-use crate::cli::Context;
-use crate::out::{Out, talk};
+use crate::cli::CliContext;
+use crate::out::{Stdout, talk};
 use refrain::Builtin;
-use refrain_hub::{Bytes, CATALOGUE, Format, LocalModel, Origin};
+use refrain_hub::{ByteSize, CATALOGUE, Format, LocalModel, ModelOrigin};
 use serde_json::{Value, json};
 
 /// List the models on this machine
@@ -14,7 +14,7 @@ Examples:
   refrain list --known                        short names that can be pulled
   refrain list --json | jq -r '.models[].path'")]
 pub(crate) struct Args {
-    /// List the short names that can be pulled, too
+    /// Also list the short names that can be pulled
     #[arg(long)]
     known: bool,
     /// Print one JSON object
@@ -22,10 +22,10 @@ pub(crate) struct Args {
     json: bool,
 }
 
-pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
+pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {
     let inventory = context.store.list();
     let builtin = builtin_bytes()?;
-    let mut out = Out::new();
+    let mut out = Stdout::new();
     if args.json {
         let partial = inventory.partial.iter();
         let partial: Vec<Value> =
@@ -36,32 +36,32 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
             "partial": partial,
         });
         if args.known {
-            let entry = |e: &refrain_hub::Entry| json!({ "name": e.name, "aliases": e.aliases, "about": e.about, "repo": e.repo, "licence": e.licence });
+            let entry = |e: &refrain_hub::CatalogueEntry| json!({ "name": e.name, "aliases": e.aliases, "about": e.about, "repo": e.repo, "licence": e.licence });
             all["known"] = CATALOGUE.iter().map(entry).collect();
         }
         return out.json(&all);
     }
     let row = |(name, bytes): (&str, u64)| {
-        [name.to_owned(), Bytes(bytes).to_string(), "built in".to_owned(), String::new()]
+        [name.to_owned(), ByteSize(bytes).to_string(), "built in".to_owned(), String::new()]
     };
     let mut rows = builtin.map(row).to_vec();
     for model in &inventory.models {
         let licence = model.licence.as_ref().map_or_else(|| "licence unknown".to_owned(), |l| l.name.clone());
-        rows.push([model.name.clone(), Bytes(model.bytes).to_string(), licence, origin(model)]);
+        rows.push([model.name.clone(), ByteSize(model.bytes).to_string(), licence, origin(model)]);
     }
     for partial in &inventory.partial {
-        let what = "unfinished; pull it again to continue, rm removes it".to_owned();
-        rows.push([partial.name.clone(), Bytes(partial.bytes).to_string(), what, String::new()]);
+        let state = "incomplete; pull resumes it, rm removes it".to_owned();
+        rows.push([partial.name.clone(), ByteSize(partial.bytes).to_string(), state, String::new()]);
     }
     print(&mut out, &rows)?;
     if args.known {
         out.line("")?;
-        let row = |e: &refrain_hub::Entry| {
+        let row = |e: &refrain_hub::CatalogueEntry| {
             [e.name.to_owned(), e.aliases.join(" "), e.licence.to_owned(), e.about.to_owned()]
         };
         print(&mut out, &CATALOGUE.iter().map(row).collect::<Vec<_>>())?;
     } else if inventory.models.is_empty() && !context.quiet {
-        talk!("nothing is pulled yet; `refrain list --known` shows names for `refrain pull`");
+        talk!("nothing is pulled yet; `refrain list --known` lists names for `refrain pull`");
     }
     Ok(())
 }
@@ -75,7 +75,7 @@ fn builtin_bytes() -> anyhow::Result<[(&'static str, u64); Builtin::ALL.len()]> 
     Ok(all)
 }
 
-fn print(out: &mut Out, rows: &[[String; 4]]) -> anyhow::Result<()> {
+fn print(out: &mut Stdout, rows: &[[String; 4]]) -> anyhow::Result<()> {
     let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
     let (name, size, terms) = (width(0), width(1), width(2));
     let lines: Vec<String> = rows
@@ -87,9 +87,9 @@ fn print(out: &mut Out, rows: &[[String; 4]]) -> anyhow::Result<()> {
 
 fn origin(model: &LocalModel) -> String {
     match &model.origin {
-        Origin::Path => model.path.display().to_string(),
-        Origin::Hub { repo } => repo.clone(),
-        Origin::Package => "package index".to_owned(),
+        ModelOrigin::Path => model.path.display().to_string(),
+        ModelOrigin::Hub { repo } => repo.clone(),
+        ModelOrigin::Package => "package index".to_owned(),
     }
 }
 

@@ -1,18 +1,18 @@
 //! The `refrain` binary: the only place that picks a backend.
 //!
-//! Invariant: the result goes to standard output, all talk to standard error.
-//! Invariant: a command holds no business logic; it parses, calls the library and prints.
-// Doc comments of arguments are help texts for a terminal, where brackets are no links.
+//! Invariant: results go to standard output, messages to standard error.
+//! Invariant: a command has no business logic; it parses, calls the library and prints.
+// Doc comments of arguments are help texts for a terminal, where brackets are not links.
 #![allow(rustdoc::broken_intra_doc_links)]
 #![forbid(unsafe_code)]
 
-mod cli; // what can be typed
-mod opts; // flags that commands share
-mod prompt; // what to continue: arguments, files, standard input
-mod reply; // a reply, streamed
+mod cli; // commands and global flags
+mod opts; // flags shared by several commands
+mod prompt; // prompts from arguments, files and standard input
+mod reply; // streaming a reply
 mod resolve; // from a name to a model
-mod profile; // where the time on a device went
-mod stats; // what a reply took
+mod profile; // profiles of a device
+mod stats; // measurements of a reply
 
 mod batch;
 mod bench;
@@ -33,10 +33,10 @@ mod tokenize;
 mod train;
 mod trial;
 
-mod bars; // progress
+mod bars; // progress bars
 mod fail; // errors and hints
 mod interrupt; // Ctrl-C
-mod out; // terminal and pipes
+mod out; // output to terminals and pipes
 
 use clap::Parser;
 use std::process::ExitCode;

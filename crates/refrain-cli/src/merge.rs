@@ -1,9 +1,9 @@
-//! `refrain merge`: a model and its adapter as one model.
+//! `refrain merge`: merging an adapter into its model.
 
 use crate::bars::Delayed;
-use crate::cli::Context;
+use crate::cli::CliContext;
 use crate::opts::LoraArg;
-use crate::out::{Out, talk};
+use crate::out::{Stdout, talk};
 use crate::resolve;
 use refrain::DType;
 use refrain::train::ExportForm;
@@ -11,8 +11,8 @@ use std::path::PathBuf;
 
 /// Write a model with a LoRA adapter merged into its weights
 ///
-/// The result is a GGUF file where OUT ends in .gguf, else a Hugging Face folder. Quantised weights are decoded for it:
-/// the result has floats, which `--type` chooses.
+/// Writes a GGUF file if OUT ends in .gguf, otherwise a Hugging Face folder. Quantised weights are decoded to the float
+/// type of --type.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Examples:
@@ -22,7 +22,7 @@ pub(crate) struct Args {
     /// A path, a short name such as smollm2, or owner/repo[:QUANT]
     #[arg(value_name = "MODEL")]
     model: String,
-    /// Folder of the adapter, and a factor on it
+    /// Folder of the adapter, optionally with a scale
     #[arg(long, value_name = "DIR[=SCALE]")]
     lora: LoraArg,
     /// A file that ends in .gguf, or a folder for a Hugging Face model
@@ -41,7 +41,7 @@ enum TypeArg {
     Bf16,
 }
 
-pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
+pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {
     let files = resolve::find(Some(&args.model), context)?.files()?;
     let dtype = match args.dtype {
         TypeArg::F32 => DType::F32,
@@ -62,5 +62,5 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
         };
         talk!("written as {kind}");
     }
-    Out::new().line(args.output.display())
+    Stdout::new().line(args.output.display())
 }

@@ -1,7 +1,7 @@
-//! Flags that commands share.
+//! Flags shared by several commands.
 
 use crate::bars::{Phase, Phases};
-use crate::cli::Context;
+use crate::cli::CliContext;
 use crate::fail::Hinted;
 use crate::out::talk;
 use crate::stats;
@@ -12,17 +12,16 @@ use refrain::{
     Session, SessionOptions, TablePlacement,
 };
 use refrain_driver::DeviceKind;
-use refrain_driver::trial::Choice;
-use std::hash::{BuildHasher, Hasher};
+use refrain_driver::trial::MethodChoice;
 use std::num::{NonZeroU32, NonZeroUsize};
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// Where and how a model runs.
+/// Device flags.
 #[derive(Args, Debug, Clone)]
 #[command(next_help_heading = "Device")]
 pub(crate) struct DeviceOpts {
-    /// Where to run: auto, cpu, cuda, cuda:N or sim (a simulated CUDA device: slow, for trying graphs out)
+    /// Device: auto, cpu, cuda, cuda:N or sim (a simulated CUDA device: slow, for trying out graphs)
     #[arg(long, value_name = "DEVICE", default_value = "auto", value_parser = parse_device)]
     pub(crate) device: DeviceArg,
     /// Whether steps must be replayed as recorded graphs
@@ -31,27 +30,27 @@ pub(crate) struct DeviceOpts {
     /// How graphs are recorded
     #[arg(long, value_name = "METHOD", default_value = "auto")]
     pub(crate) graph_method: MethodArg,
-    /// How long the trial of stream capture may take, in milliseconds
+    /// Time limit for the trial of stream capture, in milliseconds
     #[arg(long, value_name = "MS", default_value_t = 20_000, hide = true)]
     pub(crate) trial_limit: u64,
-    /// Decode steps that a CUDA device may have under way at once, at most 32; 4 unless given, 1 sends none ahead
+    /// Maximum number of decode steps in flight on a CUDA device, up to 32; 1 launches none ahead [default: 4]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=32))]
     pub(crate) ahead: Option<u8>,
-    /// Compare decode steps with their eager run while a text goes on: every:N compares each Nth. A step that differs is
-    /// delivered as the eager run has it, its graph is given up, and the summary says so
+    /// Compare decode steps with their eager run: every:N compares every Nth. For a step that differs, the eager result
+    /// is used, its graph is discarded, and the summary reports it
     #[arg(long, value_name = "every:N", value_parser = parse_verify)]
     pub(crate) verify: Option<NonZeroU32>,
-    /// Time every kernel: a table on standard error, and a timeline as a page [default: refrain-profile.html]; steps then
-    /// run one kernel at a time
+    /// Time every kernel: prints a table to standard error and writes a timeline page [default: refrain-profile.html];
+    /// steps then run one kernel at a time
     #[arg(long, value_name = "FILE", num_args = 0..=1, require_equals = true)]
     pub(crate) profile: Option<Option<PathBuf>>,
-    /// What shall go wrong on the simulated device, such as "on 3rd launch: illegal address"
+    /// Faults to inject on the simulated device, such as "on 3rd launch: illegal address"
     #[arg(long, value_name = "SCRIPT")]
     pub(crate) faults: Option<String>,
-    /// CPU threads; as many as suit the machine unless given
+    /// Number of CPU threads [default: suits the machine]
     #[arg(short, long, value_name = "N", value_parser = parse_threads)]
     pub(crate) threads: Option<NonZeroUsize>,
-    /// Where the table of per-layer embeddings lies, in models that have one (Gemma 4 E2B and E4B)
+    /// Placement of the per-layer embedding table, in models that have one (Gemma 4 E2B and E4B)
     #[arg(long, value_name = "PLACE", default_value = "auto")]
     pub(crate) ple: PleArg,
     /// Element type of the KV cache
@@ -69,9 +68,9 @@ pub(crate) enum DeviceArg {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum GraphArg {
-    /// Replay where the device can, and count what was not
+    /// Replay graphs where possible, and count the steps that were not replayed
     Auto,
-    /// Fail rather than run a step in any other way
+    /// Fail instead of running a step without a graph
     Require,
     /// Never replay
     Off,
@@ -79,33 +78,33 @@ pub(crate) enum GraphArg {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum KvArg {
-    /// Half the bytes of f32, with 11 bits of precision; numbers up to 65,504
+    /// Half the size of f32, with 11 bits of precision; numbers up to 65,504
     F16,
-    /// As many bytes as f16, with 8 bits of precision and the range of f32
+    /// The size of f16, with 8 bits of precision and the range of f32
     Bf16,
-    /// Exact, and twice the bytes
+    /// Exact, at twice the size
     F32,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum PleArg {
-    /// The first of the others that fits
+    /// The first of the other placements that fits
     Auto,
     /// On the device
     Device,
-    /// In pinned memory of the host, which the device reads over the bus
+    /// In pinned host memory, which the device reads over the bus
     Pinned,
-    /// Where the file is mapped: the host gathers a token's row before each step
+    /// In the mapped file: the host gathers a token's row before each step
     Host,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum MethodArg {
-    /// By stream, unless a trial in a process of its own found that this driver loses its context by it; then by nodes
+    /// Stream capture, unless a trial in a separate process showed that this driver loses its context; then nodes
     Auto,
-    /// The driver captures a stream
+    /// Stream capture by the driver
     Stream,
-    /// Each call becomes a node of its own
+    /// One explicit graph node per call
     Nodes,
 }
 
@@ -114,7 +113,7 @@ impl DeviceOpts {
     pub(crate) fn session(
         &self,
         n_context: Option<usize>,
-        context: &Context,
+        context: &CliContext,
     ) -> anyhow::Result<SessionOptions> {
         let kv_dtype = match self.kv {
             KvArg::F16 => DType::F16,
@@ -138,25 +137,25 @@ impl DeviceOpts {
         })
     }
 
-    /// Brings a model to the device. Where auto found a card that cannot be used, it says why and takes the CPU.
+    /// Starts a session. If --device auto found a GPU that cannot be used, prints why and falls back to the CPU.
     pub(crate) fn start(
         &self,
         model: &Model,
         n_context: Option<usize>,
-        context: &Context,
+        context: &CliContext,
     ) -> anyhow::Result<Session> {
         let session = self.start_with(n_context, context, |options| Session::new(model, options))?;
         if !context.quiet {
-            say_what_is_elsewhere(&session, self.ple);
+            say_placement(&session, self.ple);
         }
         Ok(session)
     }
 
-    /// As [`DeviceOpts::start`], with what a command makes of the device.
+    /// As [`DeviceOpts::start`], for commands that start something other than a session.
     pub(crate) fn start_with<T>(
         &self,
         n_context: Option<usize>,
-        context: &Context,
+        context: &CliContext,
         make: impl Fn(&SessionOptions) -> Result<T, refrain::Error>,
     ) -> anyhow::Result<T> {
         let phases = Phases::default();
@@ -168,19 +167,19 @@ impl DeviceOpts {
         phases.end();
         match made {
             Err(error) if may_fall_back && matches!(options.device, Device::Cuda { .. }) => {
-                talk!("cuda:0 cannot be used, running on the CPU: {:#}", anyhow::Error::from(error));
+                talk!("cuda:0 cannot be used, falling back to the CPU: {:#}", anyhow::Error::from(error));
                 Ok(make(&SessionOptions { device: self.cpu(), ..options })?)
             }
             made => Ok(made?),
         }
     }
 
-    /// As [`DeviceOpts::session`], with a trial of stream capture where the method is left to one. It takes a moment, so it
-    /// is made when everything else was found in order.
+    /// As [`DeviceOpts::session`], with a trial of stream capture if --graph-method is auto. The trial takes a moment, so
+    /// call this after everything else was checked.
     pub(crate) fn tried_session(
         &self,
         n_context: Option<usize>,
-        context: &Context,
+        context: &CliContext,
     ) -> anyhow::Result<SessionOptions> {
         let options = self.session(n_context, context)?;
         let graph_choice = self.graph_choice(&options.device, context);
@@ -190,8 +189,8 @@ impl DeviceOpts {
         Ok(SessionOptions { graph_choice, ..options })
     }
 
-    /// How graphs are recorded on a device where that is left to a trial.
-    fn graph_choice(&self, device: &Device, context: &Context) -> Option<Choice> {
+    /// The recording method that a trial chose for the device, if it is left to one.
+    fn graph_choice(&self, device: &Device, context: &CliContext) -> Option<MethodChoice> {
         let records = self.graph != GraphArg::Off && self.profile.is_none();
         if self.graph_method != MethodArg::Auto || !records {
             return None;
@@ -204,13 +203,13 @@ impl DeviceOpts {
         trial::choose(&kind, Duration::from_millis(self.trial_limit), context)
     }
 
-    fn pick(&self, context: &Context) -> anyhow::Result<Device> {
+    fn pick(&self, context: &CliContext) -> anyhow::Result<Device> {
         if self.faults.is_some() && self.device != DeviceArg::Sim {
-            return Err(Hinted::new("--faults is for the simulated device", "add --device sim").into());
+            return Err(Hinted::new("--faults needs the simulated device", "add --device sim").into());
         }
         if self.verify.is_some() && (self.graph == GraphArg::Off || self.profile.is_some()) {
             let message = "--verify compares replays with eager runs, and nothing is replayed here";
-            return Err(Hinted::new(message, "leave out --graph off and --profile, or --verify").into());
+            return Err(Hinted::new(message, "remove --graph off and --profile, or remove --verify").into());
         }
         let graph = match self.graph {
             GraphArg::Auto => GraphMode::Auto,
@@ -218,7 +217,7 @@ impl DeviceOpts {
             GraphArg::Off => GraphMode::Off,
         };
         let method = match self.graph_method {
-            // What a trial says about it is in the session's options.
+            // The result of a trial is a separate session option.
             MethodArg::Auto | MethodArg::Stream => Method::Stream,
             MethodArg::Nodes => Method::Nodes,
         };
@@ -234,8 +233,8 @@ impl DeviceOpts {
                 let faults = FaultScript::parse(self.faults.as_deref().unwrap_or(""))?;
                 Ok(Device::Sim { seed: 0, faults, graph, method, profile })
             }
-            // Only looked for: the session opens it.
-            DeviceArg::Auto if refrain_driver::Device::look(DeviceKind::Cuda(0)).is_ok() => Ok(cuda(0)),
+            // This only queries the GPU; the session opens it.
+            DeviceArg::Auto if refrain_driver::Device::query(DeviceKind::Cuda(0)).is_ok() => Ok(cuda(0)),
             DeviceArg::Auto | DeviceArg::Cpu => self.only_cpu(),
         }
     }
@@ -243,15 +242,15 @@ impl DeviceOpts {
     fn only_cpu(&self) -> anyhow::Result<Device> {
         let no_graphs = "the CPU calls its kernels directly and replays no graphs";
         if self.graph == GraphArg::Require {
-            let message = format!("--graph require cannot be kept: {no_graphs}");
+            let message = format!("--graph require is impossible: {no_graphs}");
             return Err(Hinted::new(message, "use --graph auto, or --device cuda or sim").into());
         }
         if self.verify.is_some() {
             let message = format!("--verify compares replays with eager runs: {no_graphs}");
-            return Err(Hinted::new(message, "leave it out, or use --device cuda or sim").into());
+            return Err(Hinted::new(message, "remove it, or use --device cuda or sim").into());
         }
         if self.profile.is_some() {
-            let message = "--profile times the kernels of a CUDA device, this runs on the CPU";
+            let message = "--profile times the kernels of a CUDA device, and this runs on the CPU";
             return Err(
                 Hinted::new(message, "use --device cuda or sim, or `refrain bench` on the CPU").into()
             );
@@ -263,55 +262,57 @@ impl DeviceOpts {
         Device::Cpu { threads: self.threads.map(NonZeroUsize::get) }
     }
 
-    /// Says why the device was picked.
+    /// Prints why the device was picked.
     pub(crate) fn explain(&self, session: &Session) {
         if self.device != DeviceArg::Auto {
             return;
         }
         let backend = session.backend();
-        match refrain_driver::Device::look(DeviceKind::Cuda(0)) {
+        match refrain_driver::Device::query(DeviceKind::Cuda(0)) {
             Err(error) if backend == "cpu" => {
                 let error = anyhow::Error::from(error);
                 talk!(
-                    "--device auto picked cpu, there is no CUDA device: {error:#}; `refrain doctor` tells more"
+                    "--device auto picked cpu, there is no CUDA device: {error:#}; `refrain doctor` explains more"
                 );
             }
-            // A card that is there and could not be used was named when it failed.
-            _ => talk!("--device auto picked {backend}; `refrain doctor` tells what it looked at"),
+            // A GPU that exists but cannot be used was reported when it failed.
+            _ => talk!("--device auto picked {backend}; `refrain doctor` examines it"),
         }
     }
 }
 
-/// Names parts of a model that are not used, and a table that is not where the other weights are.
-fn say_what_is_elsewhere(session: &Session, asked: PleArg) {
+/// Prints which parts of a model are not used, and where its per-layer embeddings are.
+fn say_placement(session: &Session, requested: PleArg) {
     let left_out = &session.model().config().left_out;
     if !left_out.is_empty() {
         let parts = left_out.join(" and ");
-        talk!("this is the text part of {}: what reads {parts} is left out", session.model().name());
+        talk!("this runs the text part of {} only: {parts} cannot be read", session.model().name());
     }
     match session.table_placement() {
         Some(TablePlacement::Pinned) => {
-            talk!("the per-layer embeddings are in pinned memory, where the device reads a row a token");
+            talk!("the per-layer embeddings are in pinned host memory: the device reads one row per token");
         }
         Some(TablePlacement::Host) => {
-            talk!("the per-layer embeddings stay in the file: the host reads a row before each token");
+            talk!("the per-layer embeddings stay in the file: the host reads one row per token");
         }
         Some(TablePlacement::Device | TablePlacement::Auto) => {}
-        None if asked == PleArg::Auto => {}
+        None if requested == PleArg::Auto => {}
         None if session.backend() == "cpu" => {
-            talk!("--ple is for CUDA devices: the CPU reads per-layer embeddings where the file is mapped");
+            talk!("--ple is for CUDA devices: the CPU reads per-layer embeddings from the mapped file");
         }
-        None => talk!("--ple changes nothing: {} has no per-layer embeddings", session.model().name()),
+        None => talk!("--ple has no effect: {} has no per-layer embeddings", session.model().name()),
     }
 }
 
-/// A bar while weights go to a device and while kernels are compiled, then or for a later prompt; and with -v what weights
-/// take there, before any of it is allocated.
-pub(crate) fn load_listener(phases: Phases, context: &Context) -> LoadListener {
+/// Shows progress while weights are sent and kernels are compiled, now or for a later prompt. With -v it prints the memory
+/// plan before anything is allocated.
+pub(crate) fn load_listener(phases: Phases, context: &CliContext) -> LoadListener {
     let verbose = context.verbose;
     LoadListener::new(move |event| match event {
         LoadEvent::Planned(memory) if verbose => talk!("memory   {}", stats::memory_line(&memory)),
-        LoadEvent::Sent { done_bytes, total_bytes } => phases.set(Phase::Weights, done_bytes, total_bytes),
+        LoadEvent::Uploaded { done_bytes, total_bytes } => {
+            phases.set(Phase::Weights, done_bytes, total_bytes)
+        }
         LoadEvent::Compiling { n_done, n_total } => {
             phases.set(Phase::Kernels, n_done as u64, n_total as u64);
         }
@@ -321,11 +322,12 @@ pub(crate) fn load_listener(phases: Phases, context: &Context) -> LoadListener {
 
 pub(crate) fn parse_verify(text: &str) -> Result<NonZeroU32, String> {
     let n = text.strip_prefix("every:").and_then(|n| n.parse().ok());
-    n.ok_or_else(|| "known is every:N, such as every:64, with N of 1 or more".to_owned())
+    n.ok_or_else(|| "give every:N with N of 1 or more, such as every:64".to_owned())
 }
 
 pub(crate) fn parse_device(text: &str) -> Result<DeviceArg, String> {
-    let number = |n: &str| n.parse().map_err(|_| format!("`{n}` is no device number, as in cuda:0"));
+    let number =
+        |n: &str| n.parse().map_err(|_| format!("`{n}` is not a device number; an example is cuda:0"));
     match text {
         "auto" => Ok(DeviceArg::Auto),
         "cpu" => Ok(DeviceArg::Cpu),
@@ -333,7 +335,7 @@ pub(crate) fn parse_device(text: &str) -> Result<DeviceArg, String> {
         "sim" => Ok(DeviceArg::Sim),
         _ => match text.strip_prefix("cuda:") {
             Some(n) => number(n).map(|n| DeviceArg::Cuda(Some(n))),
-            None => Err("known are auto, cpu, cuda, cuda:N and sim".to_owned()),
+            None => Err("devices are auto, cpu, cuda, cuda:N and sim".to_owned()),
         },
     }
 }
@@ -341,10 +343,11 @@ pub(crate) fn parse_device(text: &str) -> Result<DeviceArg, String> {
 pub(crate) fn parse_threads(text: &str) -> Result<NonZeroUsize, String> {
     match text.parse::<usize>() {
         Ok(0) => {
-            Err("at least 1 thread is needed; leave --threads out to use what suits the machine".to_owned())
+            Err("at least 1 thread is needed; omit --threads to use a number that suits the machine"
+                .to_owned())
         }
         Ok(n) if n > most_threads() => Err(format!(
-            "{n} threads would only get in each other's way; at most {} make sense on this machine",
+            "{n} threads would only slow each other down; use at most {} on this machine",
             most_threads()
         )),
         Ok(n) => NonZeroUsize::new(n).ok_or_else(String::new),
@@ -352,76 +355,112 @@ pub(crate) fn parse_threads(text: &str) -> Result<NonZeroUsize, String> {
     }
 }
 
-/// Some programs take -1 for "no limit".
+/// As in other programs, -1 is "no limit".
 fn parse_max_tokens(text: &str) -> Result<usize, String> {
-    text.parse().map_err(|_| match text.parse::<i64>() {
-        Ok(..0) => "must be 0 or more; leave -n out to go on to the end of the turn".to_owned(),
-        _ => "must be a number of tokens".to_owned(),
-    })
+    match text {
+        "-1" => Ok(usize::MAX),
+        _ => text.parse().map_err(|_| "must be a number of tokens, or -1 for no limit".to_owned()),
+    }
 }
 
-/// Some programs take -1 for "all".
+/// A seed, or a request for a random one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Seed(Option<u64>);
+
+/// As in other programs, -1 is "random".
+fn parse_seed(text: &str) -> Result<Seed, String> {
+    match text {
+        "-1" => Ok(Seed(None)),
+        _ => {
+            let seed = text.parse().map_err(|_| "must be a whole number, or -1 for a random seed".to_owned());
+            seed.map(|seed| Seed(Some(seed)))
+        }
+    }
+}
+
+/// Reads a sampling parameter and checks its range, which is the same for all models.
+fn parse_param(text: &str, set: impl FnOnce(&mut SamplingParams, f32)) -> Result<f32, String> {
+    let value: f32 = text.parse().map_err(|_| "must be a number".to_owned())?;
+    let mut params = SamplingParams::default();
+    set(&mut params, value);
+    match params.check(usize::MAX) {
+        Ok(()) => Ok(value),
+        Err(error) => Err(format!("must be {}; {}", error.want, error.hint())),
+    }
+}
+
+fn parse_temp(text: &str) -> Result<f32, String> {
+    parse_param(text, |params, value| params.temperature = value)
+}
+
+fn parse_top_p(text: &str) -> Result<f32, String> {
+    parse_param(text, |params, value| params.top_p = value)
+}
+
+fn parse_min_p(text: &str) -> Result<f32, String> {
+    parse_param(text, |params, value| params.min_p = value)
+}
+
+fn parse_repeat_penalty(text: &str) -> Result<f32, String> {
+    parse_param(text, |params, value| params.repeat_penalty = value)
+}
+
+fn parse_penalty(text: &str) -> Result<f32, String> {
+    parse_param(text, |params, value| params.frequency_penalty = value)
+}
+
 fn parse_top_k(text: &str) -> Result<usize, String> {
     text.parse().map_err(|_| match text.parse::<i64>() {
-        Ok(..0) => "must be 0 or more; 0 chooses among all tokens".to_owned(),
+        Ok(..0) => "must be 0 or more; 0 keeps all tokens".to_owned(),
         _ => "must be a number of tokens".to_owned(),
     })
 }
 
-/// Threads beyond the cores only wait for each other; some are allowed, to try things out.
+/// More threads than cores only wait for each other; some are allowed for experiments.
 fn most_threads() -> usize {
     4 * std::thread::available_parallelism().map_or(1, NonZeroUsize::get).max(4)
 }
 
-/// How tokens are chosen and where a reply ends.
+/// Sampling flags.
 #[derive(Args, Debug, Clone)]
 #[command(next_help_heading = "Generation")]
 pub(crate) struct SamplingOpts {
-    /// Stop after that many tokens; by default at the end of the turn, raw texts after 256
+    /// Maximum number of tokens; -1 is no limit [default: the end of the turn; 256 for raw text]
     #[arg(short = 'n', long, value_name = "N", allow_negative_numbers = true, value_parser = parse_max_tokens)]
     pub(crate) max_tokens: Option<usize>,
-    /// Temperature; 0 always takes the likeliest token [default: the model's, else 0.8]
-    #[arg(long, value_name = "T", allow_negative_numbers = true)]
+    /// Temperature; 0 always takes the most likely token [default: the model's, else 0.8]
+    #[arg(long, value_name = "T", allow_negative_numbers = true, value_parser = parse_temp)]
     temp: Option<f32>,
-    /// Choose among the K likeliest tokens; 0 among all [default: the model's, else 40]
+    /// Keep the K most likely tokens; 0 keeps all [default: the model's, else 40]
     #[arg(long, value_name = "K", allow_negative_numbers = true, value_parser = parse_top_k)]
     top_k: Option<usize>,
-    /// Choose among the likeliest tokens that reach this probability [default: the model's, else 0.95]
-    #[arg(long, value_name = "P", allow_negative_numbers = true)]
+    /// Keep the most likely tokens that together reach this probability [default: the model's, else 0.95]
+    #[arg(long, value_name = "P", allow_negative_numbers = true, value_parser = parse_top_p)]
     top_p: Option<f32>,
-    /// Drop tokens less likely than this part of the likeliest [default: the model's, else 0.05]
-    #[arg(long, value_name = "P", allow_negative_numbers = true)]
+    /// Drop tokens less likely than this share of the most likely one [default: the model's, else 0.05]
+    #[arg(long, value_name = "P", allow_negative_numbers = true, value_parser = parse_min_p)]
     min_p: Option<f32>,
-    /// Divide the logits of recent tokens [default: the model's, else 1]
-    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    /// Divide the logits of recent tokens by this [default: the model's, else 1]
+    #[arg(long, value_name = "X", allow_negative_numbers = true, value_parser = parse_repeat_penalty)]
     repeat_penalty: Option<f32>,
-    /// Subtract for each recent appearance of a token [default: 0]
-    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    /// Subtract this from a token's logit for each recent occurrence [default: 0]
+    #[arg(long, value_name = "X", allow_negative_numbers = true, value_parser = parse_penalty)]
     frequency_penalty: Option<f32>,
-    /// Subtract once for each token that appeared recently [default: 0]
-    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    /// Subtract this once from the logit of a token that occurred recently [default: 0]
+    #[arg(long, value_name = "X", allow_negative_numbers = true, value_parser = parse_penalty)]
     presence_penalty: Option<f32>,
-    /// Same seed, same text [default: drawn at random; --stats tells it]
-    #[arg(long, value_name = "N")]
-    pub(crate) seed: Option<u64>,
-    /// End the reply where this text appears; may be given several times
+    /// Seed: the same seed gives the same text; -1 is random [default: random; --stats prints it]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parse_seed)]
+    pub(crate) seed: Option<Seed>,
+    /// End the reply before this text; may be given several times
     #[arg(long, value_name = "TEXT")]
     stop: Vec<String>,
 }
 
 impl SamplingOpts {
-    /// Refuses numbers that make no sense for any model, before one is opened.
-    pub(crate) fn check(&self) -> Result<(), refrain::Error> {
-        // What a model's authors recommend is checked with the model.
-        Ok(self.over(SamplingParams::default()).check(usize::MAX)?)
-    }
-
-    /// What was asked for, over what the model's authors recommend.
+    /// The flags, and the authors' recommendations where there are none.
     pub(crate) fn params(&self, model: &Model) -> SamplingParams {
-        self.over(model.sampling())
-    }
-
-    fn over(&self, usual: SamplingParams) -> SamplingParams {
+        let usual = model.sampling();
         SamplingParams {
             temperature: self.temp.unwrap_or(usual.temperature),
             top_k: self.top_k.unwrap_or(usual.top_k),
@@ -430,12 +469,17 @@ impl SamplingOpts {
             repeat_penalty: self.repeat_penalty.unwrap_or(usual.repeat_penalty),
             frequency_penalty: self.frequency_penalty.unwrap_or(usual.frequency_penalty),
             presence_penalty: self.presence_penalty.unwrap_or(usual.presence_penalty),
-            seed: self.seed.unwrap_or_else(random_seed),
+            seed: self.seed.and_then(|seed| seed.0).unwrap_or(usual.seed),
             ..usual
         }
     }
 
-    /// How to generate, without a reason to stop from outside.
+    /// The limit on tokens, if there is one.
+    pub(crate) fn max_tokens(&self) -> Option<usize> {
+        self.max_tokens.filter(|n| *n != usize::MAX)
+    }
+
+    /// Options of a generation that nothing cancels.
     pub(crate) fn generate(&self, sampling: SamplingParams, usual_max_tokens: Option<usize>) -> Generate {
         Generate {
             sampling: Some(sampling),
@@ -447,27 +491,27 @@ impl SamplingOpts {
     }
 }
 
-/// What to do with the part of a reply in which a model thinks.
+/// How to treat the thinking part of a reply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Think {
     /// Show it, dimmed on a terminal
     Show,
-    /// Ask the model to think, and show it: for models that do so only when asked, such as Gemma 4
+    /// Ask the model to think, and show it; for models that think only on request, such as Gemma 4
     On,
-    /// Let the model think, show only the answer
+    /// Let the model think, but show only the answer
     Hide,
     /// Ask the model not to think
     Off,
 }
 
 impl Think {
-    /// Whether what the model thinks is shown.
+    /// Whether thinking is shown.
     pub(crate) fn shows(self) -> bool {
         matches!(self, Think::Show | Think::On)
     }
 
-    /// What the chat template is told.
-    pub(crate) fn asked(self) -> Option<bool> {
+    /// The chat template's option.
+    pub(crate) fn requested(self) -> Option<bool> {
         match self {
             Think::Show | Think::Hide => None,
             Think::On => Some(true),
@@ -476,21 +520,16 @@ impl Think {
     }
 }
 
-/// Short enough to be typed again.
-fn random_seed() -> u64 {
-    std::hash::RandomState::new().build_hasher().finish() >> 32
-}
-
-/// An adapter beside the model.
+/// Adapter flags.
 #[derive(clap::Args, Debug)]
 pub(crate) struct LoraOpts {
-    /// Use a LoRA adapter beside the model, unmerged; =SCALE multiplies what it adds
+    /// Apply a LoRA adapter without merging it; =SCALE multiplies its contribution
     #[arg(long, value_name = "DIR[=SCALE]")]
     pub(crate) lora: Option<LoraArg>,
 }
 
 impl LoraOpts {
-    /// The model, with the adapter where one was named.
+    /// Adds the adapter to the model, if one is given.
     pub(crate) fn apply(&self, model: refrain::Model) -> anyhow::Result<refrain::Model> {
         match &self.lora {
             Some(lora) => Ok(model.with_lora(&lora.folder, lora.scale)?),
@@ -499,7 +538,7 @@ impl LoraOpts {
     }
 }
 
-/// A folder of an adapter, and a factor on it.
+/// Folder and scale of an adapter.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct LoraArg {
     pub(crate) folder: std::path::PathBuf,
@@ -510,11 +549,11 @@ impl std::str::FromStr for LoraArg {
     type Err = String;
 
     fn from_str(text: &str) -> Result<LoraArg, String> {
-        // A folder may have an equals sign in its name; what stands behind a scale's is a number.
+        // A folder's name may contain an equals sign; a scale is a number.
         match text.rsplit_once('=') {
             Some((folder, scale)) if !std::path::Path::new(text).exists() => match scale.parse::<f64>() {
                 Ok(scale) if scale.is_finite() => Ok(LoraArg { folder: folder.into(), scale }),
-                _ => Err(format!("`{scale}` is no finite number; a scale such as 0.5 follows the folder")),
+                _ => Err(format!("`{scale}` is not a finite number; a scale such as 0.5 follows the folder")),
             },
             _ => Ok(LoraArg { folder: text.into(), scale: 1.0 }),
         }
@@ -526,16 +565,24 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_adapter_is_a_folder_with_a_scale_or_without() {
+    fn an_adapter_is_a_folder_with_or_without_a_scale() {
         let arg = |text: &str| text.parse::<LoraArg>();
         assert_eq!(arg("a/b"), Ok(LoraArg { folder: "a/b".into(), scale: 1.0 }));
         assert_eq!(arg("a=b=-0.5"), Ok(LoraArg { folder: "a=b".into(), scale: -0.5 }));
-        assert!(arg("a=b").unwrap_err().contains("`b` is no finite number"));
+        assert!(arg("a=b").unwrap_err().contains("`b` is not a finite number"));
         assert!(arg("a=inf").is_err());
     }
 
     #[test]
-    fn devices_are_read_with_their_number() {
+    fn minus_one_is_no_limit_and_a_random_seed() {
+        assert_eq!(parse_max_tokens("-1"), Ok(usize::MAX));
+        assert!(parse_max_tokens("-2").is_err());
+        assert_eq!((parse_seed("-1"), parse_seed("7")), (Ok(Seed(None)), Ok(Seed(Some(7)))));
+        assert!(parse_seed("-2").is_err());
+    }
+
+    #[test]
+    fn devices_are_parsed_with_their_number() {
         assert_eq!(parse_device("cuda:3"), Ok(DeviceArg::Cuda(Some(3))));
         assert_eq!(parse_device("sim"), Ok(DeviceArg::Sim));
         assert!(parse_device("cuda:x").is_err());

@@ -1,4 +1,4 @@
-//! Standard output for results, standard error for talk.
+//! Standard output for results, standard error for messages.
 
 use anstyle::Style;
 use std::fmt;
@@ -7,7 +7,7 @@ use std::io::{IsTerminal, Write};
 pub(crate) const DIM: Style = Style::new().dimmed();
 pub(crate) const BOLD: Style = Style::new().bold();
 
-/// Nobody reads standard output any more. That is no error: the program ends quietly.
+/// The reader of standard output is gone. This is not an error: the program ends quietly.
 #[derive(Debug)]
 pub(crate) struct ClosedPipe;
 
@@ -19,31 +19,31 @@ impl fmt::Display for ClosedPipe {
 
 impl std::error::Error for ClosedPipe {}
 
-/// Standard output. Text reaches a pipe byte for byte; a terminal sees no control characters that a model made up.
-pub(crate) struct Out {
+/// Standard output. A pipe gets text byte for byte; a terminal gets no control characters from a model.
+pub(crate) struct Stdout {
     stdout: std::io::Stdout,
     is_terminal: bool,
     has_colour: bool,
     is_mid_line: bool,
 }
 
-impl Out {
-    pub(crate) fn new() -> Out {
+impl Stdout {
+    pub(crate) fn new() -> Stdout {
         let stdout = std::io::stdout();
         let has_colour = anstream::AutoStream::choice(&stdout) != anstream::ColorChoice::Never;
-        Out { is_terminal: stdout.is_terminal(), has_colour, stdout, is_mid_line: false }
+        Stdout { is_terminal: stdout.is_terminal(), has_colour, stdout, is_mid_line: false }
     }
 
     pub(crate) fn is_terminal(&self) -> bool {
         self.is_terminal
     }
 
-    /// Writes text at once, without a line end.
+    /// Writes text without a line end and flushes it.
     pub(crate) fn text(&mut self, text: &str) -> anyhow::Result<()> {
         self.styled(Style::new(), text)
     }
 
-    /// Writes text in a style where the terminal has colours.
+    /// Writes text in a style if the terminal has colours.
     pub(crate) fn styled(&mut self, style: Style, text: &str) -> anyhow::Result<()> {
         if text.is_empty() {
             return Ok(());
@@ -66,12 +66,12 @@ impl Out {
         self.write(&format!("{line}\n"))
     }
 
-    /// Writes a value as JSON and a line end.
+    /// Writes a value as JSON with a line end.
     pub(crate) fn json(&mut self, value: &serde_json::Value) -> anyhow::Result<()> {
         self.line(serde_json::to_string_pretty(value)?)
     }
 
-    /// Ends a line that was begun, so that what follows on the terminal starts on its own.
+    /// Ends an unfinished line, so that the next message starts on its own.
     pub(crate) fn end_line(&mut self) -> anyhow::Result<()> {
         if self.is_mid_line { self.line("") } else { Ok(()) }
     }
@@ -85,18 +85,24 @@ impl Out {
     }
 }
 
-/// Text without the control characters that would move the cursor or change the terminal's state.
-fn printable(text: &str) -> String {
-    let harmless = |c: char| !c.is_control() || matches!(c, '\n' | '\t');
+/// Replaces the control characters that move the cursor or change the terminal's state, and those that reverse text.
+pub(crate) fn printable(text: &str) -> String {
+    let reverses = |c: char| matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+    let harmless = |c: char| matches!(c, '\n' | '\t') || !(c.is_control() || reverses(c));
     text.chars().map(|c| if harmless(c) { c } else { char::REPLACEMENT_CHARACTER }).collect()
 }
 
-/// Says a line on standard error. A closed standard error silences the talk, it does not end the program.
+/// As [`printable`], on one line.
+pub(crate) fn one_line(text: &str) -> String {
+    printable(text).replace(['\n', '\t'], " ")
+}
+
+/// Prints a line on standard error. A closed standard error does not end the program.
 pub(crate) fn say_line(line: fmt::Arguments<'_>) {
     let _ = writeln!(anstream::stderr().lock(), "{line}");
 }
 
-/// Says a text on standard error, dimmed and without a line end, if it is a terminal.
+/// Prints a text on standard error, dimmed and without a line end, if it is a terminal.
 pub(crate) fn whisper(text: &str) {
     let mut stderr = anstream::stderr().lock();
     if stderr.is_terminal() {
@@ -104,7 +110,7 @@ pub(crate) fn whisper(text: &str) {
     }
 }
 
-/// Says a line on standard error, with styles where the terminal has them.
+/// Prints a line on standard error, with styles if the terminal has colours.
 macro_rules! talk {
     ($($arg:tt)*) => { $crate::out::say_line(format_args!($($arg)*)) };
 }
@@ -114,7 +120,7 @@ pub(crate) fn stderr_has_colour() -> bool {
     anstream::AutoStream::choice(&std::io::stderr()) != anstream::ColorChoice::Never
 }
 
-/// A whole number with its thousands apart: `1,512`.
+/// A whole number with thousands separators: `1,512`.
 pub(crate) fn thousands(n: impl TryInto<u64>) -> String {
     let digits = n.try_into().unwrap_or(u64::MAX).to_string();
     let mut out = String::with_capacity(digits.len() + digits.len() / 3);
@@ -127,12 +133,17 @@ pub(crate) fn thousands(n: impl TryInto<u64>) -> String {
     out
 }
 
-/// A number of things: `1 file`, `2 files`.
+/// A count with its noun: `1 file`, `2 files`.
 pub(crate) fn counted(n: usize, thing: &str) -> String {
-    format!("{} {thing}{}", thousands(n), if n == 1 { "" } else { "s" })
+    let ending = match n {
+        1 => "",
+        _ if thing.ends_with("ch") => "es",
+        _ => "s",
+    };
+    format!("{} {thing}{ending}", thousands(n))
 }
 
-/// A count as people say it: `134.5 M`.
+/// A short count: `134.5 M`.
 pub(crate) fn short_count(n: u64) -> String {
     match n {
         1_000_000_000.. => format!("{:.2} B", n as f64 / 1e9),
@@ -142,7 +153,7 @@ pub(crate) fn short_count(n: u64) -> String {
     }
 }
 
-/// A duration with three digits or so: `11.2 ms`.
+/// A short duration: `11.20 ms`.
 pub(crate) fn short_time(seconds: f64) -> String {
     match seconds {
         s if s >= 100.0 => format!("{s:.0} s"),
@@ -152,7 +163,7 @@ pub(crate) fn short_time(seconds: f64) -> String {
     }
 }
 
-/// A rate, with thousands apart where it is large.
+/// A rate, with thousands separators if it is large.
 pub(crate) fn short_rate(per_second: f64) -> String {
     if per_second >= 100.0 { thousands(per_second.round() as u64) } else { format!("{per_second:.1}") }
 }
@@ -170,12 +181,14 @@ mod tests {
         assert_eq!(short_count(134_515_008), "134.5 M");
         assert_eq!(short_count(1_235_814_400), "1.24 B");
         assert_eq!(short_time(0.0112), "11.20 ms");
+        assert_eq!((counted(1, "token"), counted(2, "launch")), ("1 token".into(), "2 launches".into()));
         assert_eq!(short_rate(31.24), "31.2");
         assert_eq!(short_rate(1512.3), "1,512");
     }
 
     #[test]
-    fn a_terminal_sees_no_escape_sequences_of_a_model() {
+    fn a_terminal_gets_no_escape_sequences_from_a_model() {
+        assert_eq!(one_line("a\u{202e}b\nc"), "a\u{fffd}b c");
         assert_eq!(printable("a\x1b[31mb\r\u{9b}c\n\td\u{e9}"), "a\u{fffd}[31mb\u{fffd}\u{fffd}c\n\td\u{e9}");
     }
 }

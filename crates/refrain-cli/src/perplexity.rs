@@ -1,10 +1,10 @@
-//! `refrain perplexity`: how well a model predicts a text.
+//! `refrain perplexity`: measuring how well a model predicts a text.
 
 use crate::bars::Delayed;
-use crate::cli::Context;
+use crate::cli::CliContext;
 use crate::fail::Hinted;
 use crate::opts::{DeviceOpts, LoraOpts};
-use crate::out::{Out, short_rate, short_time, talk, thousands};
+use crate::out::{Stdout, short_rate, short_time, talk, thousands};
 use crate::{profile, prompt, resolve};
 use serde_json::json;
 use std::num::NonZeroUsize;
@@ -15,8 +15,8 @@ const USUAL_WINDOW: usize = 512;
 
 /// Measure how well a model predicts a text
 ///
-/// The text is cut into windows of -c tokens, with BOS in front of each where the model uses one. The first half of a
-/// window gives the model something to go on, the second half is scored. Lower is better.
+/// The text is split into windows of -c tokens, each with BOS if the model uses it. The first half of a window is context,
+/// the second half is scored. Lower is better.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Examples:
@@ -30,10 +30,10 @@ pub(crate) struct Args {
     /// The text; - is standard input
     #[arg(short, long, value_name = "FILE")]
     file: PathBuf,
-    /// Tokens in a window [default: the smaller of the model's and 512]
+    /// Tokens in a window [default: the smaller of 512 and the model's limit]
     #[arg(short, long, value_name = "N")]
     context: Option<usize>,
-    /// Score at most that many windows
+    /// Maximum number of windows to score
     #[arg(long, value_name = "N")]
     chunks: Option<NonZeroUsize>,
     /// Print one JSON object
@@ -45,14 +45,14 @@ pub(crate) struct Args {
     device: DeviceOpts,
 }
 
-pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
-    // Refused before a long text is read.
+pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {
+    // Refuse bad options before reading a long text.
     args.device.session(args.context, context)?;
     resolve::check(&args.model, context)?;
     let text = prompt::read_file(&args.file)?;
     if text.trim().is_empty() {
-        let message = format!("{} holds no text to score", args.file.display());
-        return Err(Hinted::new(message, "give a text of some hundred words or more").into());
+        let message = format!("{} contains no text to score", args.file.display());
+        return Err(Hinted::new(message, "give a text of at least a few hundred words").into());
     }
     let model = args.lora.apply(resolve::find(Some(&args.model), context)?.open()?)?;
     let window = args.context.unwrap_or(model.config().n_context.min(USUAL_WINDOW));
@@ -64,7 +64,7 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
         args.device.explain(&session);
     }
     let began = Instant::now();
-    // How many windows there are is known after the first.
+    // The number of windows is known after the first.
     let bar = Delayed::bar(args.chunks.map_or(1, |n| n.get() as u64), "scoring");
     let scored =
         session.perplexity(&text, window, args.chunks.map(NonZeroUsize::get), |n_windows, so_far| {
@@ -77,7 +77,7 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
     profile::finish(&session, &args.device)?;
     let seconds = began.elapsed().as_secs_f64();
     let rate = (scored.n_windows * window) as f64 / seconds.max(f64::MIN_POSITIVE);
-    let mut out = Out::new();
+    let mut out = Stdout::new();
     if args.json {
         return out.json(&json!({
             "model": model.name(),

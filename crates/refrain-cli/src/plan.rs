@@ -1,27 +1,27 @@
-//! `refrain plan`: what a step does, in which memory.
+//! `refrain plan`: the plan of a step and its memory.
 
 mod bandwidth;
 mod cost;
 mod html;
 mod text;
 
-use crate::cli::Context;
+use crate::cli::CliContext;
 use crate::fail::Hinted;
 use crate::opts::{DeviceOpts, GraphArg, LoraOpts};
-use crate::out::{Out, counted, short_rate, short_time, talk, thousands};
+use crate::out::{Stdout, counted, short_rate, short_time, talk, thousands};
 use crate::{resolve, stats};
 use bandwidth::Bandwidth;
 use refrain::graph::{Buffer, Op, Place, Plan, Step};
 use refrain::{DType, Planner, read_bandwidth};
-use refrain_hub::Bytes;
+use refrain_hub::ByteSize;
 use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 
 /// Show the plan of a step: segments, steps, memory, bytes per token
 ///
-/// A model's step is planned once: every buffer has its address before anything runs. The arena map shows which step
-/// uses which bytes. The bytes that a token reads, divided by the memory's bandwidth, bound the speed. On a CUDA device it
-/// also shows launches and kernels of a step, what host segments take over the bus, and the memory of the whole model.
+/// A step is planned once: every buffer has its address before anything runs. The arena map shows which step uses which
+/// bytes. The bytes that a token reads, divided by the memory bandwidth, bound the speed. For a CUDA device it also shows
+/// the launches and kernels of a step, the transfers of host segments, and the memory of the whole model.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Examples:
@@ -29,24 +29,24 @@ Examples:
   refrain plan smollm2 --tokens 64 --html plan.html
   refrain plan ./model.gguf --dot plan.dot && dot -Tsvg plan.dot -o plan.svg
   refrain plan smollm2 --bandwidth measure
-  refrain plan smollm2 --device cuda             launches, kernels and memory on a card")]
+  refrain plan smollm2 --device cuda             launches, kernels and memory on a GPU")]
 pub(crate) struct Args {
     /// A path, a short name such as smollm2, or owner/repo[:QUANT]
     #[arg(value_name = "MODEL")]
     model: String,
-    /// Tokens in the step: 1 for decoding, more for reading a prompt
+    /// Tokens in the step: 1 for decode, more for prefill
     #[arg(long, value_name = "N", default_value_t = 1)]
     tokens: usize,
-    /// Write the plan for Graphviz
+    /// Write the plan as a Graphviz file
     #[arg(long, value_name = "FILE")]
     dot: Option<PathBuf>,
-    /// Write a page with the arena map as a picture and every step
+    /// Write a page with the arena map and every step
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
-    /// The memory's bandwidth in GB/s, or `measure`, for the bound on speed
+    /// Memory bandwidth in GB/s, or `measure`, for the bound on speed
     #[arg(long, value_name = "GB/S")]
     bandwidth: Option<Bandwidth>,
-    /// Tokens that the cache holds [default: the smaller of the model's and 4096]
+    /// Context size in tokens [default: the smaller of 4096 and the model's limit]
     #[arg(short, long, value_name = "N")]
     context: Option<usize>,
     #[command(flatten)]
@@ -55,10 +55,10 @@ pub(crate) struct Args {
     device: DeviceOpts,
 }
 
-pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
+pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {
     let options = args.device.session(args.context, context)?;
     let files = resolve::find(Some(&args.model), context)?.files()?;
-    // Before the model takes its place there.
+    // Before the model is loaded.
     let bandwidth = match args.bandwidth {
         Some(Bandwidth::Measure) => Some((read_bandwidth(&options.device)?, " (measured)")),
         Some(Bandwidth::Stated(rate)) => Some((rate, "")),
@@ -83,7 +83,7 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
     if let Some(path) = &args.html {
         write(path, &html::page(&title, plan, &facts))?;
     }
-    let mut out = Out::new();
+    let mut out = Stdout::new();
     out.line(&title)?;
     out.text(&text::segments(plan))?;
     out.line("")?;
@@ -97,7 +97,7 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What a step reads and how fast it can be; on a CUDA device also its launches, what crosses the bus, and memory.
+/// Traffic and bound of a step; for a CUDA device also launches, transfers and memory.
 fn facts(
     args: &Args,
     planner: &Planner,
@@ -128,31 +128,31 @@ fn write(path: &Path, text: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What a step reads, and how fast it can be at most.
+/// Traffic of a step, and the bound on its speed.
 fn bounds(plan: &Plan, n_tokens: usize, context: usize, bandwidth: Option<(f64, &str)>) -> Vec<String> {
     let traffic = plan.traffic();
     let at_full = traffic.weight_bytes + traffic.kv_bytes(context);
     let per_token = match n_tokens {
         1 => ", which is one token".to_owned(),
-        n => format!(", {} per token", Bytes((traffic.weight_bytes / n) as u64)),
+        n => format!(", {} per token", ByteSize((traffic.weight_bytes / n) as u64)),
     };
     let mut lines =
-        vec![format!("reads    {} of weights in a step{per_token}", Bytes(traffic.weight_bytes as u64))];
+        vec![format!("reads    {} of weights per step{per_token}", ByteSize(traffic.weight_bytes as u64))];
     for kv in &traffic.kv {
-        let bytes = Bytes(kv.bytes_per_position as u64);
+        let bytes = ByteSize(kv.bytes_per_position as u64);
         let which = match kv.window {
-            Some(window) => format!("of the last {} looked back on", thousands(window)),
-            None => "position looked back on".into(),
+            Some(window) => format!("of the last {} positions", thousands(window)),
+            None => "position of the context".into(),
         };
         let dtype = cache_dtype(plan).map_or_else(String::new, |dtype| format!(" in {dtype}"));
         lines.push(format!("         {bytes} of KV cache{dtype} for each {which}"));
     }
-    lines.push(format!("         {} in a step at a full context of {context}", Bytes(at_full as u64)));
+    lines.push(format!("         {} per step at a full context of {context}", ByteSize(at_full as u64)));
     if let Some((per_second, source)) = bandwidth {
         let step = traffic.weight_bytes as f64 / per_second;
         let full = at_full as f64 / per_second;
         lines.push(format!(
-            "bound    {} tok/s at {:.1} GB/s{source}: {} a step, {} at a full context",
+            "bound    {} tok/s at {:.1} GB/s{source}: {} per step, {} at a full context",
             short_rate(n_tokens as f64 / step.max(f64::MIN_POSITIVE)),
             per_second / 1e9,
             short_time(step),
@@ -162,12 +162,12 @@ fn bounds(plan: &Plan, n_tokens: usize, context: usize, bandwidth: Option<(f64, 
     lines
 }
 
-/// The element type of the caches; all layers have the same.
+/// The element type of the KV cache, which is the same in all layers.
 fn cache_dtype(plan: &Plan) -> Option<DType> {
     plan.steps().iter().find(|s| matches!(s.op, Op::Attention(_))).map(|step| step.inputs[1].dtype)
 }
 
-/// Buffers that lie in the arena, with their offsets.
+/// The buffers in the arena, with their offsets.
 fn in_arena(plan: &Plan) -> impl Iterator<Item = (usize, usize, &Buffer)> {
     plan.buffers().iter().enumerate().filter_map(|(idx, buffer)| match buffer.place {
         Place::Arena { offset } => Some((idx, offset, buffer)),
@@ -181,7 +181,7 @@ fn writer(plan: &Plan, buffer_idx: usize) -> Option<(usize, &Step)> {
     plan.steps().iter().enumerate().find(|(_, step)| writes(step))
 }
 
-/// The types a step reads and writes, as its kernel is chosen by them.
+/// The types that a step reads and writes; they select its kernel.
 fn kernel(step: &Step) -> String {
     let mut reads: Vec<String> = step.inputs.iter().map(|o| o.dtype.to_string()).collect();
     reads.dedup();

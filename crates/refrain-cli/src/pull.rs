@@ -1,18 +1,18 @@
-//! `refrain pull`: fetch a model.
+//! `refrain pull`: download a model.
 
 use crate::bars;
-use crate::cli::Context;
+use crate::cli::CliContext;
 use crate::interrupt::Listening;
-use crate::out::{Out, counted, talk};
+use crate::out::{Stdout, counted, talk};
 use crate::resolve;
 use indicatif::ProgressBar;
-use refrain_hub::{Bytes, Event, LocalModel, ModelName, Progress};
+use refrain_hub::{ByteSize, LocalModel, ModelName, Progress, ProgressEvent};
 use std::sync::atomic::Ordering;
 
-/// Fetch a model into the local store
+/// Download a model into the local store
 ///
-/// A pull that was interrupted is continued by the next one. Models of the hub lie in the cache that the Hugging Face
-/// tools use; HF_ENDPOINT, HF_TOKEN and HF_HOME are honoured. Checksums are checked.
+/// An interrupted download is resumed by the next one. Models from the hub are stored in the cache of the Hugging Face
+/// tools; HF_ENDPOINT, HF_TOKEN and HF_HOME are respected. Checksums are verified.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Examples:
@@ -27,22 +27,22 @@ pub(crate) struct Args {
     name: String,
 }
 
-pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
+pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {
     if resolve::is_builtin(&args.name) {
-        talk!("{} is built into the program", args.name);
+        talk!("{} is built in: there is nothing to pull", args.name);
         return Ok(());
     }
     let name = resolve::parse(&args.name, context)?;
     let model = with_bars(&name, context)?;
     if !context.quiet {
         let licence = model.licence.as_ref().map_or_else(String::new, |l| format!(", licence {l}"));
-        talk!("{} is here: {}{licence}", model.name, Bytes(model.bytes));
+        talk!("{} is in the local store: {}{licence}", model.name, ByteSize(model.bytes));
     }
-    Out::new().line(model.path.display())
+    Stdout::new().line(model.path.display())
 }
 
-/// Pulls a model and shows how far it is.
-pub(crate) fn with_bars(name: &ModelName, context: &Context) -> anyhow::Result<LocalModel> {
+/// Pulls a model and shows the progress.
+pub(crate) fn with_bars(name: &ModelName, context: &CliContext) -> anyhow::Result<LocalModel> {
     let mut watcher = Watcher { bar: None, is_quiet: context.quiet, listening: context.interrupt.listen() };
     let pulled = context.store.pull(name, &mut watcher);
     watcher.end_bar();
@@ -74,52 +74,54 @@ impl Watcher<'_> {
 }
 
 impl Progress for Watcher<'_> {
-    fn on(&mut self, event: Event<'_>) {
+    fn on(&mut self, event: ProgressEvent<'_>) {
         match event {
-            Event::Plan { name, from, n_files, bytes, licence } => {
+            ProgressEvent::Plan { name, from, n_files, bytes, licence } => {
                 match n_files {
-                    0 => self.say(format_args!("{name}: all of it is here already")),
+                    0 => self.say(format_args!("{name}: already complete")),
                     _ => self.say(format_args!(
                         "{name}: {}, {} from {from}",
                         counted(n_files, "file"),
-                        Bytes(bytes)
+                        ByteSize(bytes)
                     )),
                 }
                 match licence {
-                    Some(licence) => self.say(format_args!("{name} comes under the licence {licence}")),
-                    None => self.say(format_args!("{name}: its source names no licence")),
+                    Some(licence) => self.say(format_args!("{name}: licence {licence}")),
+                    None => self.say(format_args!("{name}: the source names no licence")),
                 }
             }
-            Event::Start { file, done, total } => {
+            ProgressEvent::Start { file, done, total } => {
                 self.end_bar();
                 if done > 0 {
-                    self.say(format_args!("{file}: continuing at {}", Bytes(done)));
+                    self.say(format_args!("{file}: resuming at {}", ByteSize(done)));
                 }
                 if !self.is_quiet {
                     self.bar = Some(bars::bytes(total, done, file));
                 }
             }
-            Event::At { done } => {
+            ProgressEvent::At { done } => {
                 if let Some(bar) = &self.bar {
                     bar.set_position(done);
                 }
             }
-            Event::Done { file } => {
+            ProgressEvent::Done { file } => {
                 self.end_bar();
-                self.say(format_args!("{file}: complete, checksum right"));
+                self.say(format_args!("{file}: complete, checksum verified"));
             }
-            Event::Waiting { file } => {
-                self.say(format_args!("{file}: another process is pulling it; waiting"))
+            ProgressEvent::Waiting { file } => {
+                self.say(format_args!("{file}: waiting for another process that is pulling it"))
             }
-            Event::Retry { file, attempt, limit, after, because } => {
+            ProgressEvent::Retry { file, attempt, limit, after, because } => {
                 self.say(format_args!("{file}: {because}; attempt {attempt} of {limit} in {after:.0?}"));
             }
-            Event::Restart { file, because } => self.say(format_args!("{file}: {because}; fetching it anew")),
-            Event::Fallback { from, to, because } => {
-                self.end_bar();
-                self.say(format_args!("the {from} could not help ({because}); trying {to}"));
+            ProgressEvent::Restart { file, because } => {
+                self.say(format_args!("{file}: {because}; downloading it again"))
             }
-            // Events of later versions are progress too, but not worth a word yet.
+            ProgressEvent::Fallback { from, to, because } => {
+                self.end_bar();
+                self.say(format_args!("the {from} failed ({because}); trying {to}"));
+            }
+            // Events of later versions need no message.
             _ => {}
         }
     }

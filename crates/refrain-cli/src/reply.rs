@@ -1,46 +1,61 @@
-//! A reply, streamed to standard output or collected.
+//! Replies, streamed to standard output or collected.
 
 use crate::bars::Delayed;
-use crate::cli::Context;
+use crate::cli::CliContext;
 use crate::opts::Think;
-use crate::out::{DIM, Out};
-use refrain::{Generate, Part, PartKind, Prompt, Session, Summary, ThinkFilter, ThinkTags};
+use crate::out::{DIM, Stdout};
+use refrain::{
+    ChatReply, Generate, Generation, Part, PartKind, Prompt, Session, Summary, TextDelta, ThinkFilter,
+    ThinkTags,
+};
 
-/// Shorter prompts are evaluated before a bar could be seen.
+/// Shorter prompts are evaluated before a progress bar could be seen.
 const LONG_PROMPT: usize = 32;
 
-/// What came of a prompt.
-pub(crate) struct Reply {
-    /// All that was generated, tags included.
+/// A reply, complete or cut short by an error.
+pub(crate) struct ShownReply {
+    /// The whole generated text, including tags.
     pub(crate) text: String,
-    /// What is to be shown of it.
+    /// The part that is shown.
     pub(crate) shown: String,
-    /// The text's tokens.
+    /// Its tokens.
     pub(crate) tokens: Vec<u32>,
-    /// What it took.
+    /// Measurements.
     pub(crate) summary: Summary,
+    /// The error that ended it.
+    pub(crate) error: Option<anyhow::Error>,
+}
+
+impl ShownReply {
+    /// The reply, or the error that cut it short.
+    pub(crate) fn into_result(mut self) -> anyhow::Result<ShownReply> {
+        match self.error.take() {
+            Some(error) => Err(error),
+            None => Ok(self),
+        }
+    }
 }
 
 /// How a reply is shown.
 pub(crate) struct Show<'a> {
     /// Where it streams to; collected only when `None`.
-    pub(crate) out: Option<&'a mut Out>,
-    /// Splits thinking from the answer; `None` for raw text.
+    pub(crate) out: Option<&'a mut Stdout>,
+    /// Separates thinking from the answer; `None` for raw text.
     filter: Option<ThinkFilter>,
     think: Think,
 }
 
 impl<'a> Show<'a> {
-    /// A reply that is passed on as it is.
-    pub(crate) fn raw(out: Option<&'a mut Out>) -> Show<'a> {
+    /// Passes the reply on unchanged.
+    pub(crate) fn raw(out: Option<&'a mut Stdout>) -> Show<'a> {
         Show { out, filter: None, think: Think::Show }
     }
 
-    /// A reply to a rendered prompt that may begin with a thinking part.
-    pub(crate) fn chat(out: Option<&'a mut Out>, think: Think, prompt: &str) -> Show<'a> {
-        // What a pipe shows of the thinking is what the model wrote, tags included.
-        let is_told_apart = !think.shows() || out.as_ref().is_some_and(|out| out.is_terminal());
-        let filter = is_told_apart.then(|| ThinkFilter::for_prompt(ThinkTags::of_prompt(prompt), prompt));
+    /// Shows a reply to a rendered prompt that may start with a thinking part.
+    pub(crate) fn chat(out: Option<&'a mut Stdout>, think: Think, prompt: &str) -> Show<'a> {
+        // On a pipe, shown thinking is what the model wrote, including its tags.
+        let is_split = !think.shows() || out.as_ref().is_some_and(|out| out.is_terminal());
+        let filter = is_split.then(|| ThinkFilter::for_prompt(ThinkTags::of_prompt(prompt), prompt));
         Show { out, filter, think }
     }
 
@@ -74,37 +89,69 @@ impl<'a> Show<'a> {
     }
 }
 
-/// Generates behind `tokens` and shows it piece by piece. The first Ctrl-C ends the reply.
+/// A source of generated text.
+pub(crate) trait Generates<'g>: Iterator<Item = Result<TextDelta, refrain::Error>> + Sized {
+    fn summary(&self) -> &Summary;
+    fn on_prefill(self, report: impl FnMut(usize, usize) + 'g) -> Self;
+}
+
+impl<'g> Generates<'g> for Generation<'g> {
+    fn summary(&self) -> &Summary {
+        Generation::summary(self)
+    }
+
+    fn on_prefill(self, report: impl FnMut(usize, usize) + 'g) -> Self {
+        Generation::on_prefill(self, report)
+    }
+}
+
+impl<'g> Generates<'g> for ChatReply<'g> {
+    fn summary(&self) -> &Summary {
+        ChatReply::summary(self)
+    }
+
+    fn on_prefill(self, report: impl FnMut(usize, usize) + 'g) -> Self {
+        ChatReply::on_prefill(self, report)
+    }
+}
+
+/// Generates text after `tokens` and shows it as it arrives. The first Ctrl-C ends the reply.
 pub(crate) fn generate(
     session: &mut Session,
     tokens: &[u32],
     options: &Generate,
-    mut show: Show<'_>,
-    context: &Context,
-) -> anyhow::Result<Reply> {
+    show: Show<'_>,
+    context: &CliContext,
+) -> anyhow::Result<ShownReply> {
     let listening = context.interrupt.listen();
     let options = Generate { cancel: Some(listening.flag()), ..options.clone() };
-    let n_prompt = tokens.len() as u64;
-    let mut waiting = (tokens.len() >= LONG_PROMPT).then(|| Delayed::bar(n_prompt, "reading the prompt"));
+    Ok(collect(session.generate(Prompt::Tokens(tokens), &options)?, show))
+}
+
+/// Shows a reply as it arrives, and collects it.
+pub(crate) fn collect<'g>(generation: impl Generates<'g>, mut show: Show<'_>) -> ShownReply {
+    let n_prompt = generation.summary().n_prompt;
+    let mut waiting = (n_prompt >= LONG_PROMPT).then(|| Delayed::bar(n_prompt as u64, "reading the prompt"));
     let progress = waiting.as_ref().map(Delayed::handle);
-    let mut generation = session.generate(Prompt::Tokens(tokens), &options)?.on_prefill(move |done, _| {
+    let mut generation = generation.on_prefill(move |done, _| {
         if let Some(bar) = &progress {
             bar.set_position(done as u64);
         }
     });
-    let mut reply = Reply {
+    let mut reply = ShownReply {
         text: String::new(),
         shown: String::new(),
         tokens: Vec::new(),
         summary: generation.summary().clone(),
+        error: None,
     };
     let mut outcome = Ok(());
-    for piece in generation.by_ref() {
+    for delta in generation.by_ref() {
         waiting = None;
-        outcome = piece.map_err(anyhow::Error::from).and_then(|piece| {
-            reply.text.push_str(&piece.text);
-            reply.tokens.extend(piece.token);
-            show.push(&piece.text, &mut reply.shown)
+        outcome = delta.map_err(anyhow::Error::from).and_then(|delta| {
+            reply.text.push_str(&delta.text);
+            reply.tokens.extend(delta.token);
+            show.push(&delta.text, &mut reply.shown)
         });
         if outcome.is_err() {
             break;
@@ -114,8 +161,9 @@ pub(crate) fn generate(
     reply.summary = generation.summary().clone();
     let shown = outcome.and_then(|()| show.finish(&mut reply.shown));
     if let (Err(_), Some(out)) = (&shown, &mut show.out) {
-        // The message of the error begins on a line of its own.
+        // The error message starts on its own line.
         let _ = out.end_line();
     }
-    shown.map(|()| reply)
+    reply.error = shown.err();
+    reply
 }

@@ -1,7 +1,7 @@
-//! From what a person types to a model on this machine.
+//! From a name on the command line to a model on this machine.
 
 use crate::bars::Delayed;
-use crate::cli::Context;
+use crate::cli::CliContext;
 use crate::out::talk;
 use crate::pull;
 use refrain::{Builtin, Model, ModelFiles};
@@ -13,11 +13,11 @@ const NEAR_ENOUGH: f64 = 0.7;
 
 /// A model that can be opened.
 #[derive(Debug, Clone)]
-pub(crate) struct Found {
-    /// The name it was found by.
+pub(crate) struct FoundModel {
+    /// The name that found it.
     pub(crate) name: String,
     location: Location,
-    /// The terms it comes under, where they are known.
+    /// Its licence, if known.
     pub(crate) licence: Option<Licence>,
 }
 
@@ -27,13 +27,13 @@ enum Location {
     Path(PathBuf),
 }
 
-impl Found {
-    fn builtin(builtin: Builtin) -> Found {
-        Found { name: builtin.name().to_owned(), location: Location::Builtin(builtin), licence: None }
+impl FoundModel {
+    fn builtin(builtin: Builtin) -> FoundModel {
+        FoundModel { name: builtin.name().to_owned(), location: Location::Builtin(builtin), licence: None }
     }
 
-    fn at(name: String, path: PathBuf, licence: Option<Licence>) -> Found {
-        Found { name, location: Location::Path(path), licence }
+    fn at(name: String, path: PathBuf, licence: Option<Licence>) -> FoundModel {
+        FoundModel { name, location: Location::Path(path), licence }
     }
 
     /// Opens and checks the model.
@@ -45,7 +45,7 @@ impl Found {
         }
     }
 
-    /// Opens the files only: they may hold less than a whole model.
+    /// Opens only the files, which may contain less than a whole model.
     pub(crate) fn files(&self) -> anyhow::Result<ModelFiles> {
         match &self.location {
             Location::Builtin(builtin) => Ok(builtin.files()?),
@@ -55,39 +55,43 @@ impl Found {
     }
 }
 
-/// The model of that name, or the built-in story model. A known name that is not here is pulled.
-pub(crate) fn find(name: Option<&str>, context: &Context) -> anyhow::Result<Found> {
+/// Finds a model by name; without a name, the built-in story model. A known model that is not in the store is pulled.
+pub(crate) fn find(name: Option<&str>, context: &CliContext) -> anyhow::Result<FoundModel> {
     find_or(name, Builtin::Stories, context)
 }
 
-/// As [`find`], with another built-in model to use without a name.
-pub(crate) fn find_or(name: Option<&str>, default: Builtin, context: &Context) -> anyhow::Result<Found> {
-    let Some(text) = name else { return Ok(Found::builtin(default)) };
+/// As [`find`], with another built-in model as the default.
+pub(crate) fn find_or(
+    name: Option<&str>,
+    default: Builtin,
+    context: &CliContext,
+) -> anyhow::Result<FoundModel> {
+    let Some(text) = name else { return Ok(FoundModel::builtin(default)) };
     if let Some(builtin) = builtin(text) {
-        return Ok(Found::builtin(builtin));
+        return Ok(FoundModel::builtin(builtin));
     }
     let name = parse(text, context)?;
-    let found = |model: LocalModel| Found::at(model.name, model.path, model.licence);
+    let found = |model: LocalModel| FoundModel::at(model.name, model.path, model.licence);
     if let Some(model) = context.store.find(&name)? {
         return Ok(found(model));
     }
     if let ModelName::Path(path) = name {
-        // Opening it says what the system has against it.
-        return Ok(Found::at(text.to_owned(), path, None));
+        // Opening it reports the error of the system.
+        return Ok(FoundModel::at(text.to_owned(), path, None));
     }
     if !context.quiet && !context.store.env().offline {
-        talk!("{name} is not here yet: pulling it");
+        talk!("{name} is not in the local store: pulling it");
     }
     pull::with_bars(&name, context).map(found)
 }
 
-/// Refuses a name that cannot be one, without looking for the model.
-pub(crate) fn check(text: &str, context: &Context) -> Result<(), HubError> {
+/// Refuses an invalid name without searching for the model.
+pub(crate) fn check(text: &str, context: &CliContext) -> Result<(), HubError> {
     if is_builtin(text) { Ok(()) } else { parse(text, context).map(drop) }
 }
 
-/// Reads a name; an unknown one is an error with the nearest.
-pub(crate) fn parse(text: &str, context: &Context) -> Result<ModelName, HubError> {
+/// Parses a name; the error of an unknown name suggests the nearest known one.
+pub(crate) fn parse(text: &str, context: &CliContext) -> Result<ModelName, HubError> {
     ModelName::parse(text).map_err(|error| match error {
         HubError::UnknownName { name, nearest } => {
             let nearest = nearest.or_else(|| context.store.nearest(&name)).or_else(|| near_builtin(&name));
@@ -98,7 +102,7 @@ pub(crate) fn parse(text: &str, context: &Context) -> Result<ModelName, HubError
     })
 }
 
-/// Whether a lone argument of `run` means a model: a path that exists, or a name that is known.
+/// Whether the only argument of `run` is a model: an existing path, or a known name.
 pub(crate) fn is_model(text: &str) -> bool {
     is_builtin(text)
         || ModelName::is_known(text)
@@ -114,12 +118,12 @@ pub(crate) fn is_builtin(text: &str) -> bool {
 }
 
 fn builtin(text: &str) -> Option<Builtin> {
-    // A file of that name is meant by those who have one.
+    // A file of that name takes precedence.
     Builtin::named(text).filter(|_| !Path::new(text).exists())
 }
 
 fn near_builtin(name: &str) -> Option<String> {
-    // Too many words are one letter from `chat`: `cat` is more probably a prompt.
+    // Too many words differ from `chat` in one letter: `cat` is more likely a prompt.
     const ONE_SLIP_IN_FIVE: f64 = 0.8;
     let name = name.to_lowercase();
     Builtin::ALL
@@ -130,7 +134,7 @@ fn near_builtin(name: &str) -> Option<String> {
         .map(|(_, name)| name.to_owned())
 }
 
-/// For a path that does not exist, names the file beside it that was probably meant.
+/// For a path that does not exist, suggests the file in its folder with the nearest name.
 fn with_nearest_file(path: &Path, error: anyhow::Error) -> anyhow::Error {
     let wanted = path.file_name().map(|name| name.to_string_lossy().to_lowercase());
     let folder = path.parent().map(|p| if p.as_os_str().is_empty() { Path::new(".") } else { p });

@@ -1,31 +1,31 @@
 //! `refrain run`: one prompt, one reply.
 
-use crate::cli::{Cli, Context};
+use crate::cli::{Cli, CliContext};
 use crate::fail::{Hinted, Interrupted};
 use crate::opts::{DeviceOpts, LoraOpts, SamplingOpts, Think};
-use crate::out::{DIM, Out, talk, thousands};
+use crate::out::{DIM, Stdout, talk, thousands};
 use crate::prompt::Sources;
-use crate::reply::{self, Reply, Show};
+use crate::reply::{self, Show, ShownReply};
 use crate::resolve;
 use crate::{chat, out, profile, stats};
 use clap::CommandFactory;
 use clap::error::ErrorKind;
-use refrain::{Finish, Generate, Message, Model, Session};
+use refrain::{Finish, Generate, Message, Model, Role, Session};
 use refrain_hub::HubError;
 use std::io::IsTerminal;
 use std::path::PathBuf;
 use std::time::Instant;
 
-/// A raw text has no end of turn.
+/// Limit for raw text, which has no end of turn.
 const RAW_MAX_TOKENS: usize = 256;
-/// Longer prompts are not repeated in front of their continuation.
+/// Longer prompts are not shown before their continuation.
 const SHOWN_PROMPT_CHARS: usize = 400;
 
 /// Reply to a prompt, or continue a text
 ///
-/// The prompt comes from the argument, from -f and from standard input; all that is there is joined. A model with a
-/// chat template replies; one without, or with --raw, continues the text. Only the reply goes to standard output.
-/// `run MODEL` alone opens a chat on a terminal.
+/// The prompt is the argument, the file of -f and standard input, joined by line breaks. A model with a chat template
+/// replies to it; a model without one, or --raw, continues the text. Only the reply goes to standard output. On a
+/// terminal, `run MODEL` without a prompt opens a chat.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Examples:
@@ -36,31 +36,31 @@ Examples:
   refrain run --raw --temp 0 -n 48 smollm2 \"The capital of France is\"
   refrain run smollm2 \"Three colours, please\" --json | jq -r .text")]
 pub(crate) struct Args {
-    /// A path, a short name such as smollm2, or owner/repo[:QUANT]; the built-in story model unless given
+    /// A path, a short name such as smollm2, or owner/repo[:QUANT]; the built-in story model by default
     #[arg(value_name = "MODEL")]
     first: Option<String>,
-    /// What to reply to
+    /// The text to reply to
     #[arg(value_name = "PROMPT")]
     second: Option<String>,
-    /// The model, where the first argument should be the prompt
+    /// The model; the first argument is then the prompt
     #[arg(short, long, value_name = "MODEL")]
     model: Option<String>,
-    /// The prompt, where the first argument should be the model
+    /// The prompt; the first argument is then the model
     #[arg(short, long, value_name = "TEXT")]
     prompt: Option<String>,
     /// Read the prompt from a file; - is standard input
     #[arg(short, long, value_name = "FILE")]
     file: Option<PathBuf>,
-    /// Continue the text as it is, without the chat template
+    /// Continue the text without the chat template
     #[arg(long)]
     raw: bool,
-    /// What the model is told before the conversation
+    /// System prompt: instructions for the whole conversation
     #[arg(long, value_name = "TEXT", conflicts_with = "raw")]
     system: Option<String>,
-    /// What to do with the part in which a model thinks
+    /// How to treat the thinking part of a reply
     #[arg(long, value_name = "HOW", default_value = "show", conflicts_with = "raw")]
     think: Think,
-    /// Tokens to hold, prompt and reply together [default: the smaller of the model's and 4096]
+    /// Context size in tokens, prompt and reply together [default: the smaller of 4096 and the model's limit]
     #[arg(short, long, value_name = "N")]
     context: Option<usize>,
     /// Print a summary on standard error
@@ -77,12 +77,11 @@ pub(crate) struct Args {
     device: DeviceOpts,
 }
 
-pub(crate) fn run(args: Args, context: &Context) -> anyhow::Result<()> {
+pub(crate) fn run(args: Args, context: &CliContext) -> anyhow::Result<()> {
     args.device.session(args.context, context)?;
-    args.sampling.check()?;
-    let (name, text) = args.who_and_what()?;
+    let (name, text) = args.model_and_prompt()?;
     if let Some(name) = &name {
-        // A mistyped name is told before standard input is waited for.
+        // A mistyped name is refused before waiting for standard input.
         resolve::check(name, context).map_err(|error| args.or_a_prompt(error))?;
     }
     let sources = Sources { text: text.as_deref(), file: args.file.as_deref(), quiet: context.quiet };
@@ -97,21 +96,23 @@ pub(crate) fn run(args: Args, context: &Context) -> anyhow::Result<()> {
     say_context(&session, &args.device, context);
     let sampling = args.sampling.params(&model);
     let seed = sampling.seed;
-    let mut out = Out::new();
+    let mut out = Stdout::new();
+    model.check_length(prompt.len(), session.context())?;
     let request = args.request(&model, &prompt, context)?;
     let options = args.sampling.generate(sampling, request.usual_max_tokens);
     let streams = (!args.json).then_some(&mut out);
     let reply = args.reply(&mut session, &request, &options, streams, context)?;
-    if args.json {
+    // The partial reply of a device that was lost is worth keeping.
+    if args.json && (reply.error.is_none() || !reply.tokens.is_empty()) {
         out.json(&stats::to_json(&session, &reply, &found.name, load, seed))?;
-    } else {
+    }
+    let reply = reply.into_result()?;
+    if !args.json {
         out.line("")?;
     }
     if reply.summary.finish == Some(Finish::ContextFull) && !context.quiet {
-        talk!(
-            "the context of {} tokens is full, the reply ends here (-c raises it)",
-            thousands(session.context())
-        );
+        let raise = if session.context() < model.config().n_context { " (-c raises it)" } else { "" };
+        talk!("the context of {} tokens is full, the reply ends here{raise}", thousands(session.context()));
     }
     profile::finish(&session, &args.device)?;
     if args.stats {
@@ -123,8 +124,8 @@ pub(crate) fn run(args: Args, context: &Context) -> anyhow::Result<()> {
     }
 }
 
-/// A prompt, ready for the model.
-struct Request {
+/// A tokenized prompt.
+struct RunRequest {
     tokens: Vec<u32>,
     /// The rendered chat; `None` for raw text.
     rendered: Option<String>,
@@ -132,20 +133,20 @@ struct Request {
 }
 
 impl Args {
-    /// Tells the model's name and the prompt apart.
-    fn who_and_what(&self) -> anyhow::Result<(Option<String>, Option<String>)> {
+    /// Decides which argument is the model and which is the prompt.
+    fn model_and_prompt(&self) -> anyhow::Result<(Option<String>, Option<String>)> {
         let mut given = [&self.first, &self.second].into_iter().flatten().cloned();
         let (model, prompt) = (self.model.clone(), self.prompt.clone());
         let (first, second) = (given.next(), given.next());
-        let told = match (model, prompt, first, second) {
+        let names = match (model, prompt, first, second) {
             (Some(_), Some(_), Some(_), _) => {
-                return Err(conflict("--model and --prompt leave no room for it"));
+                return Err(conflict("--model and --prompt already give both"));
             }
             (Some(_), None, Some(_), Some(_)) => {
-                return Err(conflict("with --model, one argument is left: the prompt"));
+                return Err(conflict("with --model, the only argument is the prompt"));
             }
             (None, Some(_), Some(_), Some(_)) => {
-                return Err(conflict("with --prompt, one argument is left: the model"));
+                return Err(conflict("with --prompt, the only argument is the model"));
             }
             (Some(model), prompt, text, None) => (Some(model), prompt.or(text)),
             (None, Some(prompt), model, None) => (model, Some(prompt)),
@@ -156,15 +157,15 @@ impl Args {
             (None, None, Some(one), None) => (Some(one), None),
             (model, prompt, None, _) => (model, prompt),
         };
-        Ok(told)
+        Ok(names)
     }
 
-    /// A lone word that is no model may have been meant as a prompt.
+    /// A single word that is not a model may have been meant as a prompt.
     fn or_a_prompt(&self, error: HubError) -> anyhow::Error {
-        let is_lone = self.model.is_none() && self.prompt.is_none() && self.second.is_none();
+        let is_single = self.model.is_none() && self.prompt.is_none() && self.second.is_none();
         match error {
-            HubError::UnknownName { name, nearest: None } if is_lone => {
-                let hint = "if it is the prompt, pass it with -p; a model is a path, owner/repo, or a name of \
+            HubError::UnknownName { name, nearest: None } if is_single => {
+                let hint = "if it is the prompt, pass it with -p; a model is a path, owner/repo, or a name from \
                             `refrain list --known`";
                 Hinted::new(format!("no model is called `{name}`"), hint).into()
             }
@@ -172,8 +173,8 @@ impl Args {
         }
     }
 
-    /// On a terminal and without a prompt, a model that was named is chatted with.
-    fn without_prompt(self, name: Option<String>, context: &Context) -> anyhow::Result<()> {
+    /// Without a prompt, a named model on a terminal opens a chat.
+    fn without_prompt(self, name: Option<String>, context: &CliContext) -> anyhow::Result<()> {
         let is_plain = !self.raw && !self.json && std::io::stdout().is_terminal();
         match name {
             Some(name) if is_plain => {
@@ -182,6 +183,7 @@ impl Args {
                     system: self.system,
                     think: self.think,
                     context: self.context,
+                    on_full: chat::OnFullArg::Shift,
                     stats: self.stats,
                     lora: self.lora,
                     sampling: self.sampling,
@@ -193,35 +195,37 @@ impl Args {
         }
     }
 
-    fn request(&self, model: &Model, text: &str, context: &Context) -> anyhow::Result<Request> {
+    fn request(&self, model: &Model, text: &str, context: &CliContext) -> anyhow::Result<RunRequest> {
         let is_raw = self.raw || model.chat_template().is_none();
         if !self.raw && is_raw {
             if !context.quiet {
-                talk!("{} has no chat template: it continues the text as it is", model.name());
+                talk!("{} has no chat template: it continues the text", model.name());
             }
             if self.system.is_some() {
-                let hint = "put the system text in front of the prompt, or use an instruction-tuned model";
-                return Err(Hinted::new(format!("{} has no place for --system", model.name()), hint).into());
+                let hint = "put the system prompt before the prompt, or use an instruction-tuned model";
+                return Err(
+                    Hinted::new(format!("{} has no chat template for --system", model.name()), hint).into()
+                );
             }
         }
         if is_raw {
             let tokens = model.text_tokens(text)?;
-            return Ok(Request { tokens, rendered: None, usual_max_tokens: Some(RAW_MAX_TOKENS) });
+            return Ok(RunRequest { tokens, rendered: None, usual_max_tokens: Some(RAW_MAX_TOKENS) });
         }
-        let system = self.system.as_ref().map(|text| Message::new("system", text));
-        let messages: Vec<Message> = system.into_iter().chain([Message::new("user", text)]).collect();
+        let system = self.system.as_ref().map(|text| Message::new(Role::System, text));
+        let messages: Vec<Message> = system.into_iter().chain([Message::new(Role::User, text)]).collect();
         let (rendered, tokens) = chat::render(model, &messages, self.think)?;
-        Ok(Request { tokens, rendered: Some(rendered), usual_max_tokens: None })
+        Ok(RunRequest { tokens, rendered: Some(rendered), usual_max_tokens: None })
     }
 
     fn reply(
         &self,
         session: &mut Session,
-        request: &Request,
+        request: &RunRequest,
         options: &Generate,
-        out: Option<&mut Out>,
-        context: &Context,
-    ) -> anyhow::Result<Reply> {
+        out: Option<&mut Stdout>,
+        context: &CliContext,
+    ) -> anyhow::Result<ShownReply> {
         let show = match &request.rendered {
             Some(rendered) => Show::chat(out, self.think, rendered),
             None => {
@@ -235,7 +239,7 @@ impl Args {
     }
 }
 
-/// A text reads better with its beginning: on a terminal it stands in front of the continuation, dimmed.
+/// Shows the prompt on a terminal, dimmed, so that its continuation reads as one text.
 fn say_prompt(model: &Model, tokens: &[u32]) {
     let text = model.tokenizer().decode(tokens).unwrap_or_default();
     if text.chars().count() <= SHOWN_PROMPT_CHARS {
@@ -243,8 +247,8 @@ fn say_prompt(model: &Model, tokens: &[u32]) {
     }
 }
 
-/// Says where the model runs and how much it can hold.
-pub(crate) fn say_context(session: &Session, device: &DeviceOpts, context: &Context) {
+/// Prints the device and the context size.
+pub(crate) fn say_context(session: &Session, device: &DeviceOpts, context: &CliContext) {
     if context.quiet {
         return;
     }
@@ -260,7 +264,7 @@ pub(crate) fn say_context(session: &Session, device: &DeviceOpts, context: &Cont
 fn conflict(because: &str) -> anyhow::Error {
     let message = format!("there is one argument too many: {because}");
     let mut command = Cli::command();
-    // Built, so that the usage line names the whole command.
+    // Building it puts the whole command into the usage line.
     command.build();
     let run = command.find_subcommand_mut("run");
     match run {

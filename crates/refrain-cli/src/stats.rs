@@ -1,14 +1,14 @@
-//! What a reply took, as a summary and as JSON.
+//! Measurements of a reply, as a summary and as JSON.
 
 use crate::out::{short_rate, short_time, talk, thousands};
-use crate::reply::Reply;
-use refrain::trial::Choice;
-use refrain::{Accounting, Finish, Resident, Session, Status, StepKind, Tally, Upload};
-use refrain_hub::Bytes;
+use crate::reply::ShownReply;
+use refrain::trial::MethodChoice;
+use refrain::{Accounting, Finish, ResidentMemory, Session, Status, StepKind, Tally, Upload};
+use refrain_hub::ByteSize;
 use serde_json::{Value, json};
 use std::time::Duration;
 
-/// The word for why a reply ended.
+/// The name of the reason why a reply ended.
 pub(crate) fn finish_word(finish: Option<&Finish>) -> &'static str {
     match finish {
         Some(Finish::EndOfTurn) => "end_of_turn",
@@ -21,7 +21,7 @@ pub(crate) fn finish_word(finish: Option<&Finish>) -> &'static str {
 }
 
 /// Prints a summary on standard error.
-pub(crate) fn print(session: &Session, reply: &Reply, load: Duration, seed: u64) {
+pub(crate) fn print(session: &Session, reply: &ShownReply, load: Duration, seed: u64) {
     let summary = &reply.summary;
     let read = bytes_per_token(session, reply);
     let ledger = session.ledger();
@@ -41,15 +41,16 @@ pub(crate) fn print(session: &Session, reply: &Reply, load: Duration, seed: u64)
     if let Some(choice) = session.graph_choice() {
         talk!("method   {}: {}", choice.method, choice.because);
     }
-    let resident = Resident::of_this_process()
-        .map_or_else(String::new, |r| format!(", {} resident now, {} at most", Bytes(r.now), Bytes(r.most)));
-    let weights = Bytes(session.model().weight_bytes() as u64);
+    let resident = ResidentMemory::of_this_process().map_or_else(String::new, |r| {
+        format!(", {} resident now, {} at most", ByteSize(r.now), ByteSize(r.most))
+    });
+    let weights = ByteSize(session.model().weight_bytes() as u64);
     talk!("memory   {weights} of weights{resident}");
     let why = match summary.finish {
         Some(Finish::EndOfTurn) => "at the end of the turn",
-        Some(Finish::MaxTokens) => "after as many tokens as asked for (-n)",
+        Some(Finish::MaxTokens) => "at the limit of -n",
         Some(Finish::StopText) => "at a stop text",
-        Some(Finish::ContextFull) => "with a full context (-c raises it)",
+        Some(Finish::ContextFull) => "with a full context",
         Some(Finish::Cancelled) => "by Ctrl-C",
         None => "early",
     };
@@ -66,7 +67,7 @@ fn print_device(status: &Status) {
     talk!("weights  {}", upload_line(&status.upload));
 }
 
-/// The graphs in service, and what they took to be made.
+/// Prints the graphs in use and how long it took to make them.
 pub(crate) fn print_graphs(status: &Status) {
     for graph in &status.graphs {
         let same = if graph.bit_exact { "bit-exact" } else { "within the kernels' tolerance" };
@@ -95,28 +96,28 @@ pub(crate) fn print_graphs(status: &Status) {
     }
 }
 
-/// How fast weights came to a device.
+/// Upload speed of the weights.
 pub(crate) fn upload_line(upload: &Upload) -> String {
     let rate = upload.bytes_per_second() / 1e9;
-    format!("{} sent in {}, {rate:.1} GB/s", Bytes(upload.bytes), short_time(upload.took.as_secs_f64()))
+    format!("{} sent in {}, {rate:.1} GB/s", ByteSize(upload.bytes), short_time(upload.took.as_secs_f64()))
 }
 
-/// What a model takes on a device, and how much of it there was.
+/// Memory of a model on a device.
 pub(crate) fn memory_line(memory: &Accounting) -> String {
     let m = memory;
     let [weights, kv, arena, work] =
-        [m.weight_bytes, m.kv_bytes, m.arena_bytes, m.workspace_bytes].map(Bytes);
-    let [all, free, device] = [m.total(), m.free_bytes, m.device_bytes].map(Bytes);
+        [m.weight_bytes, m.kv_bytes, m.arena_bytes, m.workspace_bytes].map(ByteSize);
+    let [all, free, device] = [m.total(), m.free_bytes, m.device_bytes].map(ByteSize);
     let shared = match (m.unified, m.host_weight_bytes) {
         (false, _) => String::new(),
-        (true, 0) => ", shared with the host, which keeps no second copy of the weights".to_owned(),
+        (true, 0) => ", shared with the host, which has no second copy of the weights".to_owned(),
         (true, bytes) => {
-            format!(", shared with the host, which keeps {} of the weights as well", Bytes(bytes))
+            format!(", shared with the host, which keeps {} of the weights as well", ByteSize(bytes))
         }
     };
     let pinned = match m.pinned_bytes {
         0 => String::new(),
-        bytes => format!(", and {} of weights in pinned memory of the host", Bytes(bytes)),
+        bytes => format!(", and {} of weights in pinned host memory", ByteSize(bytes)),
     };
     format!(
         "{weights} of weights, {kv} of KV, {arena} of arena, {work} of workspace: {all} of {free} free, {device} in all{shared}{pinned}"
@@ -129,8 +130,8 @@ fn speed(decode: &Tally, bytes_per_token: usize) -> String {
     format!("{} tok/s  ({} each, {gigabytes:.1} GB/s)   ", short_rate(rate), short_time(1.0 / rate))
 }
 
-/// Bytes that a step reads, half way through the reply.
-fn bytes_per_token(session: &Session, reply: &Reply) -> usize {
+/// Bytes that a step reads, halfway through the reply.
+fn bytes_per_token(session: &Session, reply: &ShownReply) -> usize {
     let position = reply.summary.n_prompt + reply.summary.n_generated / 2;
     session.plan(1).map_or(0, |plan| {
         let traffic = plan.traffic();
@@ -138,8 +139,8 @@ fn bytes_per_token(session: &Session, reply: &Reply) -> usize {
     })
 }
 
-/// The reply and what it took, as one object.
-pub(crate) fn to_json(session: &Session, reply: &Reply, name: &str, load: Duration, seed: u64) -> Value {
+/// The reply and its measurements as one object.
+pub(crate) fn to_json(session: &Session, reply: &ShownReply, name: &str, load: Duration, seed: u64) -> Value {
     let summary = &reply.summary;
     let ledger = session.ledger();
     let (prefill, decode) = (ledger.tally(StepKind::Prompt), ledger.tally(StepKind::Decode));
@@ -148,7 +149,11 @@ pub(crate) fn to_json(session: &Session, reply: &Reply, name: &str, load: Durati
         "model": name,
         "text": reply.shown,
         "tokens": reply.tokens,
-        "finish": finish_word(summary.finish.as_ref()),
+        "finish": match &reply.error {
+            Some(_) => "error",
+            None => finish_word(summary.finish.as_ref()),
+        },
+        "error": reply.error.as_ref().map(|error| format!("{error:#}")),
         "n_prompt": summary.n_prompt,
         "n_evaluated": summary.n_evaluated,
         "n_generated": summary.n_generated,
@@ -166,8 +171,8 @@ pub(crate) fn to_json(session: &Session, reply: &Reply, name: &str, load: Durati
     })
 }
 
-/// How graphs are recorded, and why.
-fn choice_json(choice: &Choice) -> Value {
+/// The recording method and the reason for it.
+fn choice_json(choice: &MethodChoice) -> Value {
     json!({
         "method": choice.method.to_string(),
         "because": choice.because,
@@ -185,7 +190,7 @@ pub(crate) fn tally_json(tally: &Tally) -> Value {
         "host_steps": tally.host_steps,
         "eager": tally.eager,
         "failed": tally.failed,
-        "unused": tally.unused,
+        "unused": tally.discarded,
         "reasons": reasons,
     })
 }

@@ -1,13 +1,13 @@
-//! `refrain tokenize`: a text as a model reads it.
+//! `refrain tokenize`: the tokens of a text.
 
-use crate::cli::Context;
-use crate::out::Out;
+use crate::cli::CliContext;
+use crate::out::Stdout;
 use crate::{prompt, resolve};
 use refrain::Model;
 
-/// Show how a model's tokenizer cuts a text
+/// Show how a model's tokenizer splits a text
 ///
-/// Works with files that hold nothing but a vocabulary, too. Without TEXT, standard input is read, every byte of it.
+/// Also works with files that contain only a vocabulary. Without TEXT, all of standard input is read.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Examples:
@@ -18,21 +18,21 @@ pub(crate) struct Args {
     /// A path, a short name such as smollm2, or owner/repo[:QUANT]
     #[arg(value_name = "MODEL")]
     model: String,
-    /// The text; standard input unless given
+    /// The text; standard input by default
     #[arg(value_name = "TEXT")]
     text: Option<String>,
-    /// Print the ids only, separated by blanks
+    /// Print only the ids, separated by spaces
     #[arg(long)]
     ids: bool,
-    /// Leave out what the model wants around a text, such as BOS
+    /// Omit the tokens that the model expects around a text, such as BOS
     #[arg(long)]
     no_bos: bool,
-    /// Read texts such as <|im_end|> as control tokens
+    /// Parse texts such as <|im_end|> as control tokens
     #[arg(long)]
     special: bool,
 }
 
-pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
+pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {
     let files = resolve::find(Some(&args.model), context)?.files()?;
     let tokenizer = Model::open_tokenizer(&files)?;
     let text = match &args.text {
@@ -40,7 +40,7 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
         None => prompt::read_stdin(context.quiet)?,
     };
     let ids = tokenizer.encode(&text, !args.no_bos, args.special).map_err(refrain::Error::from)?;
-    let mut out = Out::new();
+    let mut out = Stdout::new();
     if args.ids {
         let ids: Vec<String> = ids.iter().map(u32::to_string).collect();
         return out.line(ids.join(" "));
@@ -48,7 +48,7 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
     let mut lines = String::new();
     for &id in &ids {
         let piece = tokenizer.piece(id).unwrap_or_default();
-        // Control tokens stand for no text; their name in the vocabulary tells them.
+        // Control tokens have no text; show their name in the vocabulary.
         let shown = match piece {
             [] => tokenizer.decode_with_special(&[id]).map_err(refrain::Error::from)?,
             bytes => quoted(bytes),
@@ -58,7 +58,7 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
     out.text(&lines)
 }
 
-/// Bytes as a reader can tell them apart: text where it is text.
+/// Quotes bytes: as text if they are text, escaped otherwise.
 fn quoted(bytes: &[u8]) -> String {
     match std::str::from_utf8(bytes) {
         Ok(text) => format!("{text:?}"),

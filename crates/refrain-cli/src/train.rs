@@ -1,15 +1,15 @@
 //! `refrain train`: a model from scratch, or from one that exists.
 
 use crate::bars::{Delayed, Phases};
-use crate::cli::Context;
+use crate::cli::CliContext;
 use crate::fail::{Hinted, Interrupted};
 use crate::opts::{self, DeviceArg, DeviceOpts, GraphArg, KvArg, MethodArg, PleArg};
-use crate::out::{DIM, Out, counted, short_count, short_rate, talk, thousands};
+use crate::out::{DIM, Stdout, counted, short_count, short_rate, talk, thousands};
 use crate::resolve;
 use refrain::graph::Ran;
 use refrain::train::{
     Checkpoint, Clip, ConfigOverlay, EvalSource, Export, ExportForm, Finished, GraphChoice, Masters,
-    NewModel, OnLong, Order, Paths, Precision, Preparing, Resume, ScheduleKind, Size, TokenizerSource,
+    MemorySize, NewModel, OnLong, Order, Paths, Precision, Preparing, Resume, ScheduleKind, TokenizerSource,
     TrainConfig, TrainError, TrainEvent, TrainOptions, Training,
 };
 use refrain::{ModelFiles, SessionOptions};
@@ -214,7 +214,7 @@ pub(crate) struct TrainDeviceOpts {
 }
 
 /// A run as a command asks for it.
-pub(crate) struct Request<'a> {
+pub(crate) struct TrainRequest<'a> {
     /// Keys that the command sets before anything else does.
     pub(crate) usual: TrainConfig,
     /// A file of keys and values.
@@ -227,7 +227,7 @@ pub(crate) struct Request<'a> {
     pub(crate) device: &'a TrainDeviceOpts,
 }
 
-pub(crate) fn run(args: Args, context: &Context) -> anyhow::Result<()> {
+pub(crate) fn run(args: Args, context: &CliContext) -> anyhow::Result<()> {
     let mut overlay = overlay(&args.data, &args.steps, &args.run, &args.device);
     overlay.from = args.source.from.clone();
     overlay.new = args.source.new.clone();
@@ -235,11 +235,11 @@ pub(crate) fn run(args: Args, context: &Context) -> anyhow::Result<()> {
     overlay.tokenizer = args.source.tokenizer.clone();
     let (usual, file) = (TrainConfig::default(), args.config.as_deref());
     let (run, device) = (&args.run, &args.device);
-    train(&Request { usual, file, overlay, is_full: false, run, device }, context)
+    train(&TrainRequest { usual, file, overlay, is_full: false, run, device }, context)
 }
 
 /// Trains as a command asks for it.
-pub(crate) fn train(request: &Request<'_>, context: &Context) -> anyhow::Result<()> {
+pub(crate) fn train(request: &TrainRequest<'_>, context: &CliContext) -> anyhow::Result<()> {
     let config = request.configuration()?;
     config.validate().map_err(TrainError::from).map_err(refrain::Error::from)?;
     let options = request.options(&config, context)?;
@@ -322,7 +322,7 @@ impl RunOpts {
     }
 }
 
-impl Request<'_> {
+impl TrainRequest<'_> {
     /// The checkpoint's configuration where the run goes on, then the file, then the flags.
     fn configuration(&self) -> anyhow::Result<TrainConfig> {
         let refuse = |error: TrainError| anyhow::Error::from(refrain::Error::from(error));
@@ -367,13 +367,13 @@ impl Request<'_> {
         flags.from.is_some() || flags.new.is_some() || file.from.is_some() || file.new.is_some()
     }
 
-    fn options(&self, config: &TrainConfig, context: &Context) -> anyhow::Result<TrainOptions> {
+    fn options(&self, config: &TrainConfig, context: &CliContext) -> anyhow::Result<TrainOptions> {
         let device = opts::parse_device(&config.device)
             .map_err(|known| Hinted::new(format!("device is `{}`", config.device), known))?;
         // A GPU replays or says why not; the CPU has nothing to replay.
         let has_card = match device {
             DeviceArg::Cuda(_) | DeviceArg::Sim => true,
-            DeviceArg::Auto => refrain_driver::Device::look(DeviceKind::Cuda(0)).is_ok(),
+            DeviceArg::Auto => refrain_driver::Device::query(DeviceKind::Cuda(0)).is_ok(),
             DeviceArg::Cpu => false,
         };
         let graph = match config.graph {
@@ -407,7 +407,7 @@ impl Request<'_> {
     }
 }
 
-fn open(name: &str, context: &Context) -> anyhow::Result<ModelFiles> {
+fn open(name: &str, context: &CliContext) -> anyhow::Result<ModelFiles> {
     resolve::find(Some(name), context)?.files()
 }
 
@@ -416,7 +416,7 @@ fn prepare(config: TrainConfig, options: TrainOptions) -> anyhow::Result<Trainin
     let mut progress = |what: Preparing| match what {
         Preparing::Tokenizer => spinner.say("training a tokenizer".into()),
         Preparing::Data { done_bytes, total_bytes } => {
-            spinner.say(format!("reading data, {} of {}", Size(done_bytes), Size(total_bytes)));
+            spinner.say(format!("reading data, {} of {}", MemorySize(done_bytes), MemorySize(total_bytes)));
         }
         Preparing::Memory => spinner.say("planning the step".into()),
         _ => spinner.say("opening the model".into()),
@@ -446,8 +446,8 @@ fn say_start(training: &Training) {
         config.from.as_deref().or(model.config().name.as_deref()).unwrap_or(model.config().arch.name()),
         short_count(model.n_parameters() as u64)
     );
-    let memory = Size(training.memory().total_bytes());
-    let free = training.free_bytes().map_or_else(String::new, |free| format!(" of {}", Size(free)));
+    let memory = MemorySize(training.memory().total_bytes());
+    let free = training.free_bytes().map_or_else(String::new, |free| format!(" of {}", MemorySize(free)));
     talk!("memory   about {memory}{free} on {}", training.device_name());
     talk!(
         "steps    {} of {} tokens, {} in all",
@@ -459,7 +459,7 @@ fn say_start(training: &Training) {
 
 fn print_needs(training: &Training) -> anyhow::Result<()> {
     let free = training.free_bytes().unwrap_or(u64::MAX);
-    Out::new().text(&training.memory().table(free))?;
+    Stdout::new().text(&training.memory().table(free))?;
     Ok(training.check_memory()?)
 }
 
@@ -477,7 +477,7 @@ struct Teller {
 }
 
 impl Teller {
-    fn new(training: &Training, context: &Context) -> Teller {
+    fn new(training: &Training, context: &CliContext) -> Teller {
         let config = training.config();
         Teller {
             bar: Delayed::steps(config.steps, 0),
@@ -561,10 +561,10 @@ fn tell_end(
     out: &Path,
     from: Option<&str>,
     run: &RunOpts,
-    context: &Context,
+    context: &CliContext,
 ) -> anyhow::Result<()> {
     let summary = &finished.summary;
-    let mut stdout = Out::new();
+    let mut stdout = Stdout::new();
     if run.json {
         stdout.json(&to_json(finished))?;
     } else {

@@ -1,29 +1,29 @@
-//! `--graph-method auto`: whether stream capture can be used, tried in a process of its own.
+//! `--graph-method auto`: a trial of stream capture in a separate process.
 
-use crate::cli::Context;
-use crate::out::Out;
+use crate::cli::CliContext;
+use crate::out::Stdout;
 use refrain::FaultScript;
 use refrain_driver::DeviceKind;
 use refrain_driver::sim::SimOptions;
-use refrain_driver::trial::{self, Choice, Findings, Outcome, Subject};
+use refrain_driver::trial::{self, Findings, MethodChoice, Outcome, Subject};
 use std::io::Read;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-/// What a trial prints in front of why it could not be made.
+/// Prefix of the reason why a trial could not be made.
 const NOT_RUN: &str = "no trial: ";
 /// The name of the hidden command.
 pub(crate) const COMMAND: &str = "__try-capture";
-/// How long a process that was told to end is waited for. One that hangs in the driver may never end.
+/// Time to wait for a killed process. One that hangs in the driver may never end.
 const GRACE: Duration = Duration::from_secs(1);
 
 /// Try stream capture in this process, which may lose the device
 #[derive(clap::Args, Debug)]
 pub(crate) struct Args {
-    /// The CUDA device; the simulated one unless given
+    /// The CUDA device; the simulated one by default
     #[arg(long)]
     cuda: Option<u32>,
-    /// What shall go wrong on the simulated device
+    /// Faults to inject on the simulated device
     #[arg(long, default_value = "")]
     faults: String,
 }
@@ -37,26 +37,26 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         Ok(finding) => finding.to_string(),
         Err(error) => format!("{NOT_RUN}{error}"),
     };
-    Out::new().line(line)
+    Stdout::new().line(line)
 }
 
 pub(crate) fn simulated(faults: FaultScript) -> DeviceKind {
     DeviceKind::Sim(SimOptions { faults, ..SimOptions::default() })
 }
 
-/// How graphs are to be recorded on a device: by what an earlier start found, or by a trial that takes at most `limit`.
-pub(crate) fn choose(kind: &DeviceKind, limit: Duration, context: &Context) -> Option<Choice> {
-    // A device that does not even say what it is will say why when it is opened.
+/// Chooses the recording method for a device: from an earlier trial, or from one that takes at most `limit`.
+pub(crate) fn choose(kind: &DeviceKind, limit: Duration, context: &CliContext) -> Option<MethodChoice> {
+    // A device that cannot be queried reports its error when it is opened.
     let subject = Subject::of(kind).ok()?;
     let findings = Findings::new(context.store.env().refrain_home.join("drivers"));
     Some(trial::choose(&subject, Some(&findings), || start(kind, limit)))
 }
 
-/// Runs the trial in this program, started again.
+/// Runs the trial in a second process of this program.
 fn start(kind: &DeviceKind, limit: Duration) -> Outcome {
     let program = match std::env::current_exe() {
         Ok(program) => program,
-        Err(error) => return Outcome::NotRun(format!("this program is not found: {error}")),
+        Err(error) => return Outcome::NotRun(format!("this program cannot be found: {error}")),
     };
     let mut command = Command::new(program);
     command.args([COMMAND, "--quiet"]);
@@ -76,18 +76,18 @@ fn outcome(mut child: Child, limit: Duration) -> Outcome {
         Ok(Some(status)) => status,
         Ok(None) => {
             if let Err(error) = child.kill().and_then(|()| wait(&mut child, GRACE)) {
-                tracing::debug!("the trial could not be ended: {error}");
+                tracing::debug!("the trial cannot be killed: {error}");
             }
             return Outcome::Hung(limit);
         }
-        Err(error) => return Outcome::NotRun(format!("the trial was lost sight of: {error}")),
+        Err(error) => return Outcome::NotRun(format!("the trial cannot be waited for: {error}")),
     };
-    // It has ended, and what it prints fits into the pipe.
+    // It has ended, and its output fits into the pipe.
     let mut text = String::new();
     if let Some(mut stdout) = child.stdout.take()
         && let Err(error) = stdout.read_to_string(&mut text)
     {
-        return Outcome::Died(format!("{status}, and unreadable words: {error}"));
+        return Outcome::Died(format!("{status}, with unreadable output: {error}"));
     }
     match (text.parse(), text.strip_prefix(NOT_RUN)) {
         (Ok(finding), _) if status.success() => Outcome::Found(finding),
@@ -96,7 +96,7 @@ fn outcome(mut child: Child, limit: Duration) -> Outcome {
     }
 }
 
-/// `None` when it has not ended in time.
+/// Waits for a process; `None` if it has not ended in time.
 fn wait(child: &mut Child, limit: Duration) -> std::io::Result<Option<ExitStatus>> {
     let end = Instant::now() + limit;
     let mut pause = Duration::from_millis(1);

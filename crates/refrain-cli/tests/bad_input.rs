@@ -1,4 +1,4 @@
-//! Bad input: a clear error that names the file, the place and the way out.
+//! Bad input: a clear error that names the file and the position, with a hint.
 
 mod common;
 
@@ -72,7 +72,7 @@ fn no_threads_are_refused() {
 }
 
 #[test]
-fn what_a_device_cannot_do_is_refused_with_the_way_out() {
+fn what_a_device_cannot_do_is_refused_with_a_hint() {
     let cli = Cli::new();
     let said = cli.run(&["run", "A cat", "--device", "cpu", "--graph", "require"]).refused();
     assert!(said.contains("--graph auto"), "{said}");
@@ -82,14 +82,14 @@ fn what_a_device_cannot_do_is_refused_with_the_way_out() {
     assert!(said.contains("--device sim"), "{said}");
     let said = cli.run(&["run", "A cat", "--device", "sim", "--faults", "on noon: rain"]).refused();
     assert!(said.contains("noon"), "{said}");
-    // No machine has that many cards; many have none, and then the message says what is missing.
+    // No machine has that many GPUs; many have none, and then the message says what is missing.
     let said = cli.run(&["run", "A cat", "--device", "cuda:4000"]).refused();
     assert!(said.contains("hint: "), "{said}");
     cli.run(&["run", "A cat", "-n", "1", "--graph", "off", "--device", "cpu"]).ok();
 }
 
 #[test]
-fn a_cache_of_another_type_is_refused_and_the_known_ones_are_told() {
+fn a_cache_of_another_type_is_refused_with_the_known_types() {
     for command in [&["run", "A cat"][..], &["chat"], &["bench", "stories"], &["plan", "stories"]] {
         let said = Cli::new().run(&[command, &["--kv", "q8_0"]].concat()).misused();
         assert!(said.contains("--kv") && said.contains("f16, bf16, f32"), "{said}");
@@ -106,7 +106,7 @@ fn an_empty_prompt_is_refused() {
 }
 
 #[test]
-fn text_that_is_not_utf_8_is_named_by_its_place() {
+fn text_that_is_not_utf_8_is_reported_with_its_position() {
     let cli = Cli::new();
     let said = cli.pipe(&["run", "stories"], b"A cat \xc3\x28").refused();
     assert!(said.contains("standard input is not UTF-8: byte 6"), "{said}");
@@ -123,6 +123,9 @@ fn a_prompt_longer_than_the_context_is_refused_with_both_numbers() {
     let cli = Cli::new();
     let said = cli.run(&["run", "stories", &"cat ".repeat(50), "-c", "16"]).refused();
     assert!(said.contains("the context holds 16") && said.contains("with -c"), "{said}");
+    // Beyond the model's limit -c does not help.
+    let said = cli.run(&["run", "stories", &"cat ".repeat(700)]).refused();
+    assert!(said.contains("the model takes at most 512 tokens") && !said.contains("-c"), "{said}");
     let said = cli.run(&["run", "A cat", "-c", "1000000"]).refused();
     assert!(said.contains("1000000") && said.contains("-c"), "{said}");
     cli.run(&["run", "A cat", "-c", "0"]).refused();
@@ -131,21 +134,74 @@ fn a_prompt_longer_than_the_context_is_refused_with_both_numbers() {
 #[test]
 fn sampling_parameters_out_of_range_are_refused() {
     let cli = Cli::new();
-    for (flag, value) in [("--temp", "-1"), ("--top-p", "1.5"), ("--min-p", "2"), ("--repeat-penalty", "0")] {
-        // Told before the model is looked for: there is none of that name.
+    for (flag, value) in [
+        ("--temp", "-1"),
+        ("--temp", "NaN"),
+        ("--top-p", "1.5"),
+        ("--min-p", "2"),
+        ("--repeat-penalty", "0"),
+        ("--presence-penalty", "inf"),
+        ("--seed", "-2"),
+        ("-n", "-2"),
+    ] {
+        // Refused before the model is searched: it does not exist.
         for command in [&["run", "./none.gguf", "A cat"][..], &["chat", "./none.gguf"]] {
-            let said = cli.run(&[command, &[flag, value]].concat()).refused();
+            let said = cli.run(&[command, &[flag, value]].concat()).misused();
             assert!(said.contains("must be") && !said.contains("none.gguf"), "{flag}: {said}");
         }
     }
-    let said = cli.run(&["run", "A cat", "-n", "-1"]).misused();
-    assert!(said.contains("leave -n out"), "{said}");
     let said = cli.run(&["run", "A cat", "--top-k", "-1"]).misused();
-    assert!(said.contains("0 chooses among all"), "{said}");
+    assert!(said.contains("0 keeps all"), "{said}");
 }
 
 #[test]
-fn a_missing_file_is_named_with_what_was_probably_meant() {
+fn a_prompt_far_too_long_is_refused_by_its_length() {
+    let cli = Cli::new();
+    let began = std::time::Instant::now();
+    let said = cli.pipe(&["run"], "word ".repeat(10_000_000).as_bytes()).refused();
+    assert!(said.contains("standard input has more than 32.0 MiB"), "{said}");
+    let said = cli.pipe(&["run"], "word ".repeat(400_000).as_bytes()).refused();
+    assert!(said.contains("2000000 bytes") && said.contains("512 tokens holds at most"), "{said}");
+    assert!(began.elapsed().as_secs() < 20, "{:?}", began.elapsed());
+}
+
+#[test]
+fn escape_sequences_in_metadata_do_not_reach_a_terminal() {
+    let cli = Cli::new();
+    let mut bytes = stories();
+    // As long as the name it replaces: the file's lengths stay right.
+    let name = b"stories";
+    let key = b"general.name";
+    let key_idx = bytes.windows(key.len()).position(|w| w == key).expect("the key");
+    let value_idx = key_idx + key.len() + 12;
+    let len = usize::from(bytes[key_idx + key.len() + 4]);
+    assert!(len >= 6 && bytes[value_idx..value_idx + len].is_ascii(), "{name:?} has {len} bytes");
+    bytes[value_idx..value_idx + 6].copy_from_slice(b"\x1b[31m\n");
+    cli.file("evil.gguf", &bytes);
+    for args in [
+        &["inspect", "./evil.gguf"][..],
+        &["plan", "./evil.gguf", "--device", "cpu"],
+        &["run", "./evil.gguf", "A cat", "-n", "1", "--device", "cpu"],
+        &["bench", "./evil.gguf", "-p", "1", "-n", "1", "-r", "1", "--device", "cpu"],
+    ] {
+        let ended = cli.run(args);
+        assert_eq!(ended.code, Some(0), "{args:?}: {}", ended.stderr);
+        let printed = ended.stdout + &ended.stderr;
+        assert!(!printed.contains('\x1b') && !printed.contains("[31m\n"), "{args:?}: {printed:?}");
+    }
+    // An error that quotes the file.
+    let mut bytes = stories();
+    let key = b"general.architecture";
+    let key_idx = bytes.windows(key.len()).position(|w| w == key).expect("the key");
+    bytes[key_idx + key.len() + 12..][..5].copy_from_slice(b"\x1b[31m");
+    cli.file("evil.gguf", &bytes);
+    let said = cli.run(&["run", "./evil.gguf", "A cat"]).refused();
+    assert!(!said.contains('\x1b'), "{said:?}");
+    assert!(!cli.run(&["inspect", "./evil.gguf"]).ok().contains('\x1b'));
+}
+
+#[test]
+fn a_missing_file_is_reported_with_the_nearest_name() {
     let cli = Cli::new();
     let said = cli.run(&["run", "./nothing.gguf", "A cat"]).refused();
     assert!(said.contains("./nothing.gguf"), "{said}");
@@ -175,7 +231,7 @@ fn an_unknown_architecture_is_refused_with_the_known_ones() {
     let mut bytes = stories();
     let key = b"general.architecture";
     let at = bytes.windows(key.len()).position(|w| w == key).expect("the key");
-    // Behind the key: four bytes of type, eight of length, then the value.
+    // After the key: four bytes of type, eight of length, then the value.
     let value = at + key.len() + 12;
     assert_eq!(&bytes[value..value + 5], b"llama");
     bytes[value..value + 5].copy_from_slice(b"zebra");
@@ -273,8 +329,8 @@ fn a_file_without_read_permission_is_refused() {
     open(cli.home.path(), 0o755);
     let mut command = cli.command(&["run", "./secret.gguf", "A cat"]);
     if std::fs::File::open(&path).is_ok() {
-        // The superuser reads everything, so somebody else asks, with a copy of the program they may run. Another
-        // process copies: a child that a test beside this one forks meanwhile would keep the copy open for writing.
+        // The superuser can read everything, so another user runs a copy of the program. A separate process makes the
+        // copy: a child that another test forks meanwhile would keep the file open for writing.
         let program = cli.home.path().join("refrain-copy");
         let copied =
             std::process::Command::new("cp").arg(env!("CARGO_BIN_EXE_refrain")).arg(&program).status();
@@ -289,7 +345,7 @@ fn a_file_without_read_permission_is_refused() {
 }
 
 #[test]
-fn a_place_for_a_table_that_is_not_there_or_not_moved_is_told() {
+fn a_placement_without_effect_is_reported() {
     let cli = Cli::new();
     let ended = cli.run(&["run", "stories", "Once", "-n", "2", "--device", "cpu", "--ple", "pinned"]);
     assert!(ended.stderr.contains("--ple is for CUDA devices"), "{}", ended.stderr);

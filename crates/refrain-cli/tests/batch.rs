@@ -59,7 +59,7 @@ not json
         (&json!(4), &json!("length"))
     );
     let message = answers[6]["error"]["message"].as_str().expect("an error");
-    assert!(message.contains("100000 were asked for"), "{message}");
+    assert!(message.contains("100000 more were requested"), "{message}");
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! The commands, as a person or a script uses them.
+//! The commands as a person or a script uses them.
 
 mod common;
 
@@ -148,6 +148,64 @@ fn ctrl_c_ends_a_command_that_has_no_reply_to_stop() {
     assert_eq!(child.wait().expect("it ends").code(), Some(130));
 }
 
+#[cfg(unix)]
+#[test]
+fn the_first_ctrl_c_during_a_hang_says_what_to_do() {
+    let cli = Cli::new();
+    let args = ["run", "A cat", "-n", "40", "--device", "sim", "--faults", "on 9th replay: hang 4 s"];
+    let mut child =
+        cli.command(&args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it runs");
+    // The first token is out, so the hang follows soon.
+    child.stdout.as_mut().expect("a pipe").read_exact(&mut [0]).expect("a byte");
+    std::thread::sleep(std::time::Duration::from_millis(600));
+    let pid = child.id().to_string();
+    assert!(std::process::Command::new("kill").args(["-INT", &pid]).status().expect("kill").success());
+    let ended = common::ended(child.wait_with_output().expect("it ends"));
+    assert!(ended.stderr.contains("press Ctrl-C again to quit at once"), "{}", ended.stderr);
+    assert_eq!(ended.code, Some(130), "{}", ended.stderr);
+}
+
+#[test]
+fn of_a_repeated_flag_the_last_one_counts() {
+    let cli = Cli::new();
+    let json =
+        cli.run(&with(&["run", "A cat", "-n", "3", "--seed", "1", "--seed", "9", "--json"], &["-n", "5"]));
+    let json = json.json();
+    assert_eq!((&json["n_generated"], &json["seed"]), (&5.into(), &9.into()), "{json}");
+    cli.run(&["inspect", "--json", "--json", "stories"]).json();
+}
+
+#[test]
+fn minus_one_is_a_random_seed_and_no_limit_on_tokens() {
+    let cli = Cli::new();
+    let seed = || cli.run(&["run", "A cat", "-n", "1", "--seed", "-1", "--json"]).json()["seed"].clone();
+    assert_ne!(seed(), seed());
+    let json = cli.run(&["run", "A cat", "-n", "-1", "-c", "300", "--json"]).json();
+    let finish = json["finish"].as_str().expect("a reason");
+    assert!(["context_full", "end_of_turn"].contains(&finish), "{json}");
+    assert_eq!(json["context"], 300);
+}
+
+#[test]
+fn two_levels_of_verbosity_log_on_every_command() {
+    let cli = Cli::new();
+    cli.file("text.txt", "Once upon a time there was a little cat. ".repeat(10));
+    for args in [
+        &["run", "A cat", "-n", "1"][..],
+        &["inspect", "stories"],
+        &["list"],
+        &["plan", "stories"],
+        &["tokenize", "stories", "A cat"],
+        &["perplexity", "stories", "-f", "text.txt", "-c", "16", "--chunks", "1"],
+        &["completions", "bash"],
+        &["doctor", "--device", "sim"],
+    ] {
+        let ended = cli.run(&with(args, &["-vv"]));
+        assert!(ended.stderr.contains("DEBUG"), "{args:?}: {}", ended.stderr);
+        assert!(!cli.run(args).stderr.contains("DEBUG"), "{args:?}");
+    }
+}
+
 #[test]
 fn chat_answers_line_by_line_and_obeys_commands() {
     let cli = Cli::new();
@@ -165,6 +223,65 @@ fn chat_answers_line_by_line_and_obeys_commands() {
     assert_eq!(saved[1]["content"], "Hi \nthere");
     assert_eq!(saved[2]["role"], "assistant");
     assert!(ended.stdout.ends_with('\n'));
+}
+
+#[test]
+fn a_chat_is_saved_only_over_nothing_and_loaded_again() {
+    let cli = Cli::new();
+    let args = ["chat", "--temp", "0", "-n", "12", "--device", "cpu"];
+    cli.file("mine.json", "precious");
+    let ended = cli.pipe(&args, b"Hello!\n/save mine.json\n/save talk.json\nWhat is your name?\n");
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    let read = |name: &str| std::fs::read_to_string(cli.home.path().join(name)).expect("a file");
+    assert_eq!(read("mine.json"), "precious");
+    assert!(ended.stderr.contains("mine.json exists and was not changed"), "{}", ended.stderr);
+    let answer = ended.stdout.lines().last().expect("an answer").to_owned();
+
+    let loaded = cli.pipe(&args, b"/load talk.json\nWhat is your name?\n");
+    assert!(loaded.stderr.contains("2 messages loaded from talk.json"), "{}", loaded.stderr);
+    assert_eq!(loaded.stdout.trim_end(), answer, "{}", loaded.stderr);
+    let broken = cli.pipe(&args, b"/load mine.json\n/load none.json\n/load\n");
+    for expected in ["mine.json is not a saved conversation", "cannot read none.json", "needs a file name"] {
+        assert!(broken.stderr.contains(expected), "{expected} in {}", broken.stderr);
+    }
+}
+
+#[test]
+fn settings_of_a_chat_change_its_replies() {
+    let cli = Cli::new();
+    let args = ["chat", "--temp", "0", "--device", "cpu", "--stats"];
+    let ended = cli.pipe(&args, b"/set max_tokens 3\nHello!\n/set\n/set heat 9\n/set temp -1\n");
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    for expected in
+        ["max_tokens is 3", "at the limit of -n", "repeat_penalty", "no setting heat", "must be 0 or more"]
+    {
+        assert!(ended.stderr.contains(expected), "{expected} in {}", ended.stderr);
+    }
+}
+
+#[test]
+fn a_chat_with_a_full_context_drops_the_oldest_turns_or_stops_as_told() {
+    let cli = Cli::new();
+    let input = (0..6).map(|i| format!("Tell me about the number {i}, please.\n")).collect::<String>();
+    let chat = |how| {
+        let args = ["chat", "-c", "96", "-n", "20", "--temp", "0", "--device", "cpu", "--on-full", how];
+        cli.pipe(&with(&args, &["--system", "You are kind."]), input.as_bytes())
+    };
+    let shifted = chat("shift");
+    assert_eq!(shifted.code, Some(0), "{}", shifted.stderr);
+    assert!(
+        shifted.stderr.contains("the context of 96 tokens was full: dropped the oldest 2 messages"),
+        "{}",
+        shifted.stderr
+    );
+    assert_eq!(shifted.stdout.lines().filter(|line| !line.is_empty()).count(), 6, "{}", shifted.stdout);
+    let stopped = chat("stop");
+    assert_eq!(stopped.code, Some(1), "{}", stopped.stderr);
+    assert!(
+        stopped.stderr.contains("the context holds 96") && stopped.stderr.contains("with -c"),
+        "{}",
+        stopped.stderr
+    );
 }
 
 #[test]
@@ -306,6 +423,22 @@ fn plan_draws_steps_and_memory() {
 }
 
 #[test]
+fn a_plan_folds_equal_layers_and_its_arena_shows_small_buffers() {
+    let cli = Cli::new();
+    let text = cli.run(&["plan", "stories", "--dot", "p.dot"]).ok();
+    assert!(text.contains("repeat 8 times, up to step"), "{text}");
+    assert!(text.contains("blk.0.attention") && !text.contains("blk.3.attention"), "{text}");
+    // The logits are most of a one-token arena; the other buffers still have lines of their own.
+    let rows =
+        text.lines().filter(|line| line.ends_with('|')).map(|line| line.split('|').nth(1).expect("a map"));
+    let letters: std::collections::BTreeSet<char> =
+        rows.clone().flat_map(str::chars).filter(|c| *c != '.').collect();
+    assert!(rows.count() >= 8 && letters.len() >= 10, "{text}");
+    let dot = std::fs::read_to_string(cli.home.path().join("p.dot")).expect("a file");
+    assert!(dot.contains("8 times: steps") && !dot.contains("blk.3."), "{dot}");
+}
+
+#[test]
 fn plan_tells_launches_kernels_and_memory_of_a_device_and_needs_no_tokenizer() {
     let cli = Cli::new();
     let text = cli.run(&with(&["plan", "stories", "--bandwidth", "4000"], &SIM)).ok();
@@ -341,7 +474,7 @@ fn attention_that_takes_several_launches_is_told_with_the_reason() {
     let told: Vec<&str> = plan.lines().filter(|line| line.starts_with("apart ")).collect();
     assert_eq!(told.len(), 2, "{plan}");
     assert!(told.iter().all(|line| line.contains("more run as steps of their own")), "{told:?}");
-    assert!(told[0].ends_with("heads have 4 elements, not a multiple of 8 up to 512"), "{told:?}");
+    assert!(told[0].ends_with("heads have 4 elements, must be a multiple of 8 up to 512"), "{told:?}");
     assert!(told[1].contains("no kernel multiplies one row with F32 weights"), "{told:?}");
     let log = cli.run(&with(&["bench", "./small-heads", "-p", "0", "-n", "2", "-r", "1", "-v"], &SIM)).stderr;
     assert!(log.contains(told[0]), "{log}");
@@ -373,7 +506,7 @@ fn bench_on_a_device_counts_launches_and_kernels_and_its_json_is_data() {
     assert!(ended.stderr.contains("of workspace"), "{}", ended.stderr);
     assert!(ended.stderr.contains("step of 8 tokens: verified against eager"), "{}", ended.stderr);
     let text = ended.ok();
-    assert!(text.contains("1 launch and ") && text.contains(" kernels a token"), "{text}");
+    assert!(text.contains("1 launch and ") && text.contains(" kernels per token"), "{text}");
     assert!(text.lines().any(|l| l.starts_with("weights  ") && l.ends_with(" GB/s")), "{text}");
     let json = cli.run(&with(&args, &["--json"])).json();
     assert_eq!(json["launches_per_token"], 1);
@@ -399,7 +532,7 @@ fn bench_at_several_depths_has_a_decode_line_for_each_and_tells_launches_and_ste
     let args = with(&["bench", "stories", "-p", "0", "-n", "4", "-r", "1", "--depth", "16,3"], &SIM);
     let text = cli.run(&args).ok();
     let count = |what: &str| text.matches(what).count();
-    assert_eq!((count("\ndecode "), count(" GB a token, ")), (2, 2), "{text}");
+    assert_eq!((count("\ndecode "), count(" GB per token, ")), (2, 2), "{text}");
     assert_eq!((count("  after 16\n"), count("  after 3\n")), (1, 1), "{text}");
     assert_eq!((count("1 launch and "), count(" replayed")), (1, 1), "{text}");
     let json = cli.run(&with(&args, &["--json"])).json();
@@ -555,6 +688,11 @@ fn a_device_that_is_lost_mid_text_keeps_what_was_written_and_has_its_own_exit_co
     let written = ended.stdout.trim_end();
     assert!(!written.is_empty() && whole.starts_with(written), "{written:?} of {whole:?}");
     assert!(ended.stderr.contains("700") && ended.stderr.contains("hint: "), "{}", ended.stderr);
+    let ended = cli.run(&with(&with(&prompt, &SIM), &["--faults", "on 16th replay: sticky 700", "--json"]));
+    assert_eq!(ended.code, Some(3), "{}", ended.stderr);
+    let json: serde_json::Value = serde_json::from_str(&ended.stdout).expect("one JSON object");
+    assert_eq!((&json["finish"], json["text"].as_str()), (&"error".into(), Some(written)), "{json}");
+    assert!(json["error"].as_str().is_some_and(|error| error.contains("700")), "{json}");
     // A kernel that gets a byte wrong makes up a token and then loses the device: that is the error, not the token.
     let wrong = ["--graph", "off", "--seed", "1", "-n", "40", "--faults", "on 1222nd launch: wrong byte"];
     let ended = cli.run(&with(&["run", "stories", "Once upon a time", "--device", "sim"], &wrong));
@@ -575,6 +713,8 @@ fn a_profile_runs_one_kernel_at_a_time_and_says_so() {
     assert!(ended.stderr.contains("profiling times each op"), "{}", ended.stderr);
     assert!(ended.stderr.contains("written: refrain-profile.html"), "{}", ended.stderr);
     let page = std::fs::read_to_string(cli.home.path().join("refrain-profile.html")).expect("a page");
+    let command = "refrain run stories 'Once upon a time' --raw";
+    assert!(page.contains(command) && page.contains("the simulated device, 20") && page.contains(" UTC"));
     assert!(page.contains("product_gated_q8_0") && page.ends_with("</html>\n"));
     assert!(!page.contains("http") && !page.contains("src="), "the page needs nothing else");
     let data = page.split_once("id=\"data\">").and_then(|(_, rest)| rest.split_once("</script>"));

@@ -123,7 +123,7 @@ fn what_cannot_be_done_is_refused_with_a_way_out() {
     assert!(run(".").contains("no adapter_config.json"));
     // An adapter of another model.
     let said = run(golden);
-    assert!(said.contains("the model and the adapter's rank ask for"), "{said}");
+    assert!(said.contains("the model and the adapter's rank require"), "{said}");
     assert!(said.contains("use the adapter with the model it was trained on"), "{said}");
     let misused = |args: &[&str]| cli.run(args).misused();
     assert!(misused(&["run", "stories", "A", "--lora", "a=b"]).contains("no finite number"));
@@ -133,7 +133,7 @@ fn what_cannot_be_done_is_refused_with_a_way_out() {
     let refused = |args: &[&str]| cli.run(args).refused();
     assert!(refused(&["finetune", "stories", "--device", "cpu"]).contains("the training data"));
     assert!(
-        refused(&with(&["--targets", "q_prj"])).contains("no linear layer of the model is called \"q_prj\"")
+        refused(&with(&["--targets", "q_prj"])).contains("no linear layer of the model is named \"q_prj\"")
     );
     assert!(refused(&["finetune", "stories", "text.txt", "--alpha", "0"]).contains("lora.alpha is 0"));
     let sim = ["finetune", "stories", "text.txt", "--device", "sim", "--dtype", "f32"];
@@ -174,7 +174,7 @@ fn conversations_longer_than_a_row_are_counted_before_the_first_step() {
     };
     cli.file("talks.jsonl", talk("Hi!") + &talk(&"I like cats. ".repeat(40)));
     for (what, counted) in
-        [("truncate", "1 truncated at the context"), ("drop", "1 left out: longer than the context")]
+        [("truncate", "1 truncated at the context"), ("drop", "1 dropped: longer than the context")]
     {
         let args = ["finetune", "chat", "talks.jsonl", "--context", "48", "--on-long", what, "--dry-run"];
         let ended = cli.run(&[&args[..], &["--device", "cpu"]].concat());

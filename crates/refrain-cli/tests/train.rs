@@ -258,7 +258,7 @@ fn bad_input_is_told_with_its_place() {
     }
     let said = cli.run(&["train", "--new", "lama-1m", "--data", "story.txt"]).refused();
     assert!(
-        said.contains("no shape is called `lama-1m`") && said.contains("did you mean `llama-1m`?"),
+        said.contains("there is no shape named `lama-1m`") && said.contains("did you mean `llama-1m`?"),
         "{said}"
     );
     assert!(cli.run(&["train"]).refused().contains("the model (`from` or `new`) is missing"));

@@ -236,7 +236,8 @@ impl Lowering<'_> {
             });
         }
         args.parts = &parts;
-        let left = if gate.is_some() && self.overlaps { self.kernels.product_tail_bytes(&args)? } else { None };
+        let left =
+            if gate.is_some() && self.overlaps { self.kernels.product_tail_bytes(&args)? } else { None };
         Ok((self.kernels.product(&args)?, left))
     }
 }

@@ -10,7 +10,7 @@ use refrain_engine::{
     SequenceState,
 };
 use refrain_tensor::DType;
-use rig::{Rig, model, options, sim};
+use rig::{Rig, gpu, gpu_turn, model, options, sim};
 
 const N_TOKENS: usize = 24;
 const CONTEXT: usize = 128;
@@ -119,6 +119,44 @@ fn models_on_their_own_threads_give_the_same_output_as_alone() {
         running.map(|thread| thread.join().unwrap())
     });
     assert_eq!(said, ["llama", "qwen3", "gemma3"].map(alone));
+    assert_eq!(device.take_reports(), Vec::<String>::new());
+}
+
+#[test]
+#[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
+fn models_that_share_a_gpu_give_the_same_output_as_alone() {
+    const CASES: [&str; 3] = ["llama", "qwen3", "gemma3"];
+    let _turn = gpu_turn();
+    let device = gpu();
+    let want = CASES.map(|case| {
+        let mut speaker = Speaker::begin(Speaker::open(&device, case, case));
+        speaker.advance();
+        speaker.said
+    });
+    // In turns, with steps of the others in flight.
+    let mut speakers = CASES.map(|case| Speaker::begin(Speaker::open(&device, case, case)));
+    for _ in 1..N_TOKENS {
+        speakers.iter_mut().for_each(|speaker| speaker.step().unwrap());
+    }
+    assert_eq!(speakers.each_ref().map(|speaker| speaker.said.clone()), want);
+    // A model that is dropped with steps in flight leaves the others alone.
+    let [goes, stays, _] = speakers;
+    drop(goes);
+    let held = |rig: &Rig| rig.monitor.status().others.iter().map(|o| o.model.clone()).collect::<Vec<_>>();
+    assert!(!held(&stays.rig).iter().any(|model| model == "llama"), "{:?}", held(&stays.rig));
+    // Each on a thread of its own, at the same time.
+    let said = std::thread::scope(|scope| {
+        let running = CASES.map(|case| {
+            let device = &device;
+            scope.spawn(move || {
+                let mut speaker = Speaker::begin(Speaker::open(device, case, case));
+                speaker.advance();
+                speaker.said
+            })
+        });
+        running.map(|thread| thread.join().unwrap())
+    });
+    assert_eq!(said, want);
     assert_eq!(device.take_reports(), Vec::<String>::new());
 }
 

@@ -1,6 +1,6 @@
-//! Memory taken while reading a damaged file is bounded by its size, and a tokenizer is built in few allocations.
+//! Memory for reading a damaged file is bounded by its size, and a tokenizer is built in few allocations.
 //!
-//! The counter counts every thread, so the tests take turns.
+//! The counter covers all threads, so the tests run one at a time.
 
 use refrain_formats::gguf::{Array, Gguf, GgufWriter, StrArray};
 use refrain_formats::hf::check_safetensors;
@@ -15,7 +15,7 @@ static COUNTER: &StatsAlloc<System> = &INSTRUMENTED_SYSTEM;
 
 static TURN: Mutex<()> = Mutex::new(());
 
-/// Bytes allocated while `work` ran, whether they were freed again or not.
+/// Returns the bytes allocated by `work`, including those freed again.
 fn allocated(work: impl FnOnce()) -> usize {
     let region = Region::new(COUNTER);
     work();
@@ -35,7 +35,7 @@ fn model() -> Vec<u8> {
 }
 
 #[test]
-fn readers_take_no_more_memory_than_a_small_multiple_of_the_file() {
+fn memory_of_readers_is_a_small_multiple_of_the_file() {
     let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     let intact = model();
     let mut worst = 0;
@@ -49,7 +49,7 @@ fn readers_take_no_more_memory_than_a_small_multiple_of_the_file() {
             worst = worst.max(allocated(|| drop(Gguf::from_bytes(bytes))));
         }
     }
-    // The tables of the tensors and keys are a few times as large as in the file; messages take a little more.
+    // Tables of tensors and keys are a few times larger than in the file; messages add a little.
     let limit = 16 * intact.len() + 4096;
     assert!(worst <= limit, "{worst} bytes for a file of {}, at most {limit} expected", intact.len());
 
@@ -66,9 +66,9 @@ fn readers_take_no_more_memory_than_a_small_multiple_of_the_file() {
 }
 
 #[test]
-fn a_sentence_piece_tokenizer_is_built_without_an_allocation_for_each_token() {
+fn a_sentence_piece_tokenizer_needs_no_allocation_per_token() {
     let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
-    // Every word over three letters of up to eight of them: each can be made from two others in many ways.
+    // All words of up to eight of three letters: each can be merged from two others in many ways.
     let mut tokens = vec![String::new()];
     for n_letters in 1..=8 {
         let before: Vec<String> = tokens.iter().filter(|t| t.len() == n_letters - 1).cloned().collect();

@@ -1,4 +1,4 @@
-//! What chat templates may do, and what becomes of bad ones.
+//! Features of chat templates, and errors of bad ones.
 
 use proptest::prelude::*;
 use refrain_formats::chat::{
@@ -56,7 +56,7 @@ fn blocks_are_trimmed_as_transformers_trims_them() {
 }
 
 #[test]
-fn thinking_is_passed_only_when_decided() {
+fn thinking_is_passed_only_if_set() {
     let source = "{{ enable_thinking if enable_thinking is defined else 'open' }}";
     assert_eq!(render(source).unwrap(), "open");
     for (thinking, text) in [(true, "True"), (false, "False")] {
@@ -66,7 +66,7 @@ fn thinking_is_passed_only_when_decided() {
 }
 
 #[test]
-fn a_template_that_does_not_parse_names_its_line() {
+fn a_syntax_error_names_its_line() {
     let error = render("one\ntwo\n{% if x %}\nthree").unwrap_err();
     assert!(matches!(error, ChatError::Syntax { line: 3 | 4, .. }), "{error:?}");
     assert!(error.to_string().starts_with("chat template does not parse, line "), "{error}");
@@ -74,7 +74,7 @@ fn a_template_that_does_not_parse_names_its_line() {
 }
 
 #[test]
-fn a_template_that_fails_names_line_and_reason() {
+fn a_failure_names_line_and_reason() {
     let error = render("\n\n{{ messages | nonsense }}").unwrap_err();
     assert_eq!(
         error.to_string(),
@@ -99,7 +99,7 @@ fn templates_that_never_end_are_stopped() {
 }
 
 #[test]
-fn nesting_without_end_does_not_overflow_the_stack() {
+fn deep_nesting_does_not_overflow_the_stack() {
     for (before, link, after) in [
         ("{{ ", "(", ""),
         ("{{ ", "-", "1 }}"),
@@ -182,6 +182,33 @@ fn output_and_captures_count_as_memory() {
 }
 
 #[test]
+fn work_on_long_values_counts_as_steps() {
+    for (value, step) in [
+        ("[''] * 1000000", "x | join"),
+        ("[''] * 1000000", "x | first"),
+        ("'x' * 9999999", "x | tojson"),
+        ("'x' * 9999999", "[x] | string"),
+        ("'0' * 9999999", "x | int"),
+        ("'0' * 9999999", "x | float"),
+        ("'0' * 9999999", "'%d' % x"),
+        ("'0' * 9999999", "[1] | map(attribute=x) | list"),
+        ("'x' * 9999999", "x == x ~ ''"),
+        ("'x' * 9999999", "x.find('y')"),
+        ("'x' * 9999999", "x[5000000]"),
+        ("'x' * 9999999", "x | length"),
+        ("'x' * 9999999", "'y' in x"),
+        ("'x' * 9999999", "x is upper"),
+    ] {
+        let source = format!(
+            "{{% set x = {value} %}}{{% for i in range(99999) %}}{{% for j in range(99) %}}\
+             {{% set y = {step} %}}{{% endfor %}}{{% endfor %}}"
+        );
+        let error = render_in_time(&source).unwrap_err();
+        assert!(matches!(error, ChatError::Runaway { .. }), "{step}: {error}");
+    }
+}
+
+#[test]
 fn memory_that_is_released_can_be_used_again() {
     let source = "{% for i in range(2000) %}{% set x = 'x' * 1000000 %}{% endfor %}ok";
     assert!(matches!(render_in_time(source), Err(ChatError::Runaway { .. })));
@@ -190,7 +217,7 @@ fn memory_that_is_released_can_be_used_again() {
 }
 
 #[test]
-fn a_long_conversation_has_more_room() {
+fn a_long_conversation_has_a_larger_budget() {
     let template = ChatTemplate::new(
         "{% for m in messages %}{% set c = m.content | trim %}<{{ m.role }}>{{ c }}</>{% endfor %}",
         SpecialTexts::default(),
@@ -405,7 +432,7 @@ fn filter(mut filter: ThinkFilter, pieces: &[&str]) -> (String, String) {
 }
 
 #[test]
-fn thinking_is_told_from_the_answer() {
+fn thinking_is_separated_from_the_answer() {
     let both = |t: &str, a: &str| (t.to_owned(), a.to_owned());
     let run = |text: &str| filter(ThinkFilter::default(), &[text]);
     assert_eq!(run("<think>\nhm\nhm\n</think>\n\nYes"), both("hm\nhm", "Yes"));
@@ -420,7 +447,7 @@ fn thinking_is_told_from_the_answer() {
 }
 
 #[test]
-fn gemma_4_thinks_in_a_channel_that_its_template_closes_where_it_shall_not() {
+fn gemma_4_thinks_in_a_channel_that_its_template_may_close() {
     let both = |t: &str, a: &str| (t.to_owned(), a.to_owned());
     let run = |prompt: &str, reply: &str| {
         filter(ThinkFilter::for_prompt(ThinkTags::of_prompt(prompt), prompt), &[reply])
@@ -436,7 +463,7 @@ proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn however_a_reply_is_cut_the_parts_are_the_same(
+    fn parts_do_not_depend_on_how_a_reply_is_cut(
         pieces in prop::collection::vec(
             prop_oneof![Just("<think>"), Just("</think>"), Just("\n"), Just("<"), Just("</"), Just("é"), Just("ab"), Just(" ")],
             0..12,

@@ -1,4 +1,4 @@
-//! Chat templates against renderings made by `tools/render_templates.py`.
+//! Compares chat templates with renderings by `tools/render_templates.py`.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, UNIX_EPOCH};

@@ -1,4 +1,4 @@
-//! Vocabularies that are damaged: clear errors, never a panic.
+//! Damaged vocabularies give clear errors and never panic.
 
 mod tokenizer_common;
 
@@ -20,7 +20,7 @@ fn with_token(spec: VocabSpec, id: usize, text: &str) -> VocabSpec {
 }
 
 #[test]
-fn errors_name_what_is_wrong_and_the_numbers_on_both_sides() {
+fn errors_name_the_fault_and_both_numbers() {
     let mut types = byte_level().token_types.unwrap();
     types[7] = 9;
     let mut scores = sentence_piece().scores.unwrap();
@@ -71,7 +71,7 @@ fn errors_name_what_is_wrong_and_the_numbers_on_both_sides() {
 }
 
 #[test]
-fn an_unknown_pre_tokenizer_is_named_beside_the_known_ones() {
+fn an_unknown_pre_tokenizer_is_listed_with_the_known_ones() {
     let text = message(&VocabSpec { pre: Some("martian".into()), ..byte_level() });
     assert!(text.starts_with(r#"pre-tokenizer "martian" is not supported (known: "#), "{text}");
     for name in [
@@ -91,7 +91,7 @@ fn an_unknown_pre_tokenizer_is_named_beside_the_known_ones() {
 }
 
 #[test]
-fn bytes_without_a_token_become_the_unknown_token_or_are_left_out() {
+fn bytes_without_a_token_become_unknown_or_are_dropped() {
     let mut spec = with_token(byte_level(), usize::from(b'q'), "qq");
     let tokenizer = Tokenizer::from_spec(&spec).unwrap();
     assert_eq!(tokenizer.encode("aqb", false, false).unwrap(), [97, 98]);
@@ -102,8 +102,8 @@ fn bytes_without_a_token_become_the_unknown_token_or_are_left_out() {
 }
 
 #[test]
-fn unknown_characters_and_bytes_of_others_keep_their_order() {
-    // Without 0xE2, the first byte of the sign for euro, that sign is unknown; the umlaut has both of its bytes.
+fn unknown_characters_and_byte_tokens_keep_their_order() {
+    // Without 0xE2, its first byte, the euro sign is unknown. Both bytes of the umlaut have tokens.
     let mut spec = with_token(sentence_piece(), 3 + 0xE2, "<gone>");
     spec.add_space_prefix = Some(false);
     let tokenizer = Tokenizer::from_spec(&spec).unwrap();
@@ -118,7 +118,7 @@ fn ids_outside_the_vocabulary_are_errors() {
     assert_eq!(error.to_string(), "token id 264 is outside the vocabulary of 264");
 }
 
-/// One thing wrong with a vocabulary.
+/// Damage to a vocabulary.
 #[derive(Debug, Clone)]
 enum Damage {
     Token(prop::sample::Index, String),

@@ -88,7 +88,7 @@ fn a_byte_level_folder_gives_the_ids_of_the_same_vocabulary_in_gguf() {
 }
 
 #[test]
-fn a_sentence_piece_folder_decodes_bytes_and_blanks() {
+fn a_sentence_piece_folder_decodes_bytes_and_spaces() {
     let tokenizer = load(&sentence_piece_json(), json!({"bos_token": "<s>", "add_bos_token": true})).unwrap();
     let text = "the the hell é 🦙 aaan  x\n";
     let ids = tokenizer.encode(text, true, false).unwrap();
@@ -120,7 +120,7 @@ fn the_configuration_decides_about_bos() {
 }
 
 #[test]
-fn a_summary_counts_what_the_tokenizer_would_hold() {
+fn a_summary_counts_the_tokens_of_the_tokenizer() {
     for file in [byte_level_json(), sentence_piece_json()] {
         let bytes = file.to_string();
         let config = json!({ "chat_template": "{{ x }}" }).to_string();
@@ -134,7 +134,7 @@ fn a_summary_counts_what_the_tokenizer_would_hold() {
 }
 
 #[test]
-fn several_templates_in_a_configuration_mean_the_default_one() {
+fn the_default_one_of_several_templates_is_used() {
     let config = json!({"chat_template": [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]});
     assert_eq!(load(&byte_level_json(), config).unwrap().chat_template(), Some("d"));
 }
@@ -199,7 +199,7 @@ fn replace(pattern: Value, content: &str) -> Value {
 }
 
 #[test]
-fn replacing_nothing_is_refused() {
+fn an_empty_replace_pattern_is_refused() {
     for pattern in [json!({"String": ""}), json!({"Regex": ""})] {
         let error = with_steps("normalizer", "normalizers", vec![replace(pattern, "x")]).unwrap_err();
         assert_eq!(
@@ -210,7 +210,7 @@ fn replacing_nothing_is_refused() {
 }
 
 #[test]
-fn replacing_matches_of_no_length_does_not_panic() {
+fn zero_length_matches_do_not_panic() {
     for pattern in ["a*", "^", "$", "\\b", "(?=x)", "|", "(?<!\\n)^"] {
         for content in ["", "x", "▁▁"] {
             let step = replace(json!({"Regex": pattern}), content);

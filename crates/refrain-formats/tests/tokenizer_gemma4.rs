@@ -1,4 +1,4 @@
-//! The tokenizer that GGUF files call gemma4, beside the same vocabulary as a `tokenizer.json`.
+//! The tokenizer that GGUF files call gemma4, compared with the same vocabulary as `tokenizer.json`.
 
 mod tokenizer_common;
 
@@ -7,7 +7,7 @@ use refrain_formats::tokenizer::{Tokenizer, TokenizerError, VocabSpec};
 use serde_json::{Map, Value, json};
 use tokenizer_common::merged_pieces;
 
-/// The vocabulary as Gemma's folders have it: merges over the whole text, bytes for what has no piece.
+/// The vocabulary in the form of Gemma's folders: merges over the whole text, bytes for unknown characters.
 fn as_json(spec: &VocabSpec) -> Vec<u8> {
     let types = spec.token_types.clone().unwrap();
     let vocab: Map<String, Value> =
@@ -22,7 +22,7 @@ fn as_json(spec: &VocabSpec) -> Vec<u8> {
         .enumerate()
         .filter(|(_, (_, kind))| is_added(**kind))
         .map(|(id, (text, kind))| {
-            // Texts are matched as they came.
+            // Matched in the raw text.
             json!({
                 "id": id, "content": text.replace('\u{2581}', " "), "single_word": false, "lstrip": false,
                 "rstrip": false, "normalized": false, "special": *kind != 4
@@ -48,7 +48,7 @@ fn as_json(spec: &VocabSpec) -> Vec<u8> {
     .into_bytes()
 }
 
-/// A vocabulary without a token of blanks, which folders have under its written form.
+/// A vocabulary without tokens of spaces, which folders store in normalised form.
 fn without_blanks() -> VocabSpec {
     let mut spec = merged_pieces();
     let n = spec.tokens.len() - 1;
@@ -59,19 +59,19 @@ fn without_blanks() -> VocabSpec {
 }
 
 #[test]
-fn merges_run_over_the_whole_text_and_bytes_spell_the_rest() {
+fn merges_cross_words_and_unknown_characters_become_bytes() {
     let tokenizer = Tokenizer::from_spec(&merged_pieces()).unwrap();
     let pieces = |text: &str| -> Vec<String> {
         let ids = tokenizer.encode(text, false, true).unwrap();
         ids.iter().map(|id| merged_pieces().tokens.get(*id as usize).unwrap().to_owned()).collect()
     };
-    // A merge joins across a blank: there are no words.
+    // A merge crosses a space: there are no words.
     assert_eq!(pieces("hello a"), ["hello", "\u{2581}a"]);
     assert_eq!(pieces("so the"), ["s", "o", "\u{2581}the"]);
     assert_eq!(pieces("o b"), ["o\u{2581}", "b"]);
     assert_eq!(pieces("a\n\n\nb"), ["a", "\n\n", "\n", "b"]);
     assert_eq!(pieces("<|turn>a"), ["<|turn>", "a"]);
-    // U+00FC has no piece.
+    // U+00FC has no token.
     assert_eq!(pieces("\u{fc}"), ["<0xC3>", "<0xBC>"]);
     assert_eq!(pieces("a  b"), ["a", "\u{2581}\u{2581}", "b"]);
     assert_eq!(tokenizer.encode("a", true, false).unwrap()[0], 2, "the first token of a text");
@@ -80,12 +80,12 @@ fn merges_run_over_the_whole_text_and_bytes_spell_the_rest() {
 }
 
 #[test]
-fn the_end_of_a_turn_ends_a_reply_and_channels_are_shown() {
+fn the_end_of_a_turn_ends_a_reply_and_channels_are_visible() {
     let tokenizer = Tokenizer::from_spec(&merged_pieces()).unwrap();
     let id = |text: &str| tokenizer.encode(text, false, true).unwrap()[0];
     assert!(tokenizer.end_of_generation().contains(&id("<turn|>")));
     assert_eq!(tokenizer.decode(&[id("<|channel>"), id("<turn|>")]).unwrap(), "<|channel>");
-    // In folders these tokens are special; they are shown all the same.
+    // These tokens are special in folders but still visible.
     let json = String::from_utf8(as_json(&without_blanks())).unwrap();
     let special = json.replace("\"special\":false", "\"special\":true");
     let from_files = Tokenizer::from_files(special.as_bytes(), None).unwrap();

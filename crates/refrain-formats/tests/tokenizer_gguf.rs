@@ -1,4 +1,4 @@
-//! Vocabularies on their way through a GGUF file.
+//! Round trips of vocabularies through GGUF files.
 
 mod tokenizer_common;
 
@@ -47,7 +47,7 @@ fn a_vocabulary_is_read_as_it_was_written() {
 }
 
 #[test]
-fn a_summary_says_what_the_tokenizer_would_and_needs_no_sound_texts() {
+fn a_summary_matches_the_tokenizer_and_ignores_broken_texts() {
     let template = Some("{{ bos_token }}".to_owned());
     for spec in [VocabSpec { chat_template: template, ..byte_level() }, sentence_piece()] {
         let gguf = read(&write(&spec));
@@ -85,7 +85,7 @@ fn missing_and_mistyped_keys_are_named() {
 }
 
 #[test]
-fn tokenizers_and_their_streams_go_to_other_threads() {
+fn tokenizers_and_streams_can_move_between_threads() {
     fn is_shared<T: Send + Sync>(_: &T) {}
     let tokenizer = Tokenizer::from_spec(&byte_level()).unwrap();
     is_shared(&tokenizer);

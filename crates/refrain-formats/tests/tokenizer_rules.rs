@@ -1,4 +1,4 @@
-//! What tokenizers promise, on vocabularies made by hand.
+//! Guarantees of tokenizers, on handmade vocabularies.
 
 mod tokenizer_common;
 
@@ -11,7 +11,7 @@ fn build(spec: &VocabSpec) -> Tokenizer {
 }
 
 #[test]
-fn control_texts_become_tokens_only_when_asked_for() {
+fn control_texts_become_tokens_only_on_request() {
     let tokenizer = build(&byte_level());
     let (start, end) = (260, 261);
     assert_eq!(tokenizer.encode("<|im_start|>he<|im_end|>", false, true).unwrap(), [start, 256, end]);
@@ -21,7 +21,7 @@ fn control_texts_become_tokens_only_when_asked_for() {
 }
 
 #[test]
-fn user_defined_texts_become_tokens_always() {
+fn user_defined_texts_always_become_tokens() {
     for parse_special in [false, true] {
         assert_eq!(
             build(&byte_level()).encode("<tool>he\t\t", false, parse_special).unwrap(),
@@ -37,7 +37,7 @@ fn user_defined_texts_become_tokens_always() {
 }
 
 #[test]
-fn special_tokens_stand_around_a_text_where_the_model_uses_them() {
+fn special_tokens_are_added_if_the_model_uses_them() {
     assert_eq!(build(&byte_level()).encode("he", true, false).unwrap(), [260, 256]);
     assert_eq!(
         build(&VocabSpec { add_eos: Some(true), ..byte_level() }).encode("he", true, false).unwrap(),
@@ -61,7 +61,7 @@ fn a_chat_prompt_gets_exactly_one_bos() {
 }
 
 #[test]
-fn generation_ends_at_every_end_of_turn_the_vocabulary_has() {
+fn every_end_of_turn_token_ends_generation() {
     let mut tokenizer = build(&VocabSpec { specials: Default::default(), ..byte_level() });
     assert_eq!(tokenizer.end_of_generation(), [261]);
     tokenizer.add_end_of_generation(&[3, 261, 999_999]);
@@ -85,7 +85,7 @@ fn characters_without_a_token_fall_back_to_bytes() {
 }
 
 #[test]
-fn an_unfinished_character_shows_only_at_the_end() {
+fn an_incomplete_character_appears_only_at_the_end() {
     let tokenizer = build(&byte_level());
     let mut stream = tokenizer.stream();
     assert_eq!(stream.push(0xe4), "");
@@ -98,7 +98,7 @@ fn an_unfinished_character_shows_only_at_the_end() {
 }
 
 #[test]
-fn a_continued_text_keeps_its_blank_and_a_whole_text_loses_the_one_put_in_front() {
+fn a_stream_keeps_the_leading_space_that_decode_removes() {
     let tokenizer = build(&sentence_piece());
     let ids = tokenizer.encode("hello the", true, false).unwrap();
     assert_eq!(tokenizer.decode(&ids).unwrap(), "hello the");
@@ -152,7 +152,7 @@ proptest! {
 
     #[test]
     fn sentence_piece_text_comes_back(text in text()) {
-        // A blank is put in front of each stretch between user-defined tokens, so without them.
+        // Without user-defined tokens, because a space is prepended to every stretch between them.
         let text = text.replace('▁', "").replace("<tool>", "").replace("\n\n", "\n").replace("\n\n", "\n");
         let mut spec = sentence_piece();
         spec.add_space_prefix = Some(false);

@@ -1,4 +1,4 @@
-//! The vocabularies of ../shared/data/vocab against the ids published beside them.
+//! Compares the vocabularies of ../shared/data/vocab with their published ids.
 
 mod tokenizer_common;
 
@@ -101,7 +101,7 @@ fn bert_gives_the_published_ids() {
     not(feature = "shared-data"),
     ignore = "needs ../shared/data: cargo xtask ci turns it on where it exists"
 )]
-fn a_megabyte_of_text_comes_back_unchanged() {
+fn a_megabyte_of_text_round_trips() {
     let text = std::fs::read_to_string(folder().join("../tinyshakespeare.txt")).unwrap();
     for name in ["gpt-2", "llama-spm", "falcon"] {
         let tokenizer = load(name);
@@ -116,7 +116,7 @@ fn a_megabyte_of_text_comes_back_unchanged() {
     not(feature = "shared-data"),
     ignore = "needs ../shared/data: cargo xtask ci turns it on where it exists"
 )]
-fn sentence_piece_joins_by_score_in_real_text() {
+fn sentence_piece_merges_by_score_in_real_text() {
     let gguf = Gguf::open(folder().join("ggml-vocab-llama-spm.gguf")).unwrap();
     let spec = VocabSpec::from_gguf(gguf.metadata()).unwrap();
     let tokenizer = Tokenizer::from_spec(&spec).unwrap();

@@ -347,7 +347,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     #[test]
-    fn every_name_and_alias_is_unique_and_leads_to_its_entry() {
+    fn every_name_and_alias_is_unique_and_finds_its_entry() {
         let mut seen = BTreeSet::new();
         for entry in CATALOGUE {
             for name in entry.aliases.iter().chain([&entry.name]) {

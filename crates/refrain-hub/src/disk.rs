@@ -336,14 +336,14 @@ mod tests {
     }
 
     #[test]
-    fn free_space_is_known_for_folders_yet_to_be_made() {
+    fn free_space_is_known_for_missing_folders() {
         let folder = tempfile::tempdir().unwrap();
         let free = RealDisk.free_bytes(&folder.path().join("not/yet/here"));
         assert!(cfg!(not(unix)) || free.is_some_and(|free| free > 0));
     }
 
     #[test]
-    fn a_held_lock_is_busy_until_dropped() {
+    fn a_lock_is_busy_until_it_is_dropped() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("a/b.lock");
         let held = Lock::wait(&path, "b", &mut Silent).unwrap();

@@ -28,7 +28,7 @@ const fn var(name: &'static str, meaning: &'static str, default: &'static str) -
 
 /// All environment variables that Refrain reads.
 pub const ENV_VARS: &[EnvVar] = &[
-    var("HF_ENDPOINT", "hub to pull from; a mirror, or `http://` for one of your own", DEFAULT_ENDPOINT),
+    var("HF_ENDPOINT", "hub to pull from: a mirror, or your own with `http://`", DEFAULT_ENDPOINT),
     var("HF_TOKEN", "access token for private and gated models; sent to the endpoint's host only", "none"),
     var("HF_TOKEN_PATH", "file that holds the access token", "`token` in HF_HOME"),
     var("HF_HOME", "folder of the Hugging Face tools", "`huggingface` in XDG_CACHE_HOME"),
@@ -36,21 +36,17 @@ pub const ENV_VARS: &[EnvVar] = &[
     var("HF_HUB_OFFLINE", "`1` forbids any network access, as REFRAIN_OFFLINE does", "`0`"),
     var("REFRAIN_HOME", "folder of Refrain's own store", "`refrain` in XDG_CACHE_HOME"),
     var("REFRAIN_OFFLINE", "`1` forbids any network access", "`0`"),
-    var(
-        "REFRAIN_PIP",
-        "pip program for models that come from a Python package index",
-        "`python3 -m pip`, then `pip3`",
-    ),
+    var("REFRAIN_PIP", "pip program for models from a Python package index", "`python3 -m pip`, then `pip3`"),
     var(
         "REFRAIN_NVRTC",
-        "CUDA compiler library, for cards that the binary holds no kernels for",
+        "CUDA compiler library, for GPUs without kernels in the binary",
         "libnvrtc.so.13 or .12 in the usual places",
     ),
     var("REFRAIN_LOG", "log filter, such as `debug` or `refrain_hub=trace`", "`warn`"),
     var("XDG_CACHE_HOME", "folder of caches", "`.cache` in the home folder"),
-    var("NO_COLOR", "any value but the empty one turns colours off", "colours on a terminal"),
+    var("NO_COLOR", "any non-empty value turns colours off", "colours on a terminal"),
     var("HTTPS_PROXY", "proxy for pulling (also HTTP_PROXY, ALL_PROXY and the lower-case spellings)", "none"),
-    var("NO_PROXY", "hosts that are reached without the proxy", "none"),
+    var("NO_PROXY", "hosts to reach without the proxy", "none"),
 ];
 
 /// An access token; its `Debug` form does not show it.

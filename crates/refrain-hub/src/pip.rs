@@ -189,7 +189,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_complaint_is_pips_last_error_line() {
+    fn the_cause_is_the_last_error_line_of_pip() {
         let output = "Looking in indexes\nERROR: first\nERROR: No matching distribution found for x==1\nnotice: new pip\n";
         assert_eq!(complaint(output), "No matching distribution found for x==1");
         assert_eq!(complaint("segfault\n\n"), "segfault");

@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn the_asked_quantisation_is_found_in_any_spelling() {
+    fn the_requested_quantisation_is_found_in_any_spelling() {
         let names =
             ["m-Q4_0.gguf", "m-Q4_0_4_4.gguf", "m-IQ4_XS.gguf", "m.q4_k_m.gguf", "m_Q8_0.gguf", "README.md"];
         assert_eq!(pick(&names, Some("q4_0")).unwrap(), ["m-Q4_0.gguf"]);
@@ -255,14 +255,14 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_quantisation_lists_what_is_there() {
+    fn the_error_of_a_missing_quantisation_lists_the_others() {
         let error = pick(&["m-Q4_0.gguf", "m-Q8_0.gguf", "odd.gguf"], Some("Q4_K_M")).unwrap_err();
         assert_eq!(error.to_string(), "o/r has no Q4_K_M; it has Q4_0, Q8_0, odd.gguf");
         assert!(matches!(pick(&["m-Q4_K_M.gguf"], Some("Q4_K")), Err(HubError::NoSuchQuant { .. })));
     }
 
     #[test]
-    fn split_files_come_whole_and_in_order() {
+    fn split_files_are_complete_and_in_order() {
         let names = ["b/m-Q8_0-00002-of-00002.gguf", "b/m-Q8_0-00001-of-00002.gguf", "m-Q4_0.gguf"];
         assert_eq!(pick(&names, Some("Q8_0")).unwrap(), [names[1], names[0]]);
         let error = pick(&names[..1], None).unwrap_err();
@@ -270,14 +270,14 @@ mod tests {
     }
 
     #[test]
-    fn two_models_of_one_quantisation_are_not_guessed_between() {
+    fn two_models_of_one_quantisation_are_ambiguous() {
         let names = ["a-Q4_0.gguf", "b-Q4_0.gguf"];
         assert!(matches!(pick(&names, None), Err(HubError::Ambiguous { files, .. }) if files.len() == 2));
         assert_eq!(pick(&names, Some("b-Q4_0.gguf")).unwrap(), ["b-Q4_0.gguf"]);
     }
 
     #[test]
-    fn a_single_odd_name_is_taken_and_image_encoders_are_not() {
+    fn a_single_model_may_have_any_name_and_image_encoders_are_skipped() {
         assert_eq!(pick(&["model.gguf", "mmproj-F16.gguf", "x.imatrix.gguf"], None).unwrap(), ["model.gguf"]);
     }
 

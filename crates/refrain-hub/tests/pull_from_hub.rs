@@ -1,4 +1,4 @@
-//! Pulling from a hub that works.
+//! Pulls from a working hub.
 
 mod support;
 
@@ -18,7 +18,7 @@ fn serve(repo: &Repo) -> Server {
 }
 
 #[test]
-fn a_gguf_lands_in_the_hub_tools_layout() {
+fn a_gguf_is_stored_in_the_layout_of_the_hub_tools() {
     let folder = tempfile::tempdir().unwrap();
     let repo = Repo::with_model(300_000);
     let server = serve(&repo);
@@ -50,7 +50,7 @@ fn a_gguf_lands_in_the_hub_tools_layout() {
 }
 
 #[test]
-fn a_second_pull_asks_for_the_listing_only() {
+fn a_second_pull_requests_only_the_listing() {
     let folder = tempfile::tempdir().unwrap();
     let server = serve(&Repo::with_model(1000));
     let store = store(folder.path(), &server);
@@ -60,7 +60,7 @@ fn a_second_pull_asks_for_the_listing_only() {
 }
 
 #[test]
-fn all_files_of_a_split_model_come() {
+fn all_files_of_a_split_model_are_pulled() {
     let folder = tempfile::tempdir().unwrap();
     let (a, b) = (pattern(5000), pattern(4000));
     let (first, second) = ("big/m-Q8_0-00001-of-00002.gguf", "big/m-Q8_0-00002-of-00002.gguf");
@@ -73,7 +73,7 @@ fn all_files_of_a_split_model_come() {
 }
 
 #[test]
-fn a_folder_comes_with_config_and_tokenizer_but_without_the_rest() {
+fn a_folder_is_pulled_with_config_and_tokenizer_only() {
     let folder = tempfile::tempdir().unwrap();
     let weights = pattern(2000);
     let files: &[(&str, &[u8])] = &[
@@ -94,7 +94,7 @@ fn a_folder_comes_with_config_and_tokenizer_but_without_the_rest() {
 }
 
 #[test]
-fn where_the_listing_is_silent_the_files_headers_count() {
+fn headers_of_files_complete_the_listing() {
     let folder = tempfile::tempdir().unwrap();
     let repo = Repo::with_model(5000);
     let content = repo.content("m-Q4_K_M.gguf");
@@ -114,7 +114,7 @@ fn where_the_listing_is_silent_the_files_headers_count() {
 }
 
 #[test]
-fn without_any_checksum_nothing_is_fetched() {
+fn nothing_is_downloaded_without_a_checksum() {
     let folder = tempfile::tempdir().unwrap();
     let server = Server::start(|request| match request.is_listing() {
         true => Reply::body(200, format!(r#"{{"sha":"{COMMIT}","siblings":[{{"rfilename":"m.gguf"}}]}}"#)),
@@ -126,14 +126,14 @@ fn without_any_checksum_nothing_is_fetched() {
 }
 
 #[test]
-fn the_token_goes_to_the_endpoint_and_not_to_where_it_redirects() {
+fn the_token_is_sent_to_the_endpoint_but_not_to_redirect_targets() {
     let folder = tempfile::tempdir().unwrap();
     let repo = Repo::with_model(5000);
     let content = repo.content("m-Q4_K_M.gguf");
     let storage = Server::start(move |request| Reply::file(&content, request));
     let elsewhere = format!("{}/signed?secret=1", storage.url());
     let hub = Server::start(move |request| match request.path.as_str() {
-        // As for a repository that was renamed, then as for a large file.
+        // The first redirect is that of a renamed repository, the second that of a large file.
         "/o/r/resolve/0123456789abcdef0123456789abcdef01234567/m-Q4_K_M.gguf" => {
             Reply::status(307).header("Location", "/moved/m")
         }
@@ -152,14 +152,14 @@ fn the_token_goes_to_the_endpoint_and_not_to_where_it_redirects() {
 }
 
 #[test]
-fn two_pulls_at_once_fetch_once() {
+fn concurrent_pulls_download_once() {
     let folder = tempfile::tempdir().unwrap();
     let repo = Repo::with_model(200_000);
     let served = repo.clone();
     let server = Server::start(move |request| {
         let mut reply = served.answer(request);
         if !request.is_listing() {
-            // Long enough that the other pull has to wait.
+            // Slow enough that the other pull has to wait.
             std::thread::sleep(std::time::Duration::from_millis(300));
             reply.silence = None;
         }
@@ -180,7 +180,7 @@ fn two_pulls_at_once_fetch_once() {
 }
 
 #[test]
-fn a_cancelled_pull_keeps_what_it_has_and_the_next_one_continues() {
+fn the_next_pull_resumes_a_cancelled_one() {
     let folder = tempfile::tempdir().unwrap();
     let repo = Repo::with_model(2_000_000);
     let server = serve(&repo);
@@ -199,7 +199,7 @@ fn a_cancelled_pull_keeps_what_it_has_and_the_next_one_continues() {
 }
 
 #[test]
-fn offline_finds_what_is_here_and_asks_nobody() {
+fn offline_uses_local_models_and_no_network() {
     let folder = tempfile::tempdir().unwrap();
     let server = serve(&Repo::with_model(1000));
     let offline = Store::open(Env { offline: true, ..env(folder.path(), &server) });
@@ -214,7 +214,7 @@ fn offline_finds_what_is_here_and_asks_nobody() {
 }
 
 #[test]
-fn a_newer_commit_is_fetched_and_unchanged_files_are_kept() {
+fn a_newer_commit_is_pulled_and_unchanged_files_are_kept() {
     let folder = tempfile::tempdir().unwrap();
     let repo = Repo::new("o/r", &[("config.json", b"{}"), ("model.safetensors", b"one")]);
     let calls = Calls::default();

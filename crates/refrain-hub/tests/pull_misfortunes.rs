@@ -1,4 +1,4 @@
-//! Pulling from a hub that breaks off, lies, corrupts and refuses.
+//! Pulls from hubs that disconnect, lie, corrupt data and refuse requests.
 
 mod support;
 
@@ -17,7 +17,7 @@ fn name() -> ModelName {
     ModelName::parse("o/r").unwrap()
 }
 
-/// A server whose listing is right and whose files are answered by `misbehave`, given the number of the request.
+/// A server with a correct listing. `misbehave` answers requests for files, given the number of the request.
 fn serve(misbehave: impl Fn(usize, &Request, Reply) -> Reply + Send + Sync + 'static) -> Server {
     let (repo, calls) = (Repo::with_model(BYTES), Calls::default());
     Server::start(move |request| match request.is_listing() {
@@ -26,7 +26,7 @@ fn serve(misbehave: impl Fn(usize, &Request, Reply) -> Reply + Send + Sync + 'st
     })
 }
 
-/// Nothing of a failed download may remain that looks complete, nor anything known to be wrong.
+/// Checks that a failed download leaves nothing that looks complete or is known to be wrong.
 fn blobs(folder: &Path) -> Vec<String> {
     let blobs = fs::read_dir(folder.join("huggingface/hub/models--o--r/blobs")).unwrap();
     blobs.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
@@ -37,7 +37,7 @@ fn assert_right(model: &refrain_hub::LocalModel) {
 }
 
 #[test]
-fn a_download_that_breaks_off_goes_on_where_it_stopped() {
+fn an_interrupted_download_resumes() {
     let folder = tempfile::tempdir().unwrap();
     let server = serve(|n, _, reply| if n < 2 { reply.cut_after(30_000) } else { reply });
     let mut notes = Notes::default();
@@ -48,7 +48,7 @@ fn a_download_that_breaks_off_goes_on_where_it_stopped() {
 }
 
 #[test]
-fn a_download_that_always_breaks_off_ends_with_what_it_has() {
+fn a_download_that_keeps_failing_keeps_its_bytes() {
     let folder = tempfile::tempdir().unwrap();
     let server = serve(|_, _, reply| reply.cut_after(10_000));
     let store = store(folder.path(), &server);
@@ -62,7 +62,7 @@ fn a_download_that_always_breaks_off_ends_with_what_it_has() {
 }
 
 #[test]
-fn a_server_that_ignores_ranges_is_taken_from_the_start() {
+fn the_download_restarts_if_the_server_ignores_ranges() {
     let folder = tempfile::tempdir().unwrap();
     let content = Repo::with_model(BYTES).content(FILE);
     let server = serve(move |n, _, _| {
@@ -74,7 +74,7 @@ fn a_server_that_ignores_ranges_is_taken_from_the_start() {
 }
 
 #[test]
-fn a_server_that_sends_another_range_is_not_believed() {
+fn a_wrong_range_is_rejected() {
     let folder = tempfile::tempdir().unwrap();
     let content = Repo::with_model(BYTES).content(FILE);
     let server = serve(move |n, request, reply| match n {
@@ -86,7 +86,7 @@ fn a_server_that_sends_another_range_is_not_believed() {
 }
 
 #[test]
-fn a_refused_range_means_a_new_start() {
+fn a_refused_range_restarts_the_download() {
     let folder = tempfile::tempdir().unwrap();
     let server = serve(|n, _, reply| match n {
         0 => reply.cut_after(40_000),
@@ -98,7 +98,7 @@ fn a_refused_range_means_a_new_start() {
 }
 
 #[test]
-fn a_server_that_falls_silent_is_left() {
+fn a_silent_connection_times_out() {
     let folder = tempfile::tempdir().unwrap();
     let server = serve(|n, _, reply| match n {
         0 => Reply { silence: Some(Duration::from_secs(4)), ..reply.cut_after(20_000) },
@@ -113,7 +113,7 @@ fn a_server_that_falls_silent_is_left() {
 }
 
 #[test]
-fn an_announced_length_that_differs_from_the_listing_is_refused() {
+fn a_length_that_differs_from_the_listing_is_refused() {
     for extra in [-1_i64, 1] {
         let folder = tempfile::tempdir().unwrap();
         let server = serve(move |_, _, mut reply| {
@@ -132,7 +132,7 @@ fn an_announced_length_that_differs_from_the_listing_is_refused() {
 }
 
 #[test]
-fn a_body_without_end_is_cut_at_the_known_length() {
+fn an_endless_body_is_cut_off_at_the_known_length() {
     let folder = tempfile::tempdir().unwrap();
     let server = serve(|_, _, mut reply| {
         reply.body.extend(vec![7; 1_000_000]);
@@ -144,7 +144,7 @@ fn a_body_without_end_is_cut_at_the_known_length() {
 }
 
 #[test]
-fn a_body_that_ends_early_without_a_length_is_continued() {
+fn a_short_body_without_a_length_is_resumed() {
     let folder = tempfile::tempdir().unwrap();
     let server = serve(|n, _, reply| match n {
         0 => Reply { length: None, ..reply.cut_after(50_000) },
@@ -155,7 +155,7 @@ fn a_body_that_ends_early_without_a_length_is_continued() {
 }
 
 #[test]
-fn corrupted_bytes_are_thrown_away_and_fetched_once_more() {
+fn corrupt_bytes_are_discarded_and_downloaded_again() {
     let folder = tempfile::tempdir().unwrap();
     let server = serve(|n, _, mut reply| {
         if n == 0 {
@@ -170,7 +170,7 @@ fn corrupted_bytes_are_thrown_away_and_fetched_once_more() {
 }
 
 #[test]
-fn bytes_that_stay_corrupted_leave_nothing_behind() {
+fn repeatedly_corrupt_downloads_are_removed() {
     let folder = tempfile::tempdir().unwrap();
     let server = serve(|_, _, mut reply| {
         reply.body[77_777] ^= 1;
@@ -185,7 +185,7 @@ fn bytes_that_stay_corrupted_leave_nothing_behind() {
 }
 
 #[test]
-fn small_files_are_checked_by_gits_checksum() {
+fn small_files_are_verified_by_their_git_checksum() {
     let folder = tempfile::tempdir().unwrap();
     let repo = Repo::new("o/r", &[("config.json", b"{}"), ("model.safetensors", b"w")]);
     let server = Server::start(move |request| match request.path.ends_with("config.json") {
@@ -197,7 +197,7 @@ fn small_files_are_checked_by_gits_checksum() {
 }
 
 #[test]
-fn a_spoilt_leftover_of_an_earlier_pull_is_found_out() {
+fn a_corrupt_partial_download_is_detected() {
     let folder = tempfile::tempdir().unwrap();
     let server = serve(|_, _, reply| reply);
     let store = store(folder.path(), &server);
@@ -214,7 +214,7 @@ fn a_spoilt_leftover_of_an_earlier_pull_is_found_out() {
 }
 
 #[test]
-fn refusals_say_what_they_mean() {
+fn refusals_become_specific_errors() {
     let with = |token: Option<&str>, status: u16, code: &'static str| {
         let folder = tempfile::tempdir().unwrap();
         let server = Server::start(move |_| Reply::status(status).header("X-Error-Code", code));
@@ -242,7 +242,7 @@ fn refusals_say_what_they_mean() {
 }
 
 #[test]
-fn passing_refusals_pass() {
+fn temporary_refusals_are_retried() {
     for status in [408, 429, 500, 503] {
         let folder = tempfile::tempdir().unwrap();
         let server = serve(move |n, _, reply| match n {
@@ -271,7 +271,7 @@ fn an_expired_signature_gets_a_fresh_one() {
 }
 
 #[test]
-fn redirects_without_end_or_aim_are_refused() {
+fn endless_and_invalid_redirects_are_refused() {
     for location in ["/again", "ftp://x/y", "http://"] {
         let folder = tempfile::tempdir().unwrap();
         let server = Server::start(move |_| Reply::status(302).header("Location", location));
@@ -282,7 +282,7 @@ fn redirects_without_end_or_aim_are_refused() {
 }
 
 #[test]
-fn a_listing_that_is_none_or_leads_out_of_the_cache_is_refused() {
+fn invalid_listings_and_names_outside_the_cache_are_refused() {
     for listing in ["<html>", "{}", r#"{"sha":"../../../x","siblings":[]}"#] {
         let folder = tempfile::tempdir().unwrap();
         let server = Server::start(move |_| Reply::body(200, listing));
@@ -293,7 +293,7 @@ fn a_listing_that_is_none_or_leads_out_of_the_cache_is_refused() {
 }
 
 #[test]
-fn an_endpoint_that_nobody_serves_is_named() {
+fn an_unreachable_endpoint_is_named() {
     let folder = tempfile::tempdir().unwrap();
     let gone = Server::start(|_| Reply::status(500)).url();
     let pull = |endpoint: &str| {
@@ -307,7 +307,7 @@ fn an_endpoint_that_nobody_serves_is_named() {
     }
 }
 
-/// A disk with so much room: it says so, or only a write finds out.
+/// A disk with limited space, which it reports or which only a write reveals.
 struct SmallDisk {
     says: Option<u64>,
     room: u64,
@@ -362,7 +362,7 @@ fn a_model_that_cannot_fit_is_refused_before_the_first_byte() {
 }
 
 #[test]
-fn a_disk_that_fills_up_keeps_the_part_and_a_later_pull_continues() {
+fn a_pull_resumes_after_the_disk_was_full() {
     let folder = tempfile::tempdir().unwrap();
     let server = serve(|_, _, reply| reply);
     let full = store(folder.path(), &server).with_disk(SmallDisk { says: None, room: 60_000 });
@@ -374,7 +374,7 @@ fn a_disk_that_fills_up_keeps_the_part_and_a_later_pull_continues() {
 }
 
 #[test]
-fn a_store_that_cannot_be_written_says_where_and_what_to_do() {
+fn an_unwritable_store_is_an_error_with_path_and_hint() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("file");
     fs::write(&file, "in the way").unwrap();
@@ -401,10 +401,10 @@ fn a_read_only_store_still_finds_its_models() {
     };
     set(0o555);
     assert_eq!(store.find(&name()).unwrap().unwrap(), model);
-    // Everything is here, so nothing needs to be written.
+    // The model is complete, so nothing needs to be written.
     assert_eq!(store.pull(&name(), &mut Silent).unwrap(), model);
     let other = store.pull(&ModelName::parse("o/other").unwrap(), &mut Silent);
     set(0o755);
-    // The administrator may write anyway, and then finds no such model's files.
+    // Root can write anyway and then finds no files of this model.
     assert!(matches!(other, Err(HubError::Write { .. } | HubError::Status { status: 404, .. })), "{other:?}");
 }

@@ -1,4 +1,4 @@
-//! Finding, listing and removing.
+//! Finding, listing and removing models.
 
 mod support;
 
@@ -27,7 +27,7 @@ fn names(store: &Store) -> Vec<String> {
 }
 
 #[test]
-fn an_empty_store_is_empty_and_stays_untouched() {
+fn listing_an_empty_store_writes_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let store = Store::open(Env::rooted(&folder.path().join("none")));
     assert_eq!(store.list(), refrain_hub::Inventory::default());
@@ -37,7 +37,7 @@ fn an_empty_store_is_empty_and_stays_untouched() {
 }
 
 #[test]
-fn one_quantisation_is_removed_and_the_other_stays() {
+fn removing_one_quantisation_keeps_the_other() {
     let (_folder, _server, store) = two_quants();
     assert_eq!(names(&store), ["o/r:Q4_0", "o/r:Q8_0"]);
     let removed = store.remove(&name("o/r:q8_0")).unwrap();
@@ -49,7 +49,7 @@ fn one_quantisation_is_removed_and_the_other_stays() {
 }
 
 #[test]
-fn a_repository_goes_whole_with_its_last_model_or_by_its_name() {
+fn a_repository_is_removed_with_its_last_model_or_by_name() {
     let (folder, _server, store) = two_quants();
     let cache = folder.path().join("huggingface/hub/models--o--r");
     store.remove(&name("o/r:Q8_0")).unwrap();
@@ -98,7 +98,7 @@ fn paths_are_found_but_never_removed() {
 
 #[test]
 #[cfg(unix)]
-fn a_link_in_a_loop_is_an_error_of_its_own() {
+fn a_link_loop_has_its_own_error() {
     let folder = tempfile::tempdir().unwrap();
     let store = Store::open(Env::rooted(folder.path()));
     let [a, b] = ["a", "b"].map(|name| folder.path().join(name));
@@ -112,7 +112,7 @@ fn a_link_in_a_loop_is_an_error_of_its_own() {
 }
 
 #[test]
-fn a_folder_of_ones_own_is_taken_as_it_is_unless_it_is_ambiguous() {
+fn a_users_folder_is_used_unless_it_is_ambiguous() {
     let folder = tempfile::tempdir().unwrap();
     let store = Store::open(Env::rooted(folder.path()));
     let by_path = name(folder.path().to_str().unwrap());
@@ -136,7 +136,7 @@ fn a_folder_that_leads_out_of_the_store_is_not_removed() {
 }
 
 #[test]
-fn unfinished_downloads_are_listed_and_removed() {
+fn incomplete_downloads_are_listed_and_removed() {
     let folder = tempfile::tempdir().unwrap();
     let env = Env::rooted(folder.path());
     let blobs = env.hf_cache.join("models--o--r/blobs");
@@ -155,7 +155,7 @@ fn unfinished_downloads_are_listed_and_removed() {
 }
 
 #[test]
-fn nothing_is_removed_under_a_running_pull() {
+fn nothing_is_removed_during_a_pull() {
     let (folder, _server, store) = two_quants();
     let locks = folder.path().join("huggingface/hub/.locks/models--o--r");
     let lock = fs::read_dir(&locks).unwrap().next().unwrap().unwrap().path();
@@ -168,7 +168,7 @@ fn nothing_is_removed_under_a_running_pull() {
 }
 
 #[test]
-fn the_nearest_name_may_be_one_that_is_here() {
+fn the_closest_name_may_be_a_local_model() {
     let (_folder, _server, store) = two_quants();
     assert_eq!(store.nearest("o/r:Q4_1").as_deref(), Some("o/r:Q4_0"));
     assert_eq!(store.nearest("smolm2").as_deref(), Some("smollm2"));
@@ -178,7 +178,7 @@ fn the_nearest_name_may_be_one_that_is_here() {
 }
 
 #[test]
-fn a_cache_that_others_filled_is_understood() {
+fn a_cache_filled_by_other_tools_is_read() {
     let folder = tempfile::tempdir().unwrap();
     let env = Env::rooted(folder.path());
     let make = |path: &str, content: &str| {
@@ -189,7 +189,7 @@ fn a_cache_that_others_filled_is_understood() {
     make(&format!("models--a--b/snapshots/{COMMIT}/config.json"), "{}");
     make(&format!("models--a--b/snapshots/{COMMIT}/model.safetensors"), "w");
     make("models--a--b/refs/main", COMMIT);
-    // Half a split model, a repository without snapshots, and things that are none.
+    // Half a split model, a repository without snapshots, and unrelated entries.
     make(&format!("models--c--d/snapshots/{COMMIT}/m-00001-of-00002.gguf"), "GGUF");
     make("models--c--d/refs/main", COMMIT);
     make("models--e--f/refs/main", "../../..");

@@ -154,7 +154,7 @@ pub fn attend_counter_bytes(n: usize, n_heads: usize, n_splits: usize) -> u64 {
 /// Kernel parameters.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
-struct AttendSizes {
+struct AttendParams {
     n_heads: u32,
     /// Query heads of one KV head per block.
     per_block: u32,
@@ -307,9 +307,9 @@ fn sizes(
     per_block: usize,
     alone: bool,
     warp_bytes: u32,
-) -> Result<AttendSizes, KernelError> {
+) -> Result<AttendParams, KernelError> {
     let window = a.attention.window.map_or(Ok(0), |w| case.u32("window", w.clamp(1, i32::MAX as usize)))?;
-    Ok(AttendSizes {
+    Ok(AttendParams {
         n_heads: a.n_heads as u32,
         per_block: per_block as u32,
         splits_shift: a.n_splits.trailing_zeros(),
@@ -365,7 +365,7 @@ fn all_kernels() -> impl Iterator<Item = (DType, usize, usize)> {
 
 pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     const R: usize = size_of::<RowLayout>();
-    let params = [P, P, P, P, P, P, P, P, P, P, P, P, P, P, P, P, R, R, R, size_of::<AttendSizes>()];
+    let params = [P, P, P, P, P, P, P, P, P, P, P, P, P, P, P, P, R, R, R, size_of::<AttendParams>()];
     for (dtype, size, heads) in all_kernels() {
         let name = name(size, heads, dtype);
         let entry = KernelEntry::new(KernelFamily::Attend, name, &params, move |k| twin(k, dtype));
@@ -376,7 +376,7 @@ pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
 
 /// Runs the four ops one after the other.
 fn twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
-    let s = k.arg::<AttendSizes>(19)?;
+    let s = k.arg::<AttendParams>(19)?;
     let n = k.config().grid[1] as usize;
     let [n_heads, n_kv_heads, head_dim] =
         [s.n_heads, s.pages.n_kv_heads, s.pages.head_dim].map(|n| n as usize);
@@ -430,7 +430,7 @@ fn twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
 /// Marks what the kernel reads before its dependency wait: weights, and the caches before each row's own
 /// position. It also reads positions, sequences and tables early, but only as a guess: after the wait it
 /// discards cache loads that do not match them.
-fn read_early(k: &mut SimKernel<'_>, n: usize, s: &AttendSizes, dtype: DType) -> KernelResult {
+fn read_early(k: &mut SimKernel<'_>, n: usize, s: &AttendParams, dtype: DType) -> KernelResult {
     let [n_kv_heads, head_dim, kv_block] =
         [s.pages.n_kv_heads, s.pages.head_dim, s.pages.kv_block].map(|n| n as usize);
     let pages = PageTables {
@@ -471,7 +471,7 @@ fn read_early(k: &mut SimKernel<'_>, n: usize, s: &AttendSizes, dtype: DType) ->
 }
 
 /// Checks what the kernel assumes but cannot check.
-fn check_state(k: &SimKernel<'_>, n: usize, s: &AttendSizes) -> KernelResult {
+fn check_state(k: &SimKernel<'_>, n: usize, s: &AttendParams) -> KernelResult {
     let (positions, seqs) = (k.read::<i32>(k.ptr(8)?, n)?, k.read::<i32>(k.ptr(9)?, n)?);
     let rows: Vec<usize> = (0..n).filter(|&i| positions[i] >= 0).collect();
     if let Some(i) = (1..rows.len()).find(|&i| rows[..i].iter().any(|&j| seqs[j] == seqs[rows[i]])) {

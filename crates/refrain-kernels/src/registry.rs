@@ -8,7 +8,7 @@ use refrain_tensor::DType;
 use crate::card::Card;
 use crate::source::{KernelFamily, KernelUnit};
 
-pub(crate) type TwinBody = Arc<dyn Fn(&mut SimKernel<'_>) -> KernelResult + Send + Sync>;
+pub(crate) type TwinFn = Arc<dyn Fn(&mut SimKernel<'_>) -> KernelResult + Send + Sync>;
 
 /// Size of a pointer parameter.
 pub(crate) const P: usize = 8;
@@ -37,7 +37,7 @@ pub(crate) type SharedBytes = Arc<dyn Fn(&Card) -> u32 + Send + Sync>;
 #[derive(Clone)]
 pub(crate) struct KernelEntry {
     pub(crate) info: KernelInfo,
-    pub(crate) twin: TwinBody,
+    pub(crate) twin: TwinFn,
     /// See [`KernelEntry::releasing_next_after_wait`].
     pub(crate) starts_next_late: bool,
     pub(crate) shared: SharedBytes,

@@ -158,7 +158,7 @@ fn copies_of_quantised_views_move_whole_blocks_or_refuse() {
     assert_eq!(one(Op::Copy, &[&swapped]), want);
     let off = viewed(&w, View::Slice { axis: 2, start: 16, len: 32 });
     let error = eval(&Op::Copy, &[&off]).unwrap_err().to_string();
-    assert_eq!(error, "Q8_0 stores blocks of 32 elements, rows of [2, 3, 32] are not whole blocks");
+    assert_eq!(error, "Q8_0 stores blocks of 32 elements, but the rows of [2, 3, 32] are not whole blocks");
 }
 
 #[test]

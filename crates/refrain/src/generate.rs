@@ -228,6 +228,10 @@ impl RequestLimits {
 }
 
 /// The next item of a generation, or a context that holds no further token.
+#[expect(
+    clippy::large_enum_variant,
+    reason = "matched where it is returned; a box would allocate for every token"
+)]
 enum Progress {
     Item(Option<Result<TextDelta, Error>>),
     Full,

@@ -19,7 +19,7 @@ fn conversation(model: &Model, device: Device) -> (Vec<(String, Option<Finish>)>
         let render = RenderOptions { add_generation_prompt: true, ..RenderOptions::default() };
         let mut generation = session.generate(Prompt::Chat(&messages, &render), &greedy).unwrap();
         let text: String = generation.by_ref().map(|piece| piece.unwrap().text).collect();
-        let finish = generation.summary().finish.clone();
+        let finish = generation.summary().finish;
         messages.push(Message::new("assistant", text.clone()));
         answers.push((text, finish));
     }

@@ -80,7 +80,7 @@ fn a_full_context_drops_the_oldest_turns_and_keeps_the_system_prompt() {
             assert!(!prompt.contains("number 0"), "{prompt}");
         }
     }
-    assert!(chat.n_dropped() >= 2 && chat.n_dropped() % 2 == 0, "{}", chat.n_dropped());
+    assert!(chat.n_dropped() >= 2 && chat.n_dropped().is_multiple_of(2), "{}", chat.n_dropped());
     assert_eq!(chat.messages().len(), 17, "the history is complete");
 }
 

@@ -75,7 +75,7 @@ fn a_folder_with_a_tokenizer_generates_and_chats() {
     let mut session = Session::new(&model, &SessionOptions::default()).unwrap();
     let mut generation = session.generate(Prompt::Text("Hi there"), &greedy(6)).unwrap();
     let tokens: Vec<u32> = generation.by_ref().filter_map(|p| p.unwrap().token).collect();
-    let finish = generation.summary().finish.clone();
+    let finish = generation.summary().finish;
     assert!(tokens.len() == 6 || finish == Some(Finish::EndOfTurn), "{finish:?}");
     assert_eq!(generation.summary().n_prompt, 8);
     drop(generation);
@@ -122,6 +122,6 @@ fn a_stop_text_in_what_is_left_at_the_end_is_the_reason_to_end() {
         let options = Generate { sampling: sampling.clone(), stop: vec![stop.into()], ..greedy(1) };
         let mut generation = session.generate(Prompt::Text("Hi"), &options).unwrap();
         let text: String = generation.by_ref().map(|piece| piece.unwrap().text).collect();
-        assert_eq!((text.as_str(), generation.summary().finish.clone()), (shown, Some(finish)));
+        assert_eq!((text.as_str(), generation.summary().finish), (shown, Some(finish)));
     }
 }

@@ -122,7 +122,7 @@ fn turns(model: &Model, ahead: usize, stop: &str) -> (Vec<String>, u64) {
         cancel.store(false, Ordering::Relaxed);
         texts.push(text);
     }
-    (texts, session.ledger().tally(StepKind::Decode).unused)
+    (texts, session.ledger().tally(StepKind::Decode).discarded)
 }
 
 #[test]
@@ -131,11 +131,11 @@ fn texts_that_are_broken_off_with_steps_under_way_leave_the_next_ones_as_they_ar
     let (whole, _) = turns(&model, 1, "nothing like this");
     let first = &whole[0];
     let stop: String = first.chars().skip(12).take(4).collect();
-    let (want, unused) = turns(&model, 1, &stop);
-    assert!(want[0].len() < first.len() && unused == 0, "{want:?}");
-    let (got, unused) = turns(&model, 8, &stop);
+    let (want, discarded) = turns(&model, 1, &stop);
+    assert!(want[0].len() < first.len() && discarded == 0, "{want:?}");
+    let (got, discarded) = turns(&model, 8, &stop);
     assert_eq!(got, want);
-    assert!(unused > 0);
+    assert!(discarded > 0);
 }
 
 #[test]

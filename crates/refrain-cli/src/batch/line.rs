@@ -6,16 +6,16 @@ use serde_json::{Map, Value, json};
 
 /// A line of the input.
 #[derive(Debug)]
-pub(crate) struct Line {
+pub(crate) struct BatchLine {
     number: usize,
-    format: Format,
+    format: LineFormat,
     /// What it asks for, or why that cannot be read.
-    pub(crate) ask: Result<Ask, String>,
+    pub(crate) ask: Result<BatchAsk, String>,
 }
 
 /// How a line is answered.
 #[derive(Debug)]
-enum Format {
+enum LineFormat {
     /// With text, finish and counts; the id it came with.
     Plain { id: Option<Value> },
     /// As OpenAI's batches are.
@@ -24,7 +24,7 @@ enum Format {
 
 /// What a line asks for.
 #[derive(Debug, Default, PartialEq)]
-pub(crate) struct Ask {
+pub(crate) struct BatchAsk {
     pub(crate) text: Option<String>,
     pub(crate) tokens: Option<Vec<u32>>,
     messages: Vec<Message>,
@@ -32,12 +32,12 @@ pub(crate) struct Ask {
     pub(crate) is_plain: bool,
     pub(crate) max_tokens: Option<usize>,
     pub(crate) stop: Vec<String>,
-    pub(crate) sampling: Sampling,
+    pub(crate) sampling: LineSampling,
 }
 
 /// Sampling parameters of one line.
 #[derive(Debug, Default, PartialEq)]
-pub(crate) struct Sampling {
+pub(crate) struct LineSampling {
     temperature: Option<f32>,
     top_p: Option<f32>,
     min_p: Option<f32>,
@@ -49,7 +49,7 @@ pub(crate) struct Sampling {
     seed: Option<u64>,
 }
 
-impl Sampling {
+impl LineSampling {
     /// What the line asks for, over what holds for all.
     pub(crate) fn over(&self, usual: SamplingParams) -> SamplingParams {
         SamplingParams {
@@ -67,7 +67,7 @@ impl Sampling {
     }
 }
 
-impl Ask {
+impl BatchAsk {
     /// The conversation; a prompt is what a person says.
     pub(crate) fn turns(&self) -> Vec<Message> {
         let said = self.text.iter().map(|text| Message::new("user", text));
@@ -76,14 +76,14 @@ impl Ask {
 }
 
 /// What came of a line.
-pub(crate) struct Answer {
+pub(crate) struct BatchAnswer {
     pub(crate) text: String,
     pub(crate) summary: Summary,
 }
 
-impl Line {
-    pub(crate) fn read(number: usize, bytes: &[u8]) -> Line {
-        let plain = |ask| Line { number, format: Format::Plain { id: None }, ask: Err(ask) };
+impl BatchLine {
+    pub(crate) fn read(number: usize, bytes: &[u8]) -> BatchLine {
+        let plain = |ask| BatchLine { number, format: LineFormat::Plain { id: None }, ask: Err(ask) };
         let value: Value = match serde_json::from_slice(bytes) {
             Ok(value) => value,
             Err(error) => return plain(format!("line {number} is not JSON: {error}")),
@@ -93,8 +93,8 @@ impl Line {
         };
         match (object.get("custom_id"), object.get("body")) {
             (None, None) => {
-                let format = Format::Plain { id: object.get("id").cloned() };
-                Line { number, format, ask: read_ask(&object, true) }
+                let format = LineFormat::Plain { id: object.get("id").cloned() };
+                BatchLine { number, format, ask: read_ask(&object, true) }
             }
             (custom_id, body) => {
                 let url = object.get("url").and_then(Value::as_str).unwrap_or_default();
@@ -111,18 +111,18 @@ impl Line {
                     _ => Err("the body is not a JSON object".to_owned()),
                 };
                 let custom_id = custom_id.cloned().unwrap_or_default();
-                Line { number, format: Format::OpenAi { custom_id, is_chat }, ask }
+                BatchLine { number, format: LineFormat::OpenAi { custom_id, is_chat }, ask }
             }
         }
     }
 
     /// The line of the output.
-    pub(crate) fn answer(&self, model: &str, answered: Result<Answer, String>) -> Value {
+    pub(crate) fn answer(&self, model: &str, answered: Result<BatchAnswer, String>) -> Value {
         let number = self.number;
         match (&self.format, answered) {
-            (Format::Plain { id }, answered) => {
+            (LineFormat::Plain { id }, answered) => {
                 let mut line = match answered {
-                    Ok(Answer { text, summary }) => json!({
+                    Ok(BatchAnswer { text, summary }) => json!({
                         "text": text,
                         "finish": finish_word(summary.finish.as_ref()),
                         "prompt_tokens": summary.n_prompt,
@@ -135,7 +135,7 @@ impl Line {
                 }
                 line
             }
-            (Format::OpenAi { custom_id, is_chat }, Ok(Answer { text, summary })) => json!({
+            (LineFormat::OpenAi { custom_id, is_chat }, Ok(BatchAnswer { text, summary })) => json!({
                 "id": format!("batch_req_{number}"),
                 "custom_id": custom_id,
                 "response": {
@@ -145,7 +145,7 @@ impl Line {
                 },
                 "error": null,
             }),
-            (Format::OpenAi { custom_id, .. }, Err(error)) => json!({
+            (LineFormat::OpenAi { custom_id, .. }, Err(error)) => json!({
                 "id": format!("batch_req_{number}"),
                 "custom_id": custom_id,
                 "response": null,
@@ -184,9 +184,9 @@ fn body(number: usize, model: &str, is_chat: bool, text: &str, summary: &Summary
 /// Whether a line of the output can be the answer to a line of the input: what names the one names the other.
 pub(crate) fn belongs(answer: &[u8], asked: &[u8]) -> bool {
     let Ok(answer) = serde_json::from_slice::<Value>(answer) else { return false };
-    match Line::read(0, asked).format {
-        Format::Plain { id } => answer.get("id") == id.as_ref(),
-        Format::OpenAi { custom_id, .. } => answer.get("custom_id") == Some(&custom_id),
+    match BatchLine::read(0, asked).format {
+        LineFormat::Plain { id } => answer.get("id") == id.as_ref(),
+        LineFormat::OpenAi { custom_id, .. } => answer.get("custom_id") == Some(&custom_id),
     }
 }
 
@@ -213,9 +213,9 @@ fn check_served(object: &Map<String, Value>) -> Result<(), String> {
     }
 }
 
-fn read_ask(object: &Map<String, Value>, is_plain: bool) -> Result<Ask, String> {
+fn read_ask(object: &Map<String, Value>, is_plain: bool) -> Result<BatchAsk, String> {
     check_served(object)?;
-    let mut ask = Ask { is_plain, ..Ask::default() };
+    let mut ask = BatchAsk { is_plain, ..BatchAsk::default() };
     match object.get("prompt") {
         Some(Value::String(text)) => ask.text = Some(text.clone()),
         Some(Value::Array(items)) => match &items[..] {
@@ -235,7 +235,7 @@ fn read_ask(object: &Map<String, Value>, is_plain: bool) -> Result<Ask, String> 
         Some(Value::String(stop)) => vec![stop.clone()],
         Some(stop) => serde_json::from_value(stop.clone()).map_err(|_| "stop is neither a text nor texts")?,
     };
-    ask.sampling = Sampling {
+    ask.sampling = LineSampling {
         temperature: float(object, &["temperature"])?,
         top_p: float(object, &["top_p"])?,
         min_p: float(object, &["min_p"])?,
@@ -301,14 +301,14 @@ mod tests {
     use super::*;
 
     fn error(line: &str) -> String {
-        Line::read(3, line.as_bytes()).ask.unwrap_err()
+        BatchLine::read(3, line.as_bytes()).ask.unwrap_err()
     }
 
     #[test]
     fn a_line_says_what_it_asks_for() {
         let line = r#"{"prompt": "A cat", "max_tokens": 9, "temperature": 0.5, "seed": 7, "stop": ["x", "y"],
             "logit_bias": {"5": -1.5}, "repetition_penalty": 1.1, "id": 12}"#;
-        let line = Line::read(1, line.as_bytes());
+        let line = BatchLine::read(1, line.as_bytes());
         let ask = line.ask.as_ref().unwrap();
         assert_eq!((ask.text.as_deref(), ask.max_tokens, ask.is_plain), (Some("A cat"), Some(9), true));
         assert_eq!(ask.stop, ["x", "y"]);
@@ -316,10 +316,10 @@ mod tests {
         assert_eq!((params.temperature, params.seed, params.repeat_penalty), (0.5, 7, 1.1));
         assert_eq!((params.logit_bias, params.top_p), (vec![(5, -1.5)], SamplingParams::default().top_p));
         assert_eq!(line.answer("m", Err("no".into())), json!({ "id": 12, "error": "no" }));
-        let tokens = Line::read(1, br#"{"prompt": [1, 2, 3]}"#).ask.unwrap().tokens;
+        let tokens = BatchLine::read(1, br#"{"prompt": [1, 2, 3]}"#).ask.unwrap().tokens;
         assert_eq!(tokens, Some(vec![1, 2, 3]));
         let chat = r#"{"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]}"#;
-        assert_eq!(Line::read(1, chat.as_bytes()).ask.unwrap().turns(), [Message::new("user", "Hi")]);
+        assert_eq!(BatchLine::read(1, chat.as_bytes()).ask.unwrap().turns(), [Message::new("user", "Hi")]);
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! How fast a device reads its memory, as a person says it.
+//! The argument of --bandwidth.
 
 use std::str::FromStr;
 
@@ -22,7 +22,7 @@ impl FromStr for Bandwidth {
             Ok(gigabytes) if gigabytes.is_finite() && gigabytes > 0.0 => {
                 Ok(Bandwidth::Stated(gigabytes * 1e9))
             }
-            _ => Err("a number of GB/s above 0, or `measure`".to_owned()),
+            _ => Err("must be a number of GB/s above 0, or `measure`".to_owned()),
         }
     }
 }

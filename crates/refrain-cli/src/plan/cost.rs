@@ -1,17 +1,17 @@
-//! What a step costs on a CUDA device: launches, kernels, and bytes that cross the bus.
+//! Costs of a step on a CUDA device: launches, kernels and transfers over the bus.
 
 use crate::out::{counted, short_time};
 use refrain::graph::{Crossing, Plan, SegmentKind};
 use refrain::{TableNeeds, TablePlacement};
-use refrain_hub::Bytes;
+use refrain_hub::ByteSize;
 use std::borrow::Cow;
 
-/// What a copy over PCIe 4.0 with sixteen lanes reaches, for an estimate.
+/// Estimated bandwidth of a copy over PCIe 4.0 x16.
 const BUS_BYTES_PER_SECOND: f64 = 25e9;
-/// What a small copy and its wait take beside their bytes, for an estimate.
+/// Estimated fixed cost of a small copy and its wait.
 const COPY_SECONDS: f64 = 10e-6;
 
-/// Launches by the host and kernels, then each kernel with its count, from the most to the least.
+/// Host launches and kernels, then each kernel with its count, in descending order.
 pub(super) fn kernels(plan: &Plan, kernels: &[(usize, Cow<'static, str>)], is_replayed: bool) -> Vec<String> {
     let recordable = plan.segments().iter().filter(|s| s.kind == SegmentKind::Recordable).count();
     let n_launches = if is_replayed { recordable } else { kernels.len() };
@@ -23,49 +23,48 @@ pub(super) fn kernels(plan: &Plan, kernels: &[(usize, Cow<'static, str>)], is_re
         }
     }
     counts.sort_by_key(|(_, n)| std::cmp::Reverse(*n));
-    let s = if n_launches == 1 { "" } else { "es" };
-    let mut lines =
-        vec![format!("launches {n_launches} launch{s}, {} a step", counted(kernels.len(), "kernel"))];
+    let (n_launches, n_kernels) = (counted(n_launches, "launch"), counted(kernels.len(), "kernel"));
+    let mut lines = vec![format!("launches {n_launches}, {n_kernels} per step")];
     lines.extend(counts.iter().map(|(name, n)| format!("         {n:>5} {name}")));
     lines
 }
 
-/// What each host segment takes over the bus, and about how long.
+/// The transfers of each host segment over the bus, with an estimate of their time.
 pub(super) fn crossings(plan: &Plan) -> Vec<String> {
     let host = plan.segments().iter().enumerate().filter(|(_, s)| s.kind != SegmentKind::Recordable);
     host.map(|(i, segment)| {
         let crossing = plan.crossing(segment);
-        let (down, up) = (Bytes(crossing.to_host_bytes as u64), Bytes(crossing.to_device_bytes as u64));
+        let (down, up) = (ByteSize(crossing.to_host_bytes as u64), ByteSize(crossing.to_device_bytes as u64));
         let took = short_time(seconds(&crossing));
         format!(
-            "host     segment {i}: {down} to the host, {up} back, about {took} a step besides its own work"
+            "host     segment {i}: {down} to the host, {up} back, about {took} per step in addition to its own work"
         )
     })
     .collect()
 }
 
-/// What a read over the bus takes before its first byte is there, for an estimate.
+/// Estimated latency of a read over the bus.
 const BUS_LATENCY_SECONDS: f64 = 2e-6;
 
-/// Where the table of per-layer embeddings may lie: the segments of a decode step, what crosses the bus for a token, and
-/// about how long that takes.
+/// The placements of the per-layer embedding table: segments of a decode step, transfers per token, and an estimate of
+/// their time.
 pub(super) fn placements(needs: &TableNeeds, here: TablePlacement) -> Vec<String> {
-    let (table, row) = (Bytes(needs.table_bytes), Bytes(needs.row_bytes));
+    let (table, row) = (ByteSize(needs.table_bytes), ByteSize(needs.row_bytes));
     let head =
-        format!("table    {table} of per-layer embeddings, {row} of it a token; --ple says where it lies:");
+        format!("table    {table} of per-layer embeddings, {row} per token; --ple sets the placement:");
     let row_seconds = needs.row_bytes as f64 / BUS_BYTES_PER_SECOND;
     let line = |place: TablePlacement| {
         let what = match place {
-            TablePlacement::Auto => unreachable!("auto is no place"),
-            TablePlacement::Device => format!("1 segment, nothing over the bus, {table} more on the device"),
+            TablePlacement::Auto => unreachable!("auto is not a placement"),
+            TablePlacement::Device => format!("1 segment, no transfers, {table} more on the device"),
             TablePlacement::Pinned => {
                 let took = short_time(row_seconds + BUS_LATENCY_SECONDS);
-                format!("1 segment, {row} over the bus inside the graph, about {took} a token")
+                format!("1 segment, {row} over the bus inside the graph, about {took} per token")
             }
             TablePlacement::Host => {
                 let took = short_time(row_seconds + COPY_SECONDS);
                 format!(
-                    "2 segments, {row} over the bus before the graph, about {took} a token, and none is sent ahead"
+                    "2 segments, {row} over the bus before the graph, about {took} per token, no steps launched ahead"
                 )
             }
         };
@@ -101,12 +100,12 @@ mod tests {
     }
 
     #[test]
-    fn every_place_of_a_table_is_told_with_its_cost() {
+    fn every_placement_of_a_table_is_listed_with_its_cost() {
         let needs = TableNeeds { table_bytes: 4_697_620_480, row_bytes: 17_920, other_bytes: 5 << 30 };
         let said = placements(&needs, TablePlacement::Pinned);
         assert_eq!(said.len(), 4);
-        assert!(said[0].contains("4.4 GiB of per-layer embeddings, 17.5 KiB of it a token"), "{said:?}");
-        assert!(said[1].starts_with("         device 1 segment, nothing over the bus"), "{said:?}");
+        assert!(said[0].contains("4.4 GiB of per-layer embeddings, 17.5 KiB per token"), "{said:?}");
+        assert!(said[1].starts_with("         device 1 segment, no transfers"), "{said:?}");
         // 17.5 KiB at 25 GB/s take 0.7 us.
         assert!(
             said[2].starts_with("       * pinned 1 segment") && said[2].contains("about 2.7 us"),
@@ -116,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn a_plan_with_a_host_step_tells_two_launches_and_what_crosses_the_bus() {
+    fn a_plan_with_a_host_step_has_two_launches_and_transfers() {
         let mut b = GraphBuilder::new(vec![], vec![]);
         let x = b.input("x", TensorType::new(DType::F32, [1 << 20])).unwrap();
         let x = b.unary(Unary::Exp, x).unwrap();
@@ -127,8 +126,8 @@ mod tests {
         let plan = Plan::new(&b.finish(), PlanOptions::default()).unwrap();
         let names = [(0, Cow::Borrowed("unary_exp_f32")), (2, Cow::Borrowed("unary_exp_f32"))];
         let said = kernels(&plan, &names, true);
-        assert_eq!(said, ["launches 2 launches, 2 kernels a step", "             2 unary_exp_f32"]);
-        assert_eq!(kernels(&plan, &names[..1], false)[0], "launches 1 launch, 1 kernel a step");
+        assert_eq!(said, ["launches 2 launches, 2 kernels per step", "             2 unary_exp_f32"]);
+        assert_eq!(kernels(&plan, &names[..1], false)[0], "launches 1 launch, 1 kernel per step");
         let said = crossings(&plan);
         assert_eq!(said.len(), 1, "{said:?}");
         // 8 MiB at 25 GB/s take 336 us, and two copies 20 us.

@@ -2,7 +2,7 @@
 
 use super::{in_arena, kernel, shapes, writer};
 use refrain::graph::{Plan, SegmentKind};
-use refrain_hub::Bytes;
+use refrain_hub::ByteSize;
 use std::fmt::Write;
 
 const MAP_WIDTH: usize = 1200;
@@ -41,13 +41,18 @@ pub(super) fn page(title: &str, plan: &Plan, bounds: &[String]) -> String {
     out
 }
 
-/// Time to the right, addresses downwards, coloured by the op that writes first.
+/// Time to the right, addresses downwards, coloured by the op that writes first. Every range of addresses between two
+/// ends of buffers has the same height, so that small buffers show next to large ones.
 fn arena(out: &mut String, plan: &Plan) {
-    let (n_steps, bytes) = (plan.steps().len().max(1), plan.arena_bytes().max(1));
-    let size = Bytes(plan.arena_bytes() as u64);
+    let n_steps = plan.steps().len().max(1);
+    let mut cuts: Vec<usize> = in_arena(plan).flat_map(|(_, at, b)| [at, at + b.bytes]).collect();
+    cuts.sort_unstable();
+    cuts.dedup();
+    let n_ranges = cuts.len().saturating_sub(1).max(1);
+    let size = ByteSize(plan.arena_bytes() as u64);
     let _ = writeln!(
         out,
-        "<h2>Arena: {size}, {} buffers</h2>\n<p>Steps run to the right, addresses downwards. Point at a buffer.</p>\n\
+        "<h2>Arena: {size}, {} buffers</h2>\n<p>Steps run to the right, addresses downwards, not to scale. Point at a buffer.</p>\n\
          <svg viewBox=\"0 0 {MAP_WIDTH} {MAP_HEIGHT}\" role=\"img\" aria-label=\"arena map\">",
         in_arena(plan).count()
     );
@@ -59,16 +64,18 @@ fn arena(out: &mut String, plan: &Plan) {
         };
         let color = hue(&mut ops, op);
         let x = |step: usize| step as f64 * MAP_WIDTH as f64 / n_steps as f64;
-        let y = |byte: usize| byte as f64 * MAP_HEIGHT as f64 / bytes as f64;
+        let y = |byte: usize| {
+            cuts.partition_point(|&cut| cut < byte) as f64 * MAP_HEIGHT as f64 / n_ranges as f64
+        };
         let (first, last) = (buffer.first, buffer.last.min(n_steps - 1));
         let (left, width) = (x(first), x(last + 1) - x(first));
-        let (top, height) = (y(offset), y(buffer.bytes).max(1.0));
+        let (top, height) = (y(offset), (y(offset + buffer.bytes) - y(offset)).max(1.0));
         let _ = writeln!(
             out,
             "<rect x=\"{left:.1}\" y=\"{top:.1}\" width=\"{width:.1}\" height=\"{height:.1}\" fill=\"{color}\">\
              <title>{} ({op})\n{} at {offset:#x}\nwritten by step {step}, alive in steps {first} to {last}</title></rect>",
             escape(label),
-            Bytes(buffer.bytes as u64),
+            ByteSize(buffer.bytes as u64),
         );
     }
     out.push_str("</svg>\n<p class=\"key\">");

@@ -1,8 +1,8 @@
 //! A plan for the terminal.
 
 use super::{in_arena, kernel, shapes, writer};
-use refrain::graph::{Plan, SegmentKind};
-use refrain_hub::Bytes;
+use refrain::graph::{Buffer, Plan, Repeat, SegmentKind};
+use refrain_hub::ByteSize;
 use std::borrow::Cow;
 use std::fmt::Write;
 
@@ -24,7 +24,8 @@ pub(super) fn segments(plan: &Plan) -> String {
     out
 }
 
-/// A row per step. A step without a kernel of its own runs with the one above it.
+/// A row per step. A step without a kernel of its own runs with the one above it. Of equal layers only the first is
+/// listed.
 pub(super) fn steps(plan: &Plan, kernels: &[(usize, Cow<'static, str>)]) -> String {
     let on_host =
         |i: usize| plan.segments().iter().any(|s| s.kind != SegmentKind::Recordable && s.steps.contains(&i));
@@ -36,7 +37,11 @@ pub(super) fn steps(plan: &Plan, kernels: &[(usize, Cow<'static, str>)]) -> Stri
             if of.is_empty() { "(as above)".to_owned() } else { of.join(", ") }
         }
     };
-    let rows = plan.steps().iter().enumerate().map(|(i, step)| {
+    let same_kernels = |r: &Repeat| r.folded().all(|i| kernel_of(i) == kernel_of(i - r.first.len()));
+    let repeats: Vec<Repeat> = plan.repeats().into_iter().filter(same_kernels).collect();
+    let listed: Vec<usize> = (0..plan.steps().len()).filter(|i| !is_folded(&repeats, *i)).collect();
+    let rows = listed.iter().map(|&i| {
+        let step = &plan.steps()[i];
         let (label, op) = (step.label.clone(), step.op.name().to_owned());
         [i.to_string(), label, op, shapes(step), kernel(step), kernel_of(i)]
     });
@@ -48,38 +53,78 @@ pub(super) fn steps(plan: &Plan, kernels: &[(usize, Cow<'static, str>)]) -> Stri
         format!("{i:>a$}  {label:<b$}  {op:<c$}  {shape:<d$}  {types:<e$}  {kernel}").trim_end().to_owned()
             + "\n"
     };
-    rows.iter().map(line).collect()
+    let mut out = line(&rows[0]);
+    for (&i, row) in listed.iter().zip(&rows[1..]) {
+        out.push_str(&line(row));
+        if let Some(r) = repeats.iter().find(|r| r.first.end == i + 1) {
+            let last = r.folded().end - 1;
+            let _ = writeln!(
+                out,
+                "{:>a$}  steps {} to {i} repeat {} times, up to step {last}, {}",
+                "...",
+                r.first.start,
+                r.n,
+                plan.steps()[last].label
+            );
+        }
+    }
+    out
 }
 
-/// Addresses downwards, steps to the right, a letter for each buffer.
+fn is_folded(repeats: &[Repeat], step: usize) -> bool {
+    repeats.iter().any(|r| r.folded().contains(&step))
+}
+
+/// Addresses downwards, steps to the right, a letter for each buffer. Every line is a range of addresses in which no
+/// buffer begins or ends, so that small buffers show next to large ones. Of equal layers only the first is drawn.
 pub(super) fn arena(plan: &Plan) -> String {
     let (n_steps, bytes) = (plan.steps().len(), plan.arena_bytes());
-    let mut out = format!("arena    {} for {} buffers\n", Bytes(bytes as u64), in_arena(plan).count());
-    if n_steps == 0 || bytes == 0 {
+    let mut out = format!("arena    {} for {} buffers\n", ByteSize(bytes as u64), in_arena(plan).count());
+    let repeats = plan.repeats();
+    let drawn: Vec<usize> = (0..n_steps).filter(|i| !is_folded(&repeats, *i)).collect();
+    // The drawn steps in which a buffer is alive, as positions in `drawn`.
+    let alive = |buffer: &Buffer| {
+        drawn.partition_point(|&s| s < buffer.first)..drawn.partition_point(|&s| s <= buffer.last)
+    };
+    let buffers: Vec<(usize, usize, &Buffer)> =
+        in_arena(plan).filter(|(_, _, buffer)| buffer.bytes > 0 && !alive(buffer).is_empty()).collect();
+    let mut cuts: Vec<usize> = buffers.iter().flat_map(|(_, at, b)| [*at, at + b.bytes]).collect();
+    cuts.sort_unstable();
+    cuts.dedup();
+    let n_ranges = cuts.len().saturating_sub(1);
+    if n_ranges == 0 {
         return out;
     }
-    let columns = n_steps.min(MAP_COLUMNS);
-    let mut map = vec![vec![b'.'; columns]; MAP_ROWS];
-    for (n, (_, offset, buffer)) in in_arena(plan).enumerate() {
-        let column = |step: usize| step.min(n_steps - 1) * columns / n_steps;
-        let row = |byte: usize| byte * MAP_ROWS / bytes;
-        let rows = row(offset)..=row(offset + buffer.bytes.max(1) - 1).min(MAP_ROWS - 1);
-        for line in &mut map[rows] {
-            line[column(buffer.first)..=column(buffer.last)].fill(LETTERS[n % LETTERS.len()]);
+    let n_rows = n_ranges.min(MAP_ROWS);
+    let row = |byte: usize| cuts.partition_point(|&cut| cut <= byte).saturating_sub(1) * n_rows / n_ranges;
+    let columns = match MAP_COLUMNS / drawn.len() {
+        0 => MAP_COLUMNS,
+        wide => wide.min(4) * drawn.len(),
+    };
+    let mut map = vec![vec![b'.'; columns]; n_rows];
+    for (n, (_, offset, buffer)) in buffers.iter().enumerate() {
+        let steps = alive(buffer);
+        let (left, right) = (steps.start * columns / drawn.len(), steps.end * columns / drawn.len());
+        for line in &mut map[row(*offset)..=row(offset + buffer.bytes - 1)] {
+            line[left..right.max(left + 1).min(columns)].fill(LETTERS[n % LETTERS.len()]);
         }
     }
     for (i, line) in map.iter().enumerate() {
-        let from = Bytes((bytes * i / MAP_ROWS) as u64).to_string();
+        let from = ByteSize(cuts[(i * n_ranges).div_ceil(n_rows)] as u64).to_string();
         let _ = writeln!(out, "{from:>11} |{}|", String::from_utf8_lossy(line));
     }
     let _ = writeln!(out, "{:>11}  0{:>width$}", "step", n_steps - 1, width = columns.saturating_sub(1));
-    let mut largest: Vec<_> = in_arena(plan).enumerate().collect();
+    for Repeat { first, n } in &repeats {
+        let (from, to) = (first.start, first.end - 1);
+        let _ = writeln!(out, "{:>11}  steps {from} to {to} stand for {n} equal layers", "");
+    }
+    let mut largest: Vec<_> = buffers.into_iter().enumerate().collect();
     largest.sort_by_key(|(_, (_, _, buffer))| std::cmp::Reverse(buffer.bytes));
     out.push_str("the largest:\n");
     for (n, (idx, offset, buffer)) in largest.into_iter().take(8) {
         let letter = char::from(LETTERS[n % LETTERS.len()]);
         let label = writer(plan, idx).map_or("", |(_, step)| step.label.as_str());
-        let size = Bytes(buffer.bytes as u64).to_string();
+        let size = ByteSize(buffer.bytes as u64).to_string();
         let (first, last) = (buffer.first, buffer.last.min(n_steps - 1));
         let _ = writeln!(
             out,

@@ -5,7 +5,7 @@
   const ink = canvas.getContext("2d");
   const LANE = 26, LEFT = 110, TOP = 22;
 
-  // A lane for whole steps, then one for each family of kernels, in the order in which they first ran.
+  // One lane for whole steps, then one per kernel family in order of first launch.
   const families = [], laneOf = rows.map(([, kernel]) => {
     const family = kernel.split("_")[0];
     if (!families.includes(family)) families.push(family);
@@ -26,7 +26,7 @@
 
   const width = () => canvas.clientWidth - LEFT;
   const x = (us) => LEFT + ((us - from) / (to - from)) * width();
-  const at = (px) => from + ((px - LEFT) / width()) * (to - from);
+  const timeAt = (px) => from + ((px - LEFT) / width()) * (to - from);
   const time = (us) => us >= 1000 ? `${(us / 1000).toFixed(3)} ms` : `${us.toFixed(2)} \u00b5s`;
 
   function draw() {
@@ -39,7 +39,7 @@
     ink.clearRect(0, 0, canvas.clientWidth, height);
     ink.font = "11px ui-monospace,monospace";
     const text = style.getPropertyValue("--ink"), line = style.getPropertyValue("--line");
-    // Ticks at round numbers, some 100 pixels apart.
+    // Ticks at round numbers, about 100 pixels apart.
     let tick = 10 ** Math.floor(Math.log10(((to - from) * 100) / width()));
     for (const times of [2, 2.5, 2]) if ((tick / (to - from)) * width() < 80) tick *= times;
     for (let us = Math.ceil(from / tick) * tick; us <= to; us += tick) {
@@ -56,7 +56,7 @@
     for (const bar of bars) {
       if (bar.start > to || bar.start + bar.us < from) continue;
       const left = x(bar.start), right = Math.max(x(bar.start + bar.us), left + 0.5);
-      // What is narrower than a pixel and behind another such is not seen anyway.
+      // Skip bars narrower than a pixel that another one already covers.
       if (right < reached[bar.lane] + 0.5 && bar !== pointed) continue;
       reached[bar.lane] = right;
       ink.fillStyle = bar === pointed ? text : colour(bar.lane);
@@ -74,7 +74,7 @@
   }
 
   function find(px, py) {
-    const lane = Math.floor((py - TOP) / LANE), us = at(px), near = (2 / width()) * (to - from);
+    const lane = Math.floor((py - TOP) / LANE), us = timeAt(px), near = (2 / width()) * (to - from);
     let best = null;
     for (const bar of bars) {
       if (bar.lane !== lane || px < LEFT) continue;
@@ -84,16 +84,16 @@
     return best && best.bar;
   }
 
-  function tell(bar) {
+  function describe(bar) {
     if (!bar) { hover.textContent = "Point at a launch."; return; }
     if (bar.lane === 0) {
       hover.textContent = `step ${bar.number}, ${bar.tokens} token${bar.tokens === 1 ? "" : "s"}\n` +
-        `${time(bar.us)}, ${bar.launches} launches, begins at ${time(bar.start)}`;
+        `${time(bar.us)}, ${bar.launches} launch${bar.launches === 1 ? "" : "es"}, starts at ${time(bar.start)}`;
       return;
     }
     const [step, kernel] = rows[bar.row], rate = bar.us > 0 ? bar.bytes / bar.us / 1e3 : 0;
     hover.textContent = `${kernel}\n${step}\n${time(bar.us)}, ${bar.bytes.toLocaleString("en")} bytes, ` +
-      `${rate.toFixed(1)} GB/s, begins at ${time(bar.start)}`;
+      `${rate.toFixed(1)} GB/s, starts at ${time(bar.start)}`;
   }
 
   function show(start, stop) {
@@ -105,7 +105,7 @@
 
   canvas.addEventListener("wheel", (e) => {
     e.preventDefault();
-    const centre = at(e.offsetX), by = Math.exp(Math.sign(e.deltaY) * 0.25);
+    const centre = timeAt(e.offsetX), by = Math.exp(Math.sign(e.deltaY) * 0.25);
     show(centre - (centre - from) * by, centre + (to - centre) * by);
   }, { passive: false });
   let held = null;
@@ -121,7 +121,7 @@
       return;
     }
     const bar = find(e.offsetX, e.offsetY);
-    if (bar !== pointed) { pointed = bar; tell(bar); draw(); }
+    if (bar !== pointed) { pointed = bar; describe(bar); draw(); }
   });
   canvas.addEventListener("dblclick", () => show(0, end));
   canvas.addEventListener("keydown", (e) => {

@@ -1,6 +1,7 @@
-//! A timeline as a page of its own: its script and its data are inside.
+//! A timeline as a self-contained page, with its script and its data.
 
 use super::lines;
+use crate::out::counted;
 use refrain::{Status, Timeline};
 use serde_json::{Value, json};
 use std::fmt::Write;
@@ -8,32 +9,45 @@ use std::fmt::Write;
 const STYLE: &str = include_str!("page.css");
 const SCRIPT: &str = include_str!("page.js");
 
-pub(super) fn page(title: &str, status: &Status, timeline: &Timeline) -> String {
+/// The origin of a profile.
+pub(super) struct ProfileOrigin {
+    pub(super) command: String,
+    pub(super) date: String,
+    pub(super) device: String,
+}
+
+pub(super) fn page(title: &str, origin: &ProfileOrigin, status: &Status, timeline: &Timeline) -> String {
     let title = escape(title);
-    let (n_steps, n_launches) = (timeline.steps.len(), timeline.spans.len());
     let mut out = format!(
         "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
          <meta name=\"viewport\" content=\"width=device-width\"><title>{title}: profile</title>\n\
-         <style>{STYLE}</style></head><body>\n<h1>{title}</h1>\n<p>{n_steps} steps, {n_launches} launches"
+         <style>{STYLE}</style></head><body>\n<h1>{title}</h1>\n<p><code>{}</code><br>{}, {}</p>\n\
+         <p>{}, {}",
+        escape(&origin.command),
+        escape(&origin.device),
+        origin.date,
+        counted(timeline.steps.len(), "step"),
+        counted(timeline.spans.len(), "launch"),
     );
     if timeline.n_steps_left_out > 0 {
-        let _ = write!(out, "; {} later steps are only in the table", timeline.n_steps_left_out);
+        let _ =
+            write!(out, "; {} only in the table", counted(timeline.n_steps_left_out as usize, "later step"));
     }
     out.push_str(
-        ". Each launch was timed on its own, so steps are slower here than as one graph. The wheel zooms, dragging \
-         moves, a double click shows everything.</p>\n<canvas id=\"lanes\" tabindex=\"0\" role=\"img\" \
+        ". Each launch was timed separately, so steps are slower than as one graph. Scroll to zoom, drag to move, \
+         double-click to show everything.</p>\n<canvas id=\"lanes\" tabindex=\"0\" role=\"img\" \
          aria-label=\"timeline of launches\"></canvas>\n<pre id=\"hover\">Point at a launch.</pre>\n",
     );
     table(&mut out, status);
     let data = data(status, timeline).to_string();
-    // Nothing in the data may end the element that holds it.
+    // Nothing in the data may close the element that contains it.
     let data = data.replace('<', "\\u003c");
     let _ = writeln!(out, "<script type=\"application/json\" id=\"data\">{data}</script>");
     let _ = writeln!(out, "<script>{SCRIPT}</script>\n</body></html>");
     out
 }
 
-/// By kernel, from the most time to the least; each opens to the steps it ran for.
+/// Totals by kernel, in descending order of time; each row expands to the steps that ran it.
 fn table(out: &mut String, status: &Status) {
     let lines = lines(status);
     let total: f64 = lines.iter().map(|l| l.ms).sum::<f64>().max(f64::MIN_POSITIVE);
@@ -89,7 +103,7 @@ mod tests {
     use refrain::{ProfileRow, ProfileSpan, ProfileStep};
 
     #[test]
-    fn a_page_needs_nothing_else_and_labels_cannot_break_out_of_it() {
+    fn a_page_is_self_contained_and_labels_cannot_break_out_of_it() {
         let row = |step: &str, kernel: &str, total_ms| ProfileRow {
             step: step.into(),
             kernel: kernel.into(),
@@ -108,13 +122,23 @@ mod tests {
             spans: vec![span(0, 0.0), span(1, 1.0)],
             n_steps_left_out: 3,
         };
-        let page = page("a & b", &status, &timeline);
+        let origin = ProfileOrigin {
+            command: "refrain run '<p>'".into(),
+            date: "2026-11-18 22:41 UTC".into(),
+            device: "NVIDIA H200".into(),
+        };
+        let page = page("a & b", &origin, &status, &timeline);
+        assert!(
+            page.contains("refrain run '&lt;p&gt;'") && page.contains("NVIDIA H200, 2026-11-18"),
+            "{page}"
+        );
+        assert!(page.contains("1 step, 2 launches"), "{page}");
         assert_eq!(page.matches("</script>").count(), 2, "{page}");
         assert!(!page.contains("http") && !page.contains("<b>"), "{page}");
-        assert!(page.contains("a &amp; b") && page.contains("3 later steps"), "{page}");
+        assert!(page.contains("a &amp; b") && page.contains("3 later steps only in the table"), "{page}");
         assert!(page.contains("[1,1000.0,1000.0,2000000]"), "{page}");
         let (norm, linear) = (page.find("<td>norm_f32"), page.find("<td>linear_bf16"));
-        assert!(norm < linear, "the most time comes first");
+        assert!(norm < linear, "the kernel with the most time comes first");
         assert!(page.contains("<td>2.0<td>50.0 %"), "2 MB in 1 ms are 2 GB/s, half of the peak: {page}");
     }
 }

@@ -26,6 +26,7 @@ pub(super) struct Budget {
     live_bytes: Rc<Cell<usize>>,
     max_bytes: usize,
     steps: Cell<u64>,
+    bytes_of_step: Cell<usize>, // bytes of work that are no whole step yet
     max_steps: u64,
     depth: Cell<usize>,
 }
@@ -38,6 +39,7 @@ impl Budget {
             live_bytes: Rc::default(),
             max_bytes: MAX_BYTES.saturating_add(input_bytes.saturating_mul(BYTES_PER_INPUT_BYTE)),
             steps: Cell::new(0),
+            bytes_of_step: Cell::new(0),
             max_steps: MAX_STEPS.saturating_add(input_steps),
             depth: Cell::new(0),
         }
@@ -50,6 +52,8 @@ impl Budget {
 
     /// Counts the steps of an operation that reads or writes `n_bytes` bytes.
     pub(super) fn work(&self, n_bytes: usize) -> Result<(), Stop> {
+        let n_bytes = self.bytes_of_step.get().saturating_add(n_bytes);
+        self.bytes_of_step.set(n_bytes % BYTES_PER_STEP);
         self.steps((n_bytes / BYTES_PER_STEP) as u64)
     }
 

@@ -107,7 +107,7 @@ pub(super) enum StopKind {
 impl Stop {
     /// A failure of the template.
     pub(super) fn failed(reason: impl Into<String>) -> Self {
-        StopKind::Failed { reason: reason.into() }.into()
+        StopKind::Failed { reason: shortened(reason.into(), 300) }.into()
     }
 
     /// The line, unless a deeper one is known already.
@@ -115,6 +115,15 @@ impl Stop {
         self.line.get_or_insert(line as usize);
         self
     }
+}
+
+/// Cuts off a message, which may quote values of the template.
+fn shortened(mut text: String, max_chars: usize) -> String {
+    if let Some((end, _)) = text.char_indices().nth(max_chars) {
+        text.truncate(end);
+        text.push_str("...");
+    }
+    text
 }
 
 impl From<StopKind> for Stop {
@@ -128,7 +137,7 @@ impl From<Stop> for ChatError {
         let line = line.unwrap_or(1);
         match kind {
             StopKind::Failed { reason } => Self::Render { line, reason },
-            StopKind::Refused { reason } => Self::Refused { line, reason },
+            StopKind::Refused { reason } => Self::Refused { line, reason: shortened(reason, 2000) },
             StopKind::Steps { limit } => Self::Runaway { steps: limit, line },
             StopKind::Memory { limit_bytes } => Self::OutOfMemory { limit_bytes, line },
             StopKind::Depth { limit } => Self::TooDeep { limit, line },

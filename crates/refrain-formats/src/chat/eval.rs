@@ -115,12 +115,6 @@ impl Args {
     }
 }
 
-impl Default for Val {
-    fn default() -> Self {
-        Val::Undefined
-    }
-}
-
 pub(super) struct Interpreter<'b> {
     pub(super) budget: &'b Budget,
     now: SystemTime,
@@ -258,6 +252,7 @@ impl<'b> Interpreter<'b> {
 
     fn set_field(&mut self, idx: usize, name: &Name, value: Val) -> Result<(), Stop> {
         let Namespace { fields, charge } = &mut self.namespaces[idx];
+        self.budget.work(size_of_val(fields.as_slice()))?;
         match fields.iter_mut().find(|(known, _)| known == name) {
             Some((_, known)) => *known = value,
             None => {
@@ -587,6 +582,8 @@ impl<'b> Interpreter<'b> {
             let (n, most) = (args.positional.len(), source.params.len());
             return Err(Stop::failed(format!("{} takes {most} arguments, got {n}", source.name)));
         }
+        // Parameters are looked up by name.
+        self.budget.work(args.named.len().saturating_mul(source.params.len()).saturating_mul(16))?;
         self.outputs.push(TextBuilder::new(self.budget)?);
         let result = self.scoped(scope, |it| {
             if let Some(caller) = args.take(usize::MAX, "caller") {
@@ -688,6 +685,7 @@ impl<'b> Interpreter<'b> {
             Val::Map(map) => map.get_str(self.budget, name)?.cloned(),
             Val::Namespace(idx) => {
                 let fields = &self.namespaces[*idx].fields;
+                self.budget.work(size_of_val(fields.as_slice()))?;
                 fields.iter().find(|(known, _)| &**known == name).map(|(_, value)| value.clone())
             }
             Val::Loop(state) => loop_field(state, name),

@@ -28,8 +28,9 @@ pub(super) fn apply(it: &mut Interpreter<'_>, name: &str, value: Val, mut args: 
         "attr" => return it.attr(&value, args.text(0, "name")?.as_str().unwrap_or_default()),
         "items" => return items(budget, &value),
         "length" | "count" => return length(budget, &value),
-        "int" => return Ok(to_int(&value).or(args.take(0, "default")).unwrap_or(Val::Int(0))),
+        "int" => return Ok(to_int(&value, budget)?.or(args.take(0, "default")).unwrap_or(Val::Int(0))),
         "float" => {
+            budget.work(value.as_str().map_or(0, str::len))?;
             let parsed = value.as_float().or_else(|| value.as_str()?.trim().parse().ok()).map(Val::Float);
             return Ok(parsed.or(args.take(0, "default")).unwrap_or(Val::Float(0.0)));
         }
@@ -283,6 +284,7 @@ fn each(it: &mut Interpreter<'_>, name: &str, value: &Val, mut args: Args) -> Re
 /// An attribute such as `function.name` or an index.
 fn by_path(it: &Interpreter<'_>, value: &Val, path: &Val) -> Result<Val, Stop> {
     let Some(names) = path.as_str() else { return it.item(value, path) };
+    it.budget.work(names.len())?;
     let mut found = value.clone();
     for name in names.split('.') {
         it.budget.step()?;
@@ -355,16 +357,17 @@ fn length(budget: &Budget, value: &Val) -> Result<Val, Stop> {
     Ok(Val::Int(n as i128))
 }
 
-fn to_int(value: &Val) -> Option<Val> {
+fn to_int(value: &Val, budget: &Budget) -> Result<Option<Val>, Stop> {
     if let Some(number) = value.as_int() {
-        return Some(Val::Int(number));
+        return Ok(Some(Val::Int(number)));
     }
+    budget.work(value.as_str().map_or(0, str::len))?;
     let text = value.as_str().map(str::trim);
     if let Some(number) = text.and_then(|text| text.parse().ok()) {
-        return Some(Val::Int(number));
+        return Ok(Some(Val::Int(number)));
     }
-    let number: f64 = value.as_float().or_else(|| text?.parse().ok())?;
-    number.is_finite().then_some(Val::Int(number as i128))
+    let number: Option<f64> = value.as_float().or_else(|| text?.parse().ok());
+    Ok(number.filter(|number| number.is_finite()).map(|number| Val::Int(number as i128)))
 }
 
 fn round(value: &Val, args: &mut Args) -> Result<Val, Stop> {
@@ -576,7 +579,7 @@ struct Spec {
 
 impl Spec {
     fn parse(text: &str) -> Result<Spec, Stop> {
-        let bad = || Stop::failed(format!("the format {text:?} is not supported"));
+        let bad = || Stop::failed(format!("the format {} is not supported", crate::error::quoted(text)));
         let mut spec = Spec::default();
         let mut remaining = text;
         if let Some(after) = remaining.strip_prefix(['-', '<']) {
@@ -607,8 +610,9 @@ impl Spec {
         let mismatch = |kind| Stop::failed(format!("the format {kind} does not fit a {}", value.kind()));
         let text = match self.kind {
             Some(kind @ ('d' | 'i' | 'u' | 'x' | 'X' | 'o')) => {
-                let number =
-                    to_int(value).and_then(|number| number.as_int()).ok_or_else(|| mismatch(kind))?;
+                let number = to_int(value, budget)?
+                    .and_then(|number| number.as_int())
+                    .ok_or_else(|| mismatch(kind))?;
                 let digits = match kind {
                     'x' => format!("{:x}", number.unsigned_abs()),
                     'X' => format!("{:X}", number.unsigned_abs()),
@@ -702,7 +706,9 @@ pub(super) fn brace_format(budget: &Budget, format: &str, args: &Args) -> Result
             }
             Err(_) => args.named().iter().find(|(known, _)| &**known == name).map(|(_, value)| value),
         };
-        let value = value.ok_or_else(|| Stop::failed(format!("no value for {{{name}}} in a format")))?;
+        let value = value.ok_or_else(|| {
+            Stop::failed(format!("no value for {} in a format", crate::error::quoted(name)))
+        })?;
         budget.step()?;
         Spec::parse(spec)?.write(&mut out, value, budget)?;
         remaining = after;

@@ -15,8 +15,9 @@ use super::program::ForLoop;
 const HEADER_BYTES: usize = 64;
 const VAL_BYTES: usize = size_of::<Val>();
 
-#[derive(Clone)]
+#[derive(Clone, Default)]
 pub(super) enum Val {
+    #[default]
     Undefined,
     None,
     Bool(bool),
@@ -94,7 +95,7 @@ impl Val {
                 None => entries.push((key, value)),
             }
         }
-        Dict::new(budget, entries)
+        Dict::build(budget, entries)
     }
 
     pub(super) fn from_json(budget: &Budget, json: &Json, depth: usize) -> Result<Val, Stop> {
@@ -123,7 +124,7 @@ impl Val {
                         Ok((Val::str(budget, key)?, Val::from_json(budget, value, depth + 1)?))
                     })
                     .collect();
-                Dict::new(budget, entries?)?
+                Dict::build(budget, entries?)?
             }
         })
     }
@@ -197,7 +198,10 @@ impl Val {
     pub(super) fn items(&self, budget: &Budget) -> Result<Rc<List>, Stop> {
         let mut items = ListBuilder::new(budget)?;
         match self {
-            Val::List(list) => return Ok(list.clone()),
+            Val::List(list) => {
+                budget.work(list.items.len() * VAL_BYTES)?;
+                return Ok(list.clone());
+            }
             Val::Undefined => {}
             Val::Map(map) => {
                 for (key, _) in &map.entries {
@@ -313,7 +317,7 @@ impl List {
 
 impl Dict {
     /// Entries whose keys differ.
-    fn new(budget: &Budget, entries: Vec<(Val, Val)>) -> Result<Val, Stop> {
+    fn build(budget: &Budget, entries: Vec<(Val, Val)>) -> Result<Val, Stop> {
         let charge = budget.charge(HEADER_BYTES + entries.len() * 2 * VAL_BYTES)?;
         let depth = nested(entries.iter().flat_map(|(key, value)| [key, value]))?;
         Ok(Val::Map(Rc::new(Dict { entries, depth, _charge: charge })))

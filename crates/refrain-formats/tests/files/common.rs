@@ -1,11 +1,11 @@
-//! Small models to read and to break.
+//! Small models for tests.
 
 use refrain_formats::gguf::{Array, Gguf, GgufWriter, MetadataValue, StrArray};
 use refrain_formats::{FormatError, ModelFiles};
 use refrain_tensor::{Bytes, DType, Shape};
 use std::path::Path;
 
-/// Zeroes of the right size.
+/// Returns zeroes for a tensor.
 pub(crate) fn zeroes(dtype: DType, shape: Shape) -> Bytes {
     Bytes::new(vec![0u8; dtype.bytes_for(shape.n_elements()).unwrap()])
 }
@@ -34,7 +34,7 @@ pub(crate) fn llama_metadata() -> GgufWriter {
     w
 }
 
-/// A tiny llama with a few tensors and an odd value of every kind.
+/// A tiny llama with a few tensors and metadata of every kind.
 pub(crate) fn small_gguf() -> Vec<u8> {
     let mut w = llama_metadata();
     let nested = [Array::U8([1, 2].into()), Array::String(["x"].iter().collect())];
@@ -55,7 +55,7 @@ pub(crate) fn read(bytes: Vec<u8>) -> Result<Gguf, FormatError> {
     Gguf::from_named_bytes("m.gguf", Bytes::new(bytes))
 }
 
-/// The message of an error, which must come with a hint.
+/// Returns the message of an error and checks that it has a hint.
 pub(crate) fn refused<T>(result: Result<T, FormatError>) -> String {
     let error = result.err().expect("should be refused");
     let hint = error.hint().unwrap_or_else(|| panic!("no hint for: {error}"));
@@ -65,7 +65,7 @@ pub(crate) fn refused<T>(result: Result<T, FormatError>) -> String {
     message
 }
 
-/// Touches everything a reader of the file could touch.
+/// Reads everything in a file.
 pub(crate) fn use_all(gguf: &Gguf) {
     for (key, value) in gguf.metadata().iter() {
         assert!(gguf.metadata().get(key).is_some());
@@ -91,7 +91,7 @@ pub(crate) fn write_safetensors(path: &Path, tensors: &[(&str, &[usize])]) {
     std::fs::write(path, safetensors::serialize(tensors.iter().map(view), None).unwrap()).unwrap();
 }
 
-/// The configuration of a tiny llama as `transformers` 4 writes it.
+/// The configuration of a tiny llama in the form of `transformers` 4.
 pub(crate) fn llama_config() -> serde_json::Value {
     serde_json::json!({
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",

@@ -1,4 +1,4 @@
-//! Damaged files are read or refused, never more. A bounded number of mutations runs with every test run.
+//! Damaged files are read or refused and never panic. Every test run tries a fixed number of mutations.
 
 use crate::common::{read, small_gguf, use_all};
 use proptest::prelude::*;
@@ -7,7 +7,7 @@ use refrain_formats::hf::{JsonObject, check_safetensors};
 use refrain_formats::params::ModelConfig;
 use std::path::Path;
 
-/// One kind of damage.
+/// Damage to a file.
 #[derive(Debug, Clone)]
 enum Damage {
     Flip(Index, u8),
@@ -128,7 +128,7 @@ proptest! {
 }
 
 #[test]
-fn the_configuration_that_is_damaged_is_a_good_one() {
+fn the_undamaged_configuration_is_valid() {
     let json = JsonObject::new(Path::new("config.json"), serde_json::from_slice(CONFIG).unwrap()).unwrap();
     assert_eq!(ModelConfig::from_hf_config(&json).unwrap().n_vocab, 999);
 }
@@ -143,7 +143,7 @@ fn safetensors_files_cut_off_anywhere_are_refused() {
 }
 
 #[test]
-fn safetensors_that_claim_all_of_memory_are_refused() {
+fn safetensors_headers_with_absurd_sizes_are_refused() {
     for (shape, end) in [("18446744073709551615", "18446744073709551615"), ("4294967296,4294967296", "0")] {
         let header = format!(r#"{{"a":{{"dtype":"U8","shape":[{shape}],"data_offsets":[0,{end}]}}}}"#);
         let bytes = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat();

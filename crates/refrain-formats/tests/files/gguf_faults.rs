@@ -1,10 +1,10 @@
-//! Every way a file can be wrong has a message that names the file, the place and the numbers.
+//! Every fault has a message with the file, the location and the numbers.
 
 use crate::common::{llama_metadata, read, refused, small_gguf, zeroes};
 use refrain_formats::gguf::{Array, Gguf, GgufFault, GgufWriter};
 use refrain_tensor::{Bytes, DType, Shape};
 
-/// A file put together byte by byte.
+/// A file built byte by byte.
 struct Raw(Vec<u8>);
 
 impl Raw {
@@ -41,7 +41,7 @@ impl Raw {
         self.u32(number).u64(offset)
     }
 
-    /// Room for tensor data.
+    /// Appends tensor data.
     fn data(&mut self, n: usize) -> &mut Raw {
         let start = self.0.len().next_multiple_of(32);
         self.0.resize(start + n, 0);
@@ -79,7 +79,7 @@ fn other_versions_and_big_endian_are_refused() {
 }
 
 #[test]
-fn absurd_counts_and_lengths_are_refused_before_memory_is_taken() {
+fn absurd_counts_and_lengths_are_refused_before_allocation() {
     assert_eq!(
         Raw::new(u64::MAX, 0).refused(),
         "m.gguf: byte 8: 18446744073709551615 tensors cannot fit in the 8 bytes left (at least 24 bytes each)"
@@ -202,7 +202,7 @@ fn getters_name_the_key_and_both_types() {
 }
 
 #[test]
-fn long_names_are_cut_in_messages() {
+fn long_names_are_shortened_in_messages() {
     let gguf = read(small_gguf()).unwrap();
     let message = refused(gguf.tensor(&"ü\n".repeat(5000)));
     assert!(message.len() < 400 && !message.contains('\n'), "{message}");

@@ -1,4 +1,4 @@
-//! What is in a file comes out of it.
+//! Reading of GGUF files.
 
 use crate::common::{llama_metadata, read, small_gguf, use_all, zeroes};
 use refrain_formats::gguf::{Array, Gguf, GgufWriter, MetadataValue, StrArray};
@@ -10,7 +10,7 @@ fn fixture() -> Gguf {
 }
 
 #[test]
-fn metadata_of_every_type_written_by_the_python_package_are_read() {
+fn metadata_of_every_type_from_the_python_package_is_read() {
     let gguf = fixture();
     let meta = gguf.metadata();
     assert_eq!(gguf.version(), 3);
@@ -38,7 +38,7 @@ fn metadata_of_every_type_written_by_the_python_package_are_read() {
 }
 
 #[test]
-fn tensors_of_every_type_written_by_the_python_package_are_read() {
+fn tensors_of_every_type_from_the_python_package_are_read() {
     let gguf = fixture();
     let tensor = gguf.tensor("x.f32").unwrap();
     assert_eq!((tensor.dtype(), tensor.shape()), (DType::F32, Shape::from([2, 3])));
@@ -80,7 +80,7 @@ fn integers_convert_between_widths_when_they_fit() {
 }
 
 #[test]
-fn what_the_writer_writes_the_reader_reads() {
+fn written_files_round_trip() {
     let mut w = GgufWriter::new();
     let values: Vec<(&str, MetadataValue)> = vec![
         ("u8", 1u8.into()),
@@ -166,13 +166,13 @@ fn a_vocabulary_without_tensors_is_a_valid_file() {
 }
 
 #[test]
-fn a_large_vocabulary_opens_in_a_moment() {
+fn a_large_vocabulary_opens_fast() {
     let mut w = llama_metadata();
     w.set("big", (0..262_144).map(|i| format!("token {i}")).collect::<StrArray>()).unwrap();
     let bytes = Bytes::new(w.to_vec());
     let start = std::time::Instant::now();
     let gguf = Gguf::from_bytes(bytes).unwrap();
-    // A few milliseconds; the bound only catches a copy per string or worse.
+    // It takes a few milliseconds; the limit only catches a copy per string or worse.
     assert!(start.elapsed().as_millis() < 100, "{:?}", start.elapsed());
     assert_eq!(gguf.metadata().strings("big").unwrap().get(262_143), Some("token 262143"));
 }

@@ -53,7 +53,7 @@ fn a_missing_part_is_named() {
 }
 
 #[test]
-fn a_renamed_part_says_what_its_name_should_be() {
+fn the_error_of_a_renamed_part_names_the_original() {
     let folder = tempfile::tempdir().unwrap();
     three_parts(folder.path());
     let renamed = folder.path().join("model.gguf");

@@ -9,7 +9,7 @@ use std::fs;
 use std::path::Path;
 use tempfile::{TempDir, tempdir};
 
-/// A folder with a configuration and no weights.
+/// A folder with a configuration but no weights.
 fn folder() -> TempDir {
     let folder = tempdir().unwrap();
     fs::write(folder.path().join("config.json"), llama_config().to_string()).unwrap();
@@ -20,7 +20,7 @@ fn one_file(folder: &Path) {
     write_safetensors(&folder.join("model.safetensors"), &[("a", &[2, 3]), ("b", &[4])]);
 }
 
-/// A file with this header and this many bytes of data.
+/// Returns a file with a header and a number of bytes of data.
 fn raw_safetensors(folder: &Path, header: &str, n_data: usize) {
     let bytes = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &vec![0; n_data]].concat();
     fs::write(folder.join("model.safetensors"), bytes).unwrap();
@@ -31,7 +31,7 @@ fn refused_here(folder: &TempDir) -> String {
 }
 
 #[test]
-fn one_file_of_weights_is_read() {
+fn a_single_weight_file_is_read() {
     let folder = folder();
     one_file(folder.path());
     fs::write(folder.path().join("tokenizer.json"), "{}").unwrap();
@@ -86,7 +86,7 @@ fn shards_are_found_through_the_index() {
 }
 
 #[test]
-fn a_single_file_of_any_name_will_do() {
+fn a_single_weight_file_may_have_any_name() {
     let folder = folder();
     write_safetensors(&folder.path().join("weights.safetensors"), &[("a", &[2])]);
     assert!(HfFolder::open(folder.path()).unwrap().has_tensor("a"));
@@ -152,7 +152,7 @@ fn broken_safetensors_are_refused() {
 }
 
 #[test]
-fn a_dtype_that_is_not_supported_only_matters_when_it_is_asked_for() {
+fn an_unsupported_dtype_fails_only_when_it_is_used() {
     let folder = folder();
     let header = r#"{"f8":{"dtype":"F8_E4M3","shape":[4],"data_offsets":[0,4]},"u8":{"dtype":"U8","shape":[4],"data_offsets":[4,8]}}"#;
     raw_safetensors(folder.path(), header, 8);
@@ -163,7 +163,7 @@ fn a_dtype_that_is_not_supported_only_matters_when_it_is_asked_for() {
 }
 
 #[test]
-fn tensors_at_odd_places_are_aligned_by_a_copy() {
+fn unaligned_tensors_are_copied() {
     let folder = folder();
     let header = r#"{"u":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"f":{"dtype":"F32","shape":[2],"data_offsets":[1,9]}}"#;
     raw_safetensors(folder.path(), header, 9);

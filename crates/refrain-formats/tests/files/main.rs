@@ -1,4 +1,4 @@
-//! Readers of model files: what they read, and how they refuse what they cannot.
+//! Readers of model files: valid input and errors.
 
 mod common;
 mod fuzz;

@@ -13,7 +13,7 @@ fn config(w: &GgufWriter) -> Result<ModelConfig, FormatError> {
     ModelConfig::from_gguf(&read(w.to_vec()).unwrap())
 }
 
-/// The tiny llama with some keys replaced or added.
+/// The tiny llama with keys replaced or added.
 fn with(changes: &[(&str, MetadataValue)]) -> GgufWriter {
     let intact = read(llama_metadata().to_vec()).unwrap();
     let mut w = GgufWriter::new();
@@ -48,7 +48,7 @@ fn gemma() -> GgufWriter {
     w
 }
 
-/// Four layers in the keys of llama.cpp: sizes of layers that see all have the plain names, lists one entry a layer.
+/// Four layers in the keys of llama.cpp: keys of full-attention layers have no suffix, and lists have one entry per layer.
 fn gemma4(changes: &[(&str, MetadataValue)]) -> GgufWriter {
     let list = |sizes: [u32; 4]| MetadataValue::Array(Array::U32(sizes.into()));
     let keys: [(&str, MetadataValue); 18] = [
@@ -95,7 +95,7 @@ fn gemma4_has_sizes_for_each_layer() {
     assert_eq!((c.rope_dims(0), c.rope_dims(1)), (16, 32));
     assert_eq!((c.attn_scale, c.embedding_scale, c.rope.theta), (1.0, 8.0, 1e6));
     assert_eq!(c.per_layer, Some(PerLayerEmbedding { n_vocab: 128, dim: 8 }));
-    // No file of these keys has matrices of values for layers that see all.
+    // Files with these keys have no value matrices in full-attention layers.
     assert!(c.keys_as_values);
 }
 
@@ -150,7 +150,7 @@ fn a_llama_is_read() {
 }
 
 #[test]
-fn tensors_tell_what_metadata_leave_out() {
+fn missing_metadata_is_derived_from_tensors() {
     let mut w = llama_metadata();
     for (name, dims) in [
         ("token_embd.weight", [7, 32]),
@@ -166,7 +166,7 @@ fn tensors_tell_what_metadata_leave_out() {
 }
 
 #[test]
-fn gemma_slides_in_five_of_six_layers() {
+fn gemma_has_a_window_in_five_of_six_layers() {
     let c = config(&gemma()).unwrap();
     assert_eq!((c.arch, c.activation), (Arch::Gemma3, Activation::GeluTanh));
     let full: Vec<_> = (0..18).filter(|&l| c.layer(l) == LayerAttention::Full).collect();
@@ -179,7 +179,7 @@ fn gemma_slides_in_five_of_six_layers() {
 }
 
 #[test]
-fn linear_scaling_of_gemma_leaves_sliding_layers_alone() {
+fn linear_scaling_of_gemma_skips_sliding_window_layers() {
     let mut w = gemma();
     w.set("gemma3.rope.scaling.type", "linear").unwrap().set("gemma3.rope.scaling.factor", 8f32).unwrap();
     let c = config(&w).unwrap();
@@ -188,7 +188,7 @@ fn linear_scaling_of_gemma_leaves_sliding_layers_alone() {
 }
 
 #[test]
-fn windows_follow_the_pattern_the_file_gives() {
+fn windows_follow_the_pattern_of_the_file() {
     let window = ("llama.attention.sliding_window", MetadataValue::U32(16));
     let c = config(&with(std::slice::from_ref(&window))).unwrap();
     assert_eq!((c.window(0), c.window(1)), (Some(16), Some(16)));
@@ -230,7 +230,7 @@ fn yarn_and_other_scalings_are_read_or_refused() {
 }
 
 #[test]
-fn hyperparameters_that_no_model_has_are_refused() {
+fn impossible_hyperparameters_are_refused() {
     let set = |key: &str, value: MetadataValue| refused(config(&with(&[(key, value)])));
     assert_eq!(
         set("general.architecture", "mamba".into()),
@@ -262,7 +262,7 @@ fn hyperparameters_that_no_model_has_are_refused() {
     assert!(set("llama.expert_count", 8u32.into()).contains("a mixture of experts is not supported"));
 }
 
-/// The tiny llama as another architecture, with some keys besides.
+/// The tiny llama as another architecture, with additional keys.
 fn as_arch(arch: &str, changes: &[(&str, MetadataValue)]) -> GgufWriter {
     let intact = read(llama_metadata().to_vec()).unwrap();
     let mut w = GgufWriter::new();
@@ -281,7 +281,7 @@ fn as_arch(arch: &str, changes: &[(&str, MetadataValue)]) -> GgufWriter {
 }
 
 #[test]
-fn what_no_key_says_follows_from_the_architecture() {
+fn settings_without_a_key_follow_from_the_architecture() {
     let smollm = config(&as_arch("smollm3", &[("block_count", 5u32.into())])).unwrap();
     assert_eq!(smollm.unrotated, [false, false, false, true, false]);
     assert_eq!((smollm.arch, smollm.rope.style), (Arch::SmolLm3, RopePairing::Norm));
@@ -320,7 +320,7 @@ fn what_no_key_says_follows_from_the_architecture() {
 }
 
 #[test]
-fn factors_of_long_texts_are_tensors_and_their_lengths_are_checked() {
+fn longrope_factors_are_tensors_of_checked_length() {
     let phi = |n_long: usize, n_short: usize| {
         let mut w = as_arch(
             "phi3",
@@ -359,7 +359,7 @@ fn a_missing_key_is_named() {
 }
 
 #[test]
-fn recommended_sampling_is_read_and_nonsense_left_out() {
+fn recommended_sampling_is_read_and_invalid_values_are_ignored() {
     let w = with(&[
         ("general.sampling.temp", 0.6f32.into()),
         ("general.sampling.top_k", 20i32.into()),

@@ -89,7 +89,7 @@ fn gemma_reads_the_same_in_both_spellings() {
     assert_eq!(old.activation, Activation::GeluTanh);
 }
 
-/// Seven layers, of which the third and the last see all and the last two share keys and values.
+/// Seven layers: the third and the last have full attention, and the last two share keys and values.
 fn gemma4(changes: Value) -> Value {
     let mut config = with(json!({
         "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "hidden_act": null,
@@ -125,7 +125,7 @@ fn gemma4_has_two_head_sizes_shared_keys_and_a_second_embedding() {
     assert_eq!((c.rope_scaling(0), c.rope_theta(0)), (RopeScaling::None, 1e4));
     assert_eq!(c.per_layer, Some(PerLayerEmbedding { n_vocab: 100, dim: 8 }));
     assert!(!c.keys_as_values);
-    // The newer spelling lists the layers that differ.
+    // The newer format lists the layers that differ.
     let listed = json!({ "2": { "head_dim": 32 }, "6": { "head_dim": 32 } });
     let new = gemma4(json!({ "per_layer_config": listed, "global_head_dim": null }));
     assert_eq!(parse(new).unwrap(), c);
@@ -139,7 +139,7 @@ fn gemma4_has_two_head_sizes_shared_keys_and_a_second_embedding() {
 }
 
 #[test]
-fn of_a_multimodal_model_the_text_part_is_read_and_what_is_left_out_is_named() {
+fn the_text_part_of_a_multimodal_model_is_read_and_ignored_inputs_are_named() {
     let whole = json!({
         "architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "eos_token_id": [1, 106],
         "text_config": gemma4(json!({ "architectures": null })), "vision_config": {}, "audio_config": null
@@ -169,7 +169,7 @@ fn variants_of_gemma4_that_cannot_be_run_are_refused_by_name() {
     assert!(text.contains("attention to later tokens"), "{text}");
     let (text, _) = refusal(json!({ "num_kv_shared_layers": 7 }));
     assert!(text.contains("7 of 7 layers share"), "{text}");
-    // The only layer that sees all and has keys of its own would be a shared one.
+    // The only full-attention layer would be a shared one.
     let (text, _) = refusal(json!({ "num_kv_shared_layers": 5 }));
     assert!(text.contains("layer 2 shares keys and values, but none of the first 2 layers"), "{text}");
     let (text, _) = refusal(json!({ "num_key_value_heads": 3 }));
@@ -177,7 +177,7 @@ fn variants_of_gemma4_that_cannot_be_run_are_refused_by_name() {
 }
 
 #[test]
-fn mistral_slides_in_all_layers_unless_the_window_is_null() {
+fn mistral_has_a_window_in_all_layers_unless_it_is_null() {
     let mistral = |window: Value| {
         let names = json!({ "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window });
         parse(with(names)).unwrap()
@@ -191,7 +191,7 @@ fn mistral_slides_in_all_layers_unless_the_window_is_null() {
 }
 
 #[test]
-fn qwen_has_biases_or_norms_and_slides_only_where_told() {
+fn qwen_has_biases_or_norms_and_a_window_only_if_configured() {
     let qwen2 = |more: Value| {
         let mut config = with(json!({ "architectures": ["Qwen2ForCausalLM"], "sliding_window": 32 }));
         more.as_object().unwrap().iter().for_each(|(k, v)| config[k] = v.clone());
@@ -224,13 +224,13 @@ fn yarn_is_read_with_the_recommended_attention_factor() {
 }
 
 #[test]
-fn the_model_type_will_do_where_no_class_is_named() {
+fn the_model_type_is_used_if_no_class_is_named() {
     let c = parse(with(json!({ "architectures": null, "model_type": "qwen2" }))).unwrap();
     assert_eq!(c.arch, Arch::Qwen2);
 }
 
 #[test]
-fn configurations_that_cannot_be_run_are_refused() {
+fn unsupported_configurations_are_refused() {
     let set = |changes: Value| refused(parse(with(changes)));
     assert_eq!(
         set(json!({ "architectures": ["MambaForCausalLM"] })),
@@ -276,7 +276,7 @@ fn configurations_that_cannot_be_run_are_refused() {
     assert!(refused(parse(both_ways)).contains("attention to later tokens is not supported"));
 }
 
-/// The tiny llama as a class of another name.
+/// The tiny llama as another class.
 fn class(class: &str, changes: Value) -> Value {
     let mut config = with(json!({ "architectures": [class], "model_type": null }));
     changes.as_object().unwrap().iter().for_each(|(k, v)| config[k] = v.clone());
@@ -303,7 +303,7 @@ fn phi_3_has_factors_for_short_and_long_texts() {
         let RopeScaling::Long { n_original_context, attention_factor } = c.rope.scaling else {
             panic!("{name}: {:?}", c.rope.scaling)
         };
-        // The root of one and the quotient of two logarithms: 256 over 64 tokens.
+        // sqrt(1 + ln(256 / 64) / ln(64)).
         assert_eq!(n_original_context, 64);
         assert!((attention_factor - (4f32 / 3.0).sqrt()).abs() < 1e-6, "{attention_factor}");
         assert_eq!(c.long_rope.unwrap().short, [1.0, 1.0, 1.0, 2.5]);
@@ -369,7 +369,7 @@ fn families_have_their_own_defaults_windows_and_factors() {
 
 #[test]
 fn the_text_part_of_gemma_3_may_leave_out_sizes() {
-    // As gemma-3-4b-it has it.
+    // As in gemma-3-4b-it.
     let text = json!({
         "model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
         "rope_scaling": { "factor": 8.0, "rope_type": "linear" }, "sliding_window": 1024
@@ -394,7 +394,7 @@ fn ministral_3_has_queries_that_grow_with_their_position() {
     let c = parse(text.clone()).unwrap();
     assert_eq!(c.query_temperature, Some(QueryTemperature { beta: 0.1, n_original_context: 64 }));
     assert_eq!((c.arch, c.rope.scaling.magnitude()), (Arch::Mistral3, 1.0));
-    // As the text part of a model with a tower; what the inner object leaves out the outer one says.
+    // As the text part of a multimodal model. Keys missing in the inner object are in the outer one.
     let mut inner = text;
     (inner["architectures"], inner["model_type"]) = (Value::Null, json!("ministral3"));
     inner["tie_word_embeddings"] = Value::Null;
@@ -476,7 +476,7 @@ fn recurrent_layers_of_qwen35_come_from_a_list_or_an_interval() {
 }
 
 #[test]
-fn sizes_of_recurrent_layers_that_cannot_be_are_refused_with_the_numbers() {
+fn impossible_sizes_of_recurrent_layers_are_refused_with_numbers() {
     let refusal = |changes: Value| parse(qwen35(changes)).unwrap_err().to_string();
     let text = refusal(json!({ "linear_num_value_heads": 5 }));
     assert!(text.contains("5 heads of recurrent layers cannot share 2 key heads"), "{text}");

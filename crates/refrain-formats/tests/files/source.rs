@@ -1,4 +1,4 @@
-//! The front door.
+//! Opening of models by path.
 
 use crate::common::{open, refused, small_gguf};
 use refrain_formats::{FormatError, ModelFiles};
@@ -6,7 +6,7 @@ use std::fs;
 use tempfile::tempdir;
 
 #[test]
-fn a_gguf_file_opens_whatever_its_name() {
+fn a_gguf_file_opens_under_any_name() {
     let folder = tempdir().unwrap();
     let path = folder.path().join("model.bin");
     fs::write(&path, small_gguf()).unwrap();
@@ -20,7 +20,7 @@ fn a_gguf_file_opens_whatever_its_name() {
 }
 
 #[test]
-fn a_folder_with_one_gguf_opens_and_with_several_lists_them() {
+fn a_folder_with_one_gguf_opens_and_several_are_listed() {
     let folder = tempdir().unwrap();
     fs::write(folder.path().join("a.gguf"), small_gguf()).unwrap();
     fs::write(folder.path().join("README.md"), "x").unwrap();
@@ -33,7 +33,7 @@ fn a_folder_with_one_gguf_opens_and_with_several_lists_them() {
 }
 
 #[test]
-fn a_folder_without_a_model_says_what_was_looked_for() {
+fn the_error_of_a_folder_without_a_model_lists_expected_files() {
     let folder = tempdir().unwrap();
     let message = refused(open(folder.path()));
     assert!(
@@ -49,7 +49,7 @@ fn a_folder_without_a_model_says_what_was_looked_for() {
 }
 
 #[test]
-fn files_that_are_something_else_are_recognised() {
+fn other_file_types_are_recognised() {
     let folder = tempdir().unwrap();
     let path = folder.path().join("f");
     for (bytes, hint) in [
@@ -73,8 +73,8 @@ fn files_that_are_something_else_are_recognised() {
 }
 
 #[test]
-fn a_file_without_read_permission_comes_with_the_command_that_helps() {
-    // Made by hand, since the administrator may read everything and tests often run as one.
+fn missing_read_permission_has_a_hint_with_the_command() {
+    // Constructed, because root may read everything and tests often run as root.
     let source = std::io::ErrorKind::PermissionDenied.into();
     let error = FormatError::Io { verb: "open", path: "m.gguf".into(), source };
     assert_eq!(error.to_string(), "cannot open m.gguf");

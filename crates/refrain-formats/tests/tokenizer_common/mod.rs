@@ -1,4 +1,4 @@
-//! Small vocabularies made by hand, and the definition of SentencePiece.
+//! Small handmade vocabularies, and a reference implementation of SentencePiece.
 #![allow(dead_code)] // Each test takes what it needs.
 
 use std::collections::HashMap;
@@ -76,7 +76,7 @@ pub(crate) fn sentence_piece() -> VocabSpec {
     }
 }
 
-/// A WordPiece vocabulary as GGUF writes it.
+/// A WordPiece vocabulary in the form of GGUF.
 pub(crate) fn word_piece() -> VocabSpec {
     let tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "▁hello", "▁wor", "ld", "▁,", "▁!", "s"];
     VocabSpec {
@@ -87,7 +87,7 @@ pub(crate) fn word_piece() -> VocabSpec {
     }
 }
 
-/// SentencePiece as its definition has it: join the neighbours with the best joint score, the left ones first.
+/// Reference implementation of SentencePiece: merge the neighbours with the best score, leftmost first.
 pub(crate) fn obvious_sentence_piece(spec: &VocabSpec, text: &str) -> Vec<u32> {
     let types = spec.token_types.as_ref().unwrap();
     let scores = spec.scores.as_ref().unwrap();
@@ -106,7 +106,7 @@ pub(crate) fn obvious_sentence_piece(spec: &VocabSpec, text: &str) -> Vec<u32> {
     symbols.iter().map(|symbol| ids[symbol.as_str()] as u32).collect()
 }
 
-/// `<pad>`, `<eos>`, `<bos>`, `<unk>`, all bytes, letters, pieces that merges make, and user-defined tokens at the end.
+/// `<pad>`, `<eos>`, `<bos>`, `<unk>`, all bytes, letters, results of merges, and user-defined tokens at the end.
 pub(crate) fn merged_pieces() -> VocabSpec {
     let mut tokens: Vec<String> = ["<pad>", "<eos>", "<bos>", "<unk>"].map(str::to_owned).to_vec();
     tokens.extend((0..=255).map(|byte| format!("<0x{byte:02X}>")));

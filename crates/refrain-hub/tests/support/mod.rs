@@ -1,4 +1,4 @@
-//! A hub on this machine, for tests: it serves a repository, and misbehaves as it is told.
+//! A local hub for tests, which serves a repository and can misbehave.
 #![allow(dead_code, unreachable_pub, reason = "each test file uses its own part")]
 
 use std::fmt::Write as _;
@@ -16,7 +16,7 @@ use sha2::{Digest, Sha256};
 
 pub const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 
-/// A request as the server saw it.
+/// A received request.
 #[derive(Debug, Clone)]
 pub struct Request {
     pub method: String,
@@ -29,7 +29,7 @@ impl Request {
         self.headers.iter().find(|(key, _)| key.eq_ignore_ascii_case(name)).map(|(_, value)| value.as_str())
     }
 
-    /// The first byte that a `Range` asks for.
+    /// Returns the first byte of the requested range.
     pub fn from(&self) -> Option<usize> {
         self.header("range")?.strip_prefix("bytes=")?.strip_suffix('-')?.parse().ok()
     }
@@ -39,15 +39,15 @@ impl Request {
     }
 }
 
-/// An answer, sound or not.
+/// A response, valid or not.
 #[derive(Debug, Clone)]
 pub struct Reply {
     pub status: u16,
     pub headers: Vec<(String, String)>,
     pub body: Vec<u8>,
-    /// The `Content-Length` sent; `None` sends none and ends by closing.
+    /// `Content-Length` to send; `None` sends none and ends by closing the connection.
     pub length: Option<u64>,
-    /// Falls silent before the end for this long.
+    /// Silence before the end.
     pub silence: Option<Duration>,
 }
 
@@ -66,13 +66,13 @@ impl Reply {
         self
     }
 
-    /// Announces everything, sends only the first `n` bytes.
+    /// Reports the full length but sends only the first `n` bytes.
     pub fn cut_after(mut self, n: usize) -> Self {
         self.body.truncate(n);
         self
     }
 
-    /// Serves a file as a good server does.
+    /// Serves a file correctly.
     pub fn file(content: &[u8], request: &Request) -> Self {
         match request.from() {
             Some(from) if from >= content.len() => Self::status(416),
@@ -83,7 +83,7 @@ impl Reply {
     }
 }
 
-/// A server that answers with a function until it is dropped.
+/// A server that answers with a closure until it is dropped.
 pub struct Server {
     pub address: SocketAddr,
     log: Arc<Mutex<Vec<Request>>>,
@@ -119,7 +119,7 @@ impl Server {
         self.log.lock().unwrap().clone()
     }
 
-    /// The requests for files.
+    /// Returns the requests for files.
     pub fn downloads(&self) -> Vec<Request> {
         self.requests().into_iter().filter(|r| r.method == "GET" && !r.is_listing()).collect()
     }
@@ -174,7 +174,7 @@ fn read_request(stream: &TcpStream) -> Option<Request> {
     Some(Request { method, path, headers })
 }
 
-/// What a repository on the test's hub holds.
+/// Content of a repository on the test hub.
 #[derive(Debug, Clone)]
 pub struct Repo {
     pub id: String,
@@ -187,7 +187,7 @@ impl Repo {
         Self { id: id.to_owned(), files }
     }
 
-    /// `o/r` with one GGUF file of `n` bytes.
+    /// Creates `o/r` with one GGUF file of `n` bytes.
     pub fn with_model(n: usize) -> Self {
         Self::new("o/r", &[("README.md", b"hello"), ("m-Q4_K_M.gguf", &pattern(n))])
     }
@@ -196,7 +196,7 @@ impl Repo {
         self.files.iter().find(|(file, _)| file == name).expect(name).1.clone()
     }
 
-    /// The hub's answer: GGUF and safetensors are large files, the others are not.
+    /// Returns the hub's response. GGUF and safetensors are large files, the others are small.
     pub fn answer(&self, request: &Request) -> Reply {
         if request.is_listing() {
             return Reply::body(200, self.listing());
@@ -244,7 +244,7 @@ pub fn git_sha1(content: &[u8]) -> String {
     sha1.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// `n` bytes without a period, beginning like a GGUF file.
+/// Returns `n` aperiodic bytes that start like a GGUF file.
 pub fn pattern(n: usize) -> Vec<u8> {
     let mut state = 0x9E37_79B9_7F4A_7C15_u64;
     let mut bytes: Vec<u8> = b"GGUF".to_vec();
@@ -258,7 +258,7 @@ pub fn pattern(n: usize) -> Vec<u8> {
     bytes
 }
 
-/// Quick to give up, for tests.
+/// A retry policy that gives up quickly.
 pub fn hasty() -> Retry {
     Retry {
         attempts: 3,
@@ -276,11 +276,11 @@ pub fn store(folder: &Path, server: &Server) -> Store {
     Store::open(env(folder, server)).with_retry(hasty())
 }
 
-/// Notes the events as short lines.
+/// Records events as short lines.
 #[derive(Debug, Default)]
 pub struct Notes {
     pub lines: Vec<String>,
-    /// Cancels once so many bytes of a file are here.
+    /// Cancels after this many bytes of a file.
     pub cancel_at: Option<u64>,
     pub at: u64,
 }
@@ -322,7 +322,7 @@ impl Progress for Notes {
 pub struct Calls(AtomicUsize);
 
 impl Calls {
-    /// How often it was called before.
+    /// Returns the number of previous calls.
     pub fn next(&self) -> usize {
         self.0.fetch_add(1, Ordering::SeqCst)
     }
