@@ -292,7 +292,7 @@ fn a_text_too_short_to_be_scored_is_refused() {
     assert!(said.contains("one window needs"), "{said}");
     cli.file("empty.txt", " \n");
     let said = cli.run(&["perplexity", "stories", "-f", "empty.txt"]).refused();
-    assert!(said.contains("empty.txt holds no text"), "{said}");
+    assert!(said.contains("empty.txt contains no text"), "{said}");
 }
 
 #[test]

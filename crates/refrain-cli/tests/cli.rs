@@ -446,13 +446,13 @@ fn plan_tells_launches_kernels_and_memory_of_a_device_and_needs_no_tokenizer() {
         assert!(text.contains(expected), "{expected} in {text}");
     }
     let launches = text.lines().find_map(|l| l.strip_prefix("launches 1 launch, ")).expect("launches");
-    let n: usize = launches.strip_suffix(" kernels a step").and_then(|n| n.parse().ok()).expect("a number");
+    let n: usize = launches.strip_suffix(" kernels per step").and_then(|n| n.parse().ok()).expect("a number");
     let counts = text.lines().skip_while(|l| !l.starts_with("launches")).skip(1);
     let counts =
         counts.map_while(|l| l.strip_prefix("         ")?.split_whitespace().next()?.parse::<usize>().ok());
     assert_eq!(counts.sum::<usize>(), n, "{text}");
     let off = cli.run(&with(&["plan", "stories", "--graph", "off"], &SIM)).ok();
-    assert!(off.contains(&format!("launches {n} launches, {n} kernels a step")), "{off}");
+    assert!(off.contains(&format!("launches {n} launches, {n} kernels per step")), "{off}");
     let bare = golden("llama");
     let cpu = cli.run(&["plan", bare.to_str().expect("a path")]).ok();
     assert!(cpu.contains("segment 0") && !cpu.contains("launches"), "{cpu}");
@@ -473,9 +473,9 @@ fn attention_that_takes_several_launches_is_told_with_the_reason() {
     let plan = cli.run(&with(&["plan", "./small-heads"], &SIM)).ok();
     let told: Vec<&str> = plan.lines().filter(|line| line.starts_with("apart ")).collect();
     assert_eq!(told.len(), 2, "{plan}");
-    assert!(told.iter().all(|line| line.contains("more run as steps of their own")), "{told:?}");
+    assert!(told.iter().all(|line| line.contains("more run as separate steps instead of one launch")), "{told:?}");
     assert!(told[0].ends_with("heads have 4 elements, must be a multiple of 8 up to 512"), "{told:?}");
-    assert!(told[1].contains("no kernel multiplies one row with F32 weights"), "{told:?}");
+    assert!(told[1].contains("no fused single-row kernel supports F32 weights"), "{told:?}");
     let log = cli.run(&with(&["bench", "./small-heads", "-p", "0", "-n", "2", "-r", "1", "-v"], &SIM)).stderr;
     assert!(log.contains(told[0]), "{log}");
     let plain = cli.run(&with(&["plan", "stories"], &SIM)).ok();
@@ -573,7 +573,7 @@ fn the_doctor_finds_the_simulated_device_healthy() {
     assert!(rows.len() > 5 && rows.iter().all(|row| row["verdict"] != "bad"), "{json}");
     let kernels = rows.iter().find(|row| row["name"] == "kernels").expect("a row on kernels");
     let measured = kernels["measured"].as_str().expect("text");
-    assert!(measured.contains("reference functions") && measured.contains("this binary holds"), "{measured}");
+    assert!(measured.contains("reference functions") && measured.contains("this binary contains"), "{measured}");
     assert!(rows.iter().any(|row| row["name"] == "kernel compiler"), "{json}");
 }
 
@@ -802,7 +802,7 @@ fn the_doctor_tells_where_per_layer_embeddings_would_go() {
     let row = rows["rows"].as_array().unwrap().iter().find(|row| row["name"] == "tables").unwrap();
     // The simulated card has 4 GiB: too few for what is not the table.
     let measured = row["measured"].as_str().unwrap();
-    assert!(measured.contains("gemma4-e2b does not fit without its table either"), "{measured}");
+    assert!(measured.contains("gemma4-e2b does not fit even without its table"), "{measured}");
     assert!(row["advice"].as_str().unwrap().contains("--ple"), "{row}");
 }
 
@@ -815,7 +815,7 @@ fn a_plan_shows_every_place_of_per_layer_embeddings() {
         "{plan}"
     );
     assert!(plan.contains("can be recorded and replayed as one launch"), "{plan}");
-    assert!(plan.contains("device 1 segment, nothing over the bus"), "{plan}");
+    assert!(plan.contains("device 1 segment, no transfers"), "{plan}");
     assert!(plan.contains("* host   2 segments, 288 B over the bus before the graph"), "{plan}");
 }
 

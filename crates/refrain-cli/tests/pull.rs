@@ -64,7 +64,7 @@ fn a_model_that_is_not_here_is_pulled_after_saying_so_listed_and_removed() {
     let endpoint = hub(content.clone(), sha256(&content));
 
     let ended = online(&cli, &endpoint, &["run", NAME, "A cat", "--temp", "0", "-n", "4"]);
-    assert!(ended.stderr.contains("is not here yet: pulling it"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("is not in the local store: pulling it"), "{}", ended.stderr);
     assert!(ended.stderr.contains("licence apache-2.0"), "{}", ended.stderr);
     let text = ended.ok();
 

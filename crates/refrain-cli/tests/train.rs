@@ -103,7 +103,7 @@ fn a_run_leaves_a_model_that_run_reads_in_both_forms() {
     assert_eq!(text("run/model.gguf"), text("run/model"));
     // An occupied folder is not started over.
     let said = cli.run(&with(&["--steps", "1"])).refused();
-    assert!(said.contains("run has checkpoints of an earlier run") && said.contains("--resume"), "{said}");
+    assert!(said.contains("run already has checkpoints of another run") && said.contains("--resume"), "{said}");
 }
 
 #[test]
@@ -251,7 +251,7 @@ fn bad_input_is_told_with_its_place() {
         (["--warmup", "2000"], "warmup is 2000"),
         (["--dropout", "1"], "dropout is 1"),
         (["--resume=nowhere", "--keep=1"], "nowhere"),
-        (["--graph", "require"], "--graph require cannot be kept"),
+        (["--graph", "require"], "--graph require is impossible"),
     ] {
         let said = cli.run(&with(&flags)).refused();
         assert!(said.contains(expected), "{flags:?}: {said}");
@@ -299,7 +299,7 @@ fn training_speed_is_measured_and_its_json_is_data() {
     assert_eq!((&json["steps"], &json["launches_per_step"]), (&2.into(), &serde_json::Value::Null));
     assert!(json["tokens_per_second"].as_f64() > Some(0.0) && json["peak_share"].is_null(), "{json}");
     assert!(json["last_loss"].as_f64() < json["first_loss"].as_f64(), "{json}");
-    assert!(cli.run(&["bench", "--train", "lama"]).refused().contains("known are llama-1m"));
+    assert!(cli.run(&["bench", "--train", "lama"]).refused().contains("shapes are llama-1m"));
 }
 
 #[test]

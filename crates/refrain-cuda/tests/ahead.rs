@@ -343,7 +343,7 @@ fn a_lost_context_with_steps_in_flight_is_final_and_keeps_earlier_tokens() {
     assert_eq!(text.said, want[..21]);
     let reason = error.reason().to_string();
     assert!(reason.contains("700") && reason.contains("step of 1 token"), "{reason}");
-    assert!(error.hint().is_some_and(|hint| hint.contains("start the program again")));
+    assert!(error.hint().is_some_and(|hint| hint.contains("restart the program")));
     let began = Instant::now();
     text.next(&mut rig, &MANY).unwrap_err();
     rig.engine.drain();

@@ -359,7 +359,7 @@ fn attention_without_tensor_cores_is_reported() {
     assert_eq!(told(64), Vec::<String>::new());
     let [line] = &told(20)[..] else { panic!("one reason") };
     assert!(
-        line.contains("attention runs without tensor cores: there is no kernel for heads of 20"),
+        line.contains("attention runs without tensor cores: this GPU has no kernel for heads of 20"),
         "{line}"
     );
 }

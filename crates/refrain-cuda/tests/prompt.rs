@@ -272,7 +272,7 @@ fn rows_that_tensor_cores_cannot_read_use_other_kernels_with_a_note() {
     let told = backend.monitor().status().apart;
     let [line] = &told[..] else { panic!("{told:?}") };
     assert!(
-        line.starts_with("w runs without tensor cores: rows of 256 elements in strides of [258, 0]"),
+        line.starts_with("w runs without tensor cores: rows of 256 elements with strides [258, 0]"),
         "{line}"
     );
 }

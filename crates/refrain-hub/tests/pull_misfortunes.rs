@@ -223,7 +223,7 @@ fn refusals_become_specific_errors() {
         (error, server.requests().len(), server.url())
     };
     let (error, n_requests, url) = with(None, 401, "GatedRepo");
-    assert_eq!(error.to_string(), "o/r is gated: its terms must be accepted first");
+    assert_eq!(error.to_string(), "o/r is gated: accept its terms first");
     assert_eq!(
         error.hint().unwrap(),
         format!("accept the terms at {url}/o/r, then set HF_TOKEN to an access token of that account")

@@ -106,7 +106,7 @@ fn a_tokenizer_with_more_tokens_than_the_model_is_refused() {
     let at = folder();
     write(&at, "tokenizer.json", &tokenizer(&SPECIAL, 28));
     let error = Model::open(at.path()).unwrap_err();
-    assert_eq!(error.to_string(), "the tokenizer has 129 tokens, the model only 128");
+    assert_eq!(error.to_string(), "the tokenizer has 129 tokens, the model has only 128");
 }
 
 #[test]

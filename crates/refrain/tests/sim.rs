@@ -144,7 +144,7 @@ fn graphs_that_are_required_and_cannot_be_had_are_an_error_with_a_hint() {
     let device = sim(GraphMode::Require, Method::Stream, "on every instantiate: fail 801", false);
     let options = SessionOptions { device, context: Some(64), ..SessionOptions::default() };
     let Err(error) = Session::new(&model, &options) else { panic!("a session without graphs") };
-    assert!(error.hint().unwrap().contains("--graph auto"), "{error:?}");
+    assert!(error.hint().unwrap().contains("graph mode auto"), "{error:?}");
 }
 
 // The simulated device multiplies decoded weights with activations as they are; the CPU rounds activations to 8 bits.

@@ -159,7 +159,7 @@ fn a_launch_that_does_not_return_is_reported_after_its_deadline() {
     let run = start("hang", how, "on 70th replay: hang");
     // The device thread is inside that call: nobody hears of the two steps in flight before it.
     let error = stops_after(run, "hang", FAILS_AFTER - 2);
-    assert!(reason(&error).contains("no answer"), "{}", reason(&error));
+    assert!(reason(&error).contains("did not reply"), "{}", reason(&error));
 }
 
 #[test]

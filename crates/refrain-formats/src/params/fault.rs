@@ -45,15 +45,15 @@ pub enum ParamsFault {
     RopeTensor { name: &'static str, source: refrain_tensor::TensorError },
     #[error("longrope needs a list of short factors and a list of long ones")]
     NoRopeFactors,
-    #[error("the list of rotated layers has {found} entries for {n_layers} layers")]
+    #[error("the list of rotated layers has length {found}, the model has {n_layers} layers")]
     Unrotated { found: usize, n_layers: usize },
     #[error("activation {} is not supported for {arch}, {expected} is", quoted(found))]
     Activation { arch: Arch, found: String, expected: &'static str },
     #[error("{what} is not supported")]
     Unsupported { what: &'static str },
-    #[error("layer_types has {found} entries for {n_layers} layers")]
+    #[error("layer_types has length {found}, the model has {n_layers} layers")]
     LayerTypes { found: usize, n_layers: usize },
-    #[error("{found} layer sizes for {n_layers} layers")]
+    #[error("a list of layer sizes has length {found}, the model has {n_layers} layers")]
     LayerSizes { found: usize, n_layers: usize },
     #[error("{n_shared} of {n_layers} layers share the keys and values of earlier ones, so none has its own")]
     SharedKv { n_shared: usize, n_layers: usize },

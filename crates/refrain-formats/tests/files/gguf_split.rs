@@ -71,7 +71,7 @@ fn parts_of_different_models_are_refused() {
     three_parts(folder.path());
     std::fs::copy(part_path(folder.path(), 2, 3), part_path(folder.path(), 1, 3)).unwrap();
     let message = refused(Gguf::open(part_path(folder.path(), 0, 3)));
-    assert!(message.ends_with("says it is part 3 of 3, expected part 2 of 3"), "{message}");
+    assert!(message.ends_with("claims to be part 3 of 3, expected part 2 of 3"), "{message}");
 
     part(1, 3, 3, "w0").write(part_path(folder.path(), 1, 3)).unwrap();
     let message = refused(Gguf::open(part_path(folder.path(), 0, 3)));

@@ -67,8 +67,8 @@ fn shards_are_found_through_the_index() {
     index(json!({ "a": one, "b": "model-00003-of-00003.safetensors" }));
     assert_eq!(
         refused_here(&folder),
-        "DIR/model.safetensors.index.json: names the file \"model-00003-of-00003.safetensors\" for tensor \"b\", \
-         which is not there"
+        "DIR/model.safetensors.index.json: names \"model-00003-of-00003.safetensors\" for tensor \"b\", \
+         but that file does not exist"
     );
     index(json!({ "a": two, "b": two }));
     assert_eq!(
@@ -113,7 +113,7 @@ fn broken_json_is_refused_with_line_and_column() {
     };
     let message = config("{\n  \"hidden_size\": 64,\n  oops\n}");
     assert_eq!(message, "DIR/config.json: invalid JSON: key must be a string at line 3 column 3");
-    assert_eq!(config("[1]"), "DIR/config.json: not a JSON object but an array");
+    assert_eq!(config("[1]"), "DIR/config.json: expected a JSON object, found an array");
     assert_eq!(config(""), "DIR/config.json is empty (0 bytes)");
     assert!(config(&"[".repeat(100_000)).contains("recursion limit exceeded"));
 }

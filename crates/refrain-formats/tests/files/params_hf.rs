@@ -240,7 +240,7 @@ fn unsupported_configurations_are_refused() {
     assert!(
         set(json!({ "architectures": ["LlamaForSequenceClassification"] })).contains("unknown architecture")
     );
-    assert!(set(json!({ "architectures": [], "model_type": null })).contains("says what model this is"));
+    assert!(set(json!({ "architectures": [], "model_type": null })).contains("names a known model"));
     assert_eq!(set(json!({ "hidden_size": null })), "config.json: key \"hidden_size\" is missing");
     assert_eq!(
         set(json!({ "hidden_size": "64" })),
@@ -337,7 +337,7 @@ fn families_have_their_own_defaults_windows_and_factors() {
     let c = parse(class("SmolLM3ForCausalLM", json!({ "no_rope_layers": [0, 1, 1] }))).unwrap();
     assert_eq!([0, 1].map(|layer| c.rotates(layer)), [false, true]);
     let short = refused(parse(class("SmolLM3ForCausalLM", json!({ "no_rope_layers": [1] }))));
-    assert!(short.contains("1 entries say which layers are rotated, there are 2 layers"), "{short}");
+    assert!(short.contains("the list of rotated layers has length 1, the model has 2 layers"), "{short}");
 
     let olmo = json!({ "num_hidden_layers": 4, "rope_scaling": { "type": "yarn", "factor": 8.0 } });
     let c = parse(class("Olmo3ForCausalLM", olmo)).unwrap();

@@ -57,8 +57,8 @@ fn other_file_types_are_recognised() {
         (b"\x1f\x8b\x08\x00", "gzip"),
         (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS pointer"),
         (b"<!DOCTYPE html>", "web page"),
-        (b"tjgg....", "before GGUF"),
-        (b"hello", "name a .gguf file"),
+        (b"tjgg....", "predecessor of GGUF"),
+        (b"hello", "use a .gguf file"),
     ] {
         fs::write(&path, bytes).unwrap();
         let error = open(&path).err().unwrap();
