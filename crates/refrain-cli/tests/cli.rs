@@ -473,7 +473,10 @@ fn attention_that_takes_several_launches_is_told_with_the_reason() {
     let plan = cli.run(&with(&["plan", "./small-heads"], &SIM)).ok();
     let told: Vec<&str> = plan.lines().filter(|line| line.starts_with("apart ")).collect();
     assert_eq!(told.len(), 2, "{plan}");
-    assert!(told.iter().all(|line| line.contains("more run as separate steps instead of one launch")), "{told:?}");
+    assert!(
+        told.iter().all(|line| line.contains("more run as separate steps instead of one launch")),
+        "{told:?}"
+    );
     assert!(told[0].ends_with("heads have 4 elements, must be a multiple of 8 up to 512"), "{told:?}");
     assert!(told[1].contains("no fused single-row kernel supports F32 weights"), "{told:?}");
     let log = cli.run(&with(&["bench", "./small-heads", "-p", "0", "-n", "2", "-r", "1", "-v"], &SIM)).stderr;
@@ -573,7 +576,10 @@ fn the_doctor_finds_the_simulated_device_healthy() {
     assert!(rows.len() > 5 && rows.iter().all(|row| row["verdict"] != "bad"), "{json}");
     let kernels = rows.iter().find(|row| row["name"] == "kernels").expect("a row on kernels");
     let measured = kernels["measured"].as_str().expect("text");
-    assert!(measured.contains("reference functions") && measured.contains("this binary contains"), "{measured}");
+    assert!(
+        measured.contains("reference functions") && measured.contains("this binary contains"),
+        "{measured}"
+    );
     assert!(rows.iter().any(|row| row["name"] == "kernel compiler"), "{json}");
 }
 

@@ -103,7 +103,10 @@ fn a_run_leaves_a_model_that_run_reads_in_both_forms() {
     assert_eq!(text("run/model.gguf"), text("run/model"));
     // An occupied folder is not started over.
     let said = cli.run(&with(&["--steps", "1"])).refused();
-    assert!(said.contains("run already has checkpoints of another run") && said.contains("--resume"), "{said}");
+    assert!(
+        said.contains("run already has checkpoints of another run") && said.contains("--resume"),
+        "{said}"
+    );
 }
 
 #[test]

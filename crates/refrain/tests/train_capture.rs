@@ -241,7 +241,10 @@ fn a_device_refuses_to_decode_weights_to_f32_by_name() {
     let backend = CudaBackend::on(&device, CudaOptions::default()).unwrap();
     let made = Learner::new(backend, adapted(&THIN, QuantMix::Q4KM, 0.0), PLAIN, 1);
     let error = made.err().expect("no kernel decodes to F32").to_string();
-    assert!(error.contains("quantised weights can only be decoded to BF16") && error.contains("decode"), "{error}");
+    assert!(
+        error.contains("quantised weights can only be decoded to BF16") && error.contains("decode"),
+        "{error}"
+    );
 }
 
 #[test]
