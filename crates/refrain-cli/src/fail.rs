@@ -174,7 +174,10 @@ fn library_hint(error: &refrain::Error) -> Option<String> {
         Error::PromptTooLong { n_tokens, most, .. } if n_tokens < most => {
             format!("shorten the prompt, or raise the context to {} with -c", n_tokens + 1)
         }
-        Error::BenchContext { .. } => "lower -p, -n or --depth, or raise -c within the model's limit".into(),
+        Error::BenchContext { needed, most, .. } if needed <= most => {
+            format!("raise -c to {needed}, or lower -p, -n or --depth")
+        }
+        Error::BenchContext { .. } => "lower -p, -n or --depth".into(),
         Error::NoChatTemplate { .. } => {
             "use `refrain run` to continue a text, or chat with an instruction-tuned model".into()
         }

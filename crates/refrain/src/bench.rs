@@ -211,7 +211,7 @@ pub fn bench(
     let most = weights.config().n_context;
     let limit = options.session.context.unwrap_or(most).min(most);
     if needed > limit {
-        return Err(Error::BenchContext { needed, limit });
+        return Err(Error::BenchContext { needed, limit, most });
     }
     let context = options.session.context.unwrap_or(needed);
     let session = SessionOptions { context: Some(context), ..options.session.clone() };

@@ -34,7 +34,7 @@ pub enum Error {
         folder: String,
     },
     /// The chat template is broken or refused the messages.
-    #[error("the chat template failed: {0}")]
+    #[error(transparent)]
     Chat(#[from] ChatError),
     /// The model has no chat template.
     #[error("{model} has no chat template: it only continues text")]
@@ -99,6 +99,8 @@ pub enum Error {
         needed: usize,
         /// Tokens of the given context or, without one, of the model.
         limit: usize,
+        /// The model's limit.
+        most: usize,
     },
     /// No kernel reads a KV cache of this type.
     #[error("a KV cache cannot have elements of {got}")]
@@ -222,6 +224,9 @@ impl Error {
                 Some(format!("shorten the prompt: the model takes at most {most} tokens"))
             }
             Error::PromptBytes { .. } => Some("shorten the prompt, or split it into several".into()),
+            Error::BenchContext { needed, most, .. } if needed <= most => {
+                Some(format!("use a context of {needed} tokens, or measure fewer"))
+            }
             Error::BenchContext { .. } => {
                 Some("measure a shorter prompt, fewer decoded tokens or a smaller depth".into())
             }

@@ -51,15 +51,32 @@ fn the_median_of_an_even_number_of_samples_is_the_mean_of_the_middle_two() {
 #[test]
 fn a_measurement_that_does_not_fit_the_context_is_refused_with_what_it_needs() {
     let model = Model::builtin().unwrap();
-    let of = |context| {
+    let of = |n_prompt, context| {
         let device = Device::Cpu { threads: Some(1) };
         let session = SessionOptions { device, context, ..SessionOptions::default() };
         let (depths, seqs) = (vec![1], vec![]);
-        let options = BenchOptions { session, n_prompt: 600, n_decode: 1, depths, seqs, repeats: 1 };
+        let options = BenchOptions { session, n_prompt, n_decode: 1, depths, seqs, repeats: 1 };
         bench(&BenchTarget::Model(&model), &options, |_| {}).unwrap_err()
     };
-    assert!(matches!(of(None), Error::BenchContext { needed: 600, limit: 512 }));
-    assert!(matches!(of(Some(64)), Error::BenchContext { needed: 600, limit: 64 }));
+    let beyond = of(600, None);
+    assert!(matches!(beyond, Error::BenchContext { needed: 600, limit: 512, most: 512 }));
+    assert!(!beyond.hint().unwrap().contains("context of"), "no context would do");
+    let short = of(300, Some(64));
+    assert!(matches!(short, Error::BenchContext { needed: 300, limit: 64, most: 512 }));
+    assert!(short.hint().unwrap().contains("a context of 300 tokens"));
+}
+
+#[test]
+fn the_bandwidth_is_measured_before_the_model_is_loaded() {
+    let model = Model::builtin().unwrap();
+    let session = SessionOptions { device: Device::Cpu { threads: Some(1) }, ..SessionOptions::default() };
+    let (depths, seqs) = (vec![], vec![]);
+    let options = BenchOptions { session, n_prompt: 4, n_decode: 0, depths, seqs, repeats: 1 };
+    let mut phases = Vec::new();
+    let report = bench(&BenchTarget::Model(&model), &options, |phase| phases.push(phase.to_owned())).unwrap();
+    let at = |wanted: &str| phases.iter().position(|phase| phase.contains(wanted)).unwrap();
+    assert!(at("read bandwidth") < at("loading the model"), "{phases:?}");
+    assert!(report.read_bandwidth.unwrap() > 0.0);
 }
 
 #[test]
