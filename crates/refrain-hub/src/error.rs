@@ -105,7 +105,7 @@ impl HubError {
             Self::UnknownName { .. } => {
                 text("use a path, `owner/repo[:QUANT]` of the hub, or a short name such as smollm2")
             }
-            Self::NotHere { .. } => text("pull it first, or list the models on this machine"),
+            Self::NotHere { .. } => text("use a name from the list of local models"),
             Self::BadName { .. } => text("examples: smollm2, Qwen/Qwen3-0.6B-GGUF:Q8_0, ./model.gguf"),
             Self::Offline { .. } => text("allow network access: unset REFRAIN_OFFLINE and HF_HUB_OFFLINE"),
             Self::OutsideStore { .. } => text("name the model as the list of local models shows it"),

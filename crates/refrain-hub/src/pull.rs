@@ -20,10 +20,7 @@ impl Store {
     /// The next pull resumes an interrupted one. Several processes may pull at once.
     pub fn pull(&self, name: &ModelName, progress: &mut dyn Progress) -> Result<LocalModel, HubError> {
         match name {
-            ModelName::Path(path) => match self.find(name)? {
-                Some(_) => Err(HubError::PathGiven { path: path.clone() }),
-                None => Err(self.not_here(name)),
-            },
+            ModelName::Path(path) => Err(HubError::PathGiven { path: path.clone() }),
             _ if self.env.offline => {
                 self.find(name)?.ok_or_else(|| HubError::Offline { name: name.to_string() })
             }

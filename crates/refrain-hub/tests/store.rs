@@ -92,7 +92,7 @@ fn paths_are_found_but_never_removed() {
     let by_folder = store.find(&name(folder.path().to_str().unwrap())).unwrap().unwrap();
     assert_eq!((by_folder.path.as_path(), by_folder.format), (file.as_path(), Format::Gguf));
     assert_eq!(store.find(&name("./not/here.gguf")).unwrap(), None);
-    assert!(matches!(store.pull(&name("./not/here.gguf"), &mut Silent), Err(HubError::NotHere { .. })));
+    assert!(matches!(store.pull(&name("./not/here.gguf"), &mut Silent), Err(HubError::PathGiven { .. })));
     assert!(matches!(store.pull(&by_path, &mut Silent), Err(HubError::PathGiven { .. })));
 }
 
