@@ -1,4 +1,4 @@
-//! `refrain train`: a model from scratch, or from one that exists.
+//! `refrain train`: trains a model from scratch, or continues with an existing one.
 
 use crate::bars::{Delayed, Phases};
 use crate::cli::CliContext;
@@ -21,30 +21,30 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-/// Where a run goes that names no folder.
+/// Output folder of a run that names none.
 const USUAL_OUT: &str = "run";
-/// Where no terminal shows a bar, a line says how far the run is, this often.
+/// Interval of progress lines if standard error is no terminal.
 const LINE_EVERY: Duration = Duration::from_secs(10);
 
-/// Train a model, from scratch or from one that exists
+/// Train a model, from scratch or from an existing one
 ///
-/// A run is a configuration file, flags, or both; a flag wins over the file. Checkpoints, the log, a page with curves and
-/// the trained model go to the folder --out. Ctrl-C finishes the step and saves; --resume goes on from there, bit for
-/// bit.
+/// A run is configured by a file, by flags, or by both; flags override the file. Checkpoints, the log, a page with curves
+/// and the trained model go to the folder --out. Ctrl-C finishes the step and saves; --resume continues from there, bit
+/// for bit.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Examples:
   refrain run --raw \"Once upon a time\" -n 300 --seed 1 > story.txt
   refrain train --new llama-1m --data story.txt --tokenizer train:512 --context 64 --batch 4 \\
     --steps 40 --lr 3e-3 --warmup 5 --sample-every 20 --sample-prompt \"She was\" --out story
-  refrain run story/model.gguf \"She was\"            a text that the model has learnt by heart
+  refrain run story/model.gguf \"She was\"            a text that the model has memorised
 
   refrain train run.toml --lr 1e-4 --out second     a file, with two keys changed
   refrain train --from smollm2 --data chats.jsonl --dtype bf16 --eval 0.05 --eval-every 100
   refrain train --resume=story --steps 80           forty more steps
   refrain train --new llama-110m --data big.txt --batch 16 --context 1024 --dry-run")]
 pub(crate) struct Args {
-    /// A file of keys and values, in TOML
+    /// Configuration file
     #[arg(value_name = "CONFIG.toml")]
     config: Option<PathBuf>,
     #[command(flatten)]
@@ -65,15 +65,15 @@ struct SourceOpts {
     /// Model to start from: a GGUF file, a Hugging Face folder or a name
     #[arg(long, value_name = "MODEL", conflicts_with = "new")]
     from: Option<String>,
-    /// Model to make: the name of a shape such as llama-10m, or a table of sizes such as
+    /// Model to create: the name of a shape such as llama-10m, or a table of sizes such as
     /// '{ arch = "llama", n_layers = 2, hidden = 64, ffn = 192, n_heads = 4 }'
     #[arg(long, value_name = "SHAPE", value_parser = parse_new)]
     new: Option<NewModel>,
     /// Training files: text, or JSONL (messages, prompt and completion, instructions)
     #[arg(long, value_name = "FILE", num_args = 1..)]
     data: Option<Vec<PathBuf>>,
-    /// A tokenizer.json, a model that has one, or train:N for one of N tokens [default: that of --from; for --new it is
-    /// trained]
+    /// Tokenizer: a tokenizer.json, a model, or train:N to train one with N tokens [default: the tokenizer of --from, or
+    /// one trained for --new]
     #[arg(long, value_name = "TOKENIZER")]
     tokenizer: Option<TokenizerSource>,
 }
@@ -81,13 +81,13 @@ struct SourceOpts {
 #[derive(clap::Args, Debug)]
 #[command(next_help_heading = "Model and data")]
 pub(crate) struct DataOpts {
-    /// Tokens of a row [default: 256]
+    /// Tokens per row [default: 256]
     #[arg(long, value_name = "N")]
     context: Option<usize>,
-    /// Order of the samples: shuffle packs documents into rows; file takes the text as it stands [default: shuffle]
+    /// Order of the samples: shuffle packs documents into rows; file keeps the order of the text [default: shuffle]
     #[arg(long, value_name = "ORDER")]
     order: Option<Order>,
-    /// What becomes of a conversation longer than a row: truncate or drop [default: truncate]
+    /// What to do with a conversation longer than a row: truncate or drop [default: truncate]
     #[arg(long, value_name = "WHAT")]
     on_long: Option<OnLong>,
     /// Held-out data: a file, or the share of the training data to hold out, such as 0.05
@@ -101,10 +101,10 @@ pub(crate) struct StepOpts {
     /// Optimiser steps [default: 1000]
     #[arg(long, value_name = "N")]
     steps: Option<u64>,
-    /// Rows of a micro-step [default: 8]
+    /// Rows per micro-step [default: 8]
     #[arg(long, value_name = "N")]
     batch: Option<usize>,
-    /// Micro-steps whose gradients are added up before the optimiser runs [default: 1]
+    /// Micro-steps whose gradients are accumulated before the optimiser runs [default: 1]
     #[arg(long, value_name = "N")]
     accumulate: Option<usize>,
     /// Peak learning rate [default: 3e-4; finetune: 2e-4, with --full 2e-5]
@@ -131,16 +131,16 @@ pub(crate) struct StepOpts {
     /// Largest global gradient norm, or none [default: 1]
     #[arg(long, value_name = "X", allow_negative_numbers = true)]
     clip: Option<Clip>,
-    /// Share of activations that dropout zeroes [default: 0]
+    /// Fraction of activations that dropout zeroes [default: 0]
     #[arg(long, value_name = "P", allow_negative_numbers = true)]
     dropout: Option<f64>,
     /// Element type of weights and activations: f32 or bf16 [default: f32; finetune: bf16]
     #[arg(long, value_name = "TYPE")]
     dtype: Option<Precision>,
-    /// Master weights beside bf16 ones: f32 or none [default: f32]
+    /// Master weights for bf16 weights: f32 or none [default: f32]
     #[arg(long, value_name = "TYPE")]
     masters: Option<Masters>,
-    /// Compute a layer's activations again in the backward pass: less memory, about a third more time
+    /// Recompute a layer's activations in the backward pass: less memory, about a third more time
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_name = "BOOL")]
     checkpoint_activations: Option<bool>,
     /// Seed of initial weights, shuffling and dropout [default: 0]
@@ -154,7 +154,7 @@ pub(crate) struct RunOpts {
     /// Folder for checkpoints, log, report and the trained model [default: run]
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
-    /// Go on from the latest checkpoint of --out, or from that of a folder; its configuration is taken over
+    /// Continue from the latest checkpoint in --out, or in a folder, with its configuration
     #[arg(long, value_name = "DIR", num_args = 0..=1, require_equals = true)]
     resume: Option<Option<PathBuf>>,
     /// Steps between two checkpoints; the last step is always saved
@@ -175,13 +175,13 @@ pub(crate) struct RunOpts {
     /// How the trained model is written to --out: both, gguf, hf or none [default: both]
     #[arg(long, value_name = "FORM")]
     export: Option<Export>,
-    /// JSONL log, one object a step [default: log.jsonl in --out]
+    /// JSONL log, one object per step [default: log.jsonl in --out]
     #[arg(long, value_name = "FILE")]
     log: Option<PathBuf>,
-    /// Read everything, say what the run would need, and stop
+    /// Read all input, print what the run would need, and stop
     #[arg(long)]
     dry_run: bool,
-    /// Print one JSON object when the run has ended
+    /// Print one JSON object at the end of the run
     #[arg(long)]
     json: bool,
 }
@@ -189,7 +189,7 @@ pub(crate) struct RunOpts {
 #[derive(clap::Args, Debug)]
 #[command(next_help_heading = "Device")]
 pub(crate) struct TrainDeviceOpts {
-    /// Where to train: auto, cpu, cuda, cuda:N or sim (a simulated CUDA device: slow) [default: auto]
+    /// Device: auto, cpu, cuda, cuda:N or sim (a simulated CUDA device: slow) [default: auto]
     #[arg(long, value_name = "DEVICE", value_parser = known_device)]
     device: Option<String>,
     /// Whether steps must be replayed as recorded graphs: auto, require or off [default: require on a GPU]
@@ -198,30 +198,30 @@ pub(crate) struct TrainDeviceOpts {
     /// How graphs are recorded
     #[arg(long, value_name = "METHOD", default_value = "auto")]
     graph_method: MethodArg,
-    /// How long the trial of stream capture may take, in milliseconds
+    /// Time limit of the stream-capture trial, in milliseconds
     #[arg(long, value_name = "MS", default_value_t = 20_000, hide = true)]
     trial_limit: u64,
-    /// Compare micro-steps with their eager run while training goes on: every:N compares each Nth. One that differs counts
-    /// as the eager run has it; with --graph require the run ends, with auto its graph is given up for a while
+    /// Compare micro-steps with their eager run: every:N compares every Nth. For a micro-step that differs, the eager
+    /// result is used; with --graph require the run ends, with auto its graph is not used for some steps
     #[arg(long, value_name = "every:N", value_parser = opts::parse_verify)]
     verify: Option<NonZeroU32>,
-    /// What shall go wrong on the simulated device, such as "on 3rd launch: illegal address"
+    /// Faults to inject on the simulated device, such as "on 3rd launch: illegal address"
     #[arg(long, value_name = "SCRIPT")]
     faults: Option<String>,
-    /// CPU threads; as many as suit the machine unless given
+    /// Number of CPU threads [default: suits the machine]
     #[arg(short, long, value_name = "N", value_parser = opts::parse_threads)]
     threads: Option<NonZeroUsize>,
 }
 
-/// A run as a command asks for it.
+/// A run as requested by a command.
 pub(crate) struct TrainRequest<'a> {
-    /// Keys that the command sets before anything else does.
+    /// Defaults of the command.
     pub(crate) usual: TrainConfig,
-    /// A file of keys and values.
+    /// Configuration file.
     pub(crate) file: Option<&'a Path>,
-    /// What flags say.
+    /// Keys set by flags.
     pub(crate) overlay: ConfigOverlay,
-    /// Whether the whole model is trained, whatever else says.
+    /// Whether all weights are trained, regardless of the configuration.
     pub(crate) is_full: bool,
     pub(crate) run: &'a RunOpts,
     pub(crate) device: &'a TrainDeviceOpts,
@@ -238,34 +238,34 @@ pub(crate) fn run(args: Args, context: &CliContext) -> anyhow::Result<()> {
     train(&TrainRequest { usual, file, overlay, is_full: false, run, device }, context)
 }
 
-/// Trains as a command asks for it.
+/// Trains as requested.
 pub(crate) fn train(request: &TrainRequest<'_>, context: &CliContext) -> anyhow::Result<()> {
     let config = request.configuration()?;
     config.validate().map_err(TrainError::from).map_err(refrain::Error::from)?;
     let options = request.options(&config, context)?;
     let is_dry = request.run.dry_run;
-    // What is only looked at leaves no traces.
+    // A dry run writes nothing.
     let out = if is_dry { None } else { config.out.clone() };
     let save_every = config.save_every.filter(|_| !is_dry);
     let training = prepare(TrainConfig { out, save_every, ..config }, options)?;
     if !context.quiet {
-        say_start(&training);
+        print_start(&training);
     }
     if is_dry {
         return print_needs(&training);
     }
     let listening = context.interrupt.listen();
     let pressed = listening.flag();
-    let mut teller = Teller::new(&training, context);
+    let mut progress = TrainProgress::new(&training, context);
     let out = training.config().out.clone().unwrap_or_default();
     let from = training.config().from.clone();
-    let finished = training.run(&|| pressed.load(Ordering::Relaxed), &mut |event| teller.hear(event));
-    drop(teller);
+    let finished = training.run(&|| pressed.load(Ordering::Relaxed), &mut |event| progress.show(event));
+    drop(progress);
     let finished = finished?;
-    tell_end(&finished, &out, from.as_deref(), request.run, context)
+    report_end(&finished, &out, from.as_deref(), request.run, context)
 }
 
-/// What the flags that commands share say.
+/// Keys set by the flags that commands share.
 pub(crate) fn overlay(
     data: &DataOpts,
     steps: &StepOpts,
@@ -309,7 +309,7 @@ pub(crate) fn overlay(
 }
 
 impl RunOpts {
-    /// Whether the run may go on from a checkpoint.
+    /// Whether the run may continue from a checkpoint.
     pub(crate) fn resumes(&self) -> bool {
         self.resume.is_some()
     }
@@ -323,7 +323,7 @@ impl RunOpts {
 }
 
 impl TrainRequest<'_> {
-    /// The checkpoint's configuration where the run goes on, then the file, then the flags.
+    /// The configuration: of the checkpoint, if there is one, overridden by the file and then by the flags.
     fn configuration(&self) -> anyhow::Result<TrainConfig> {
         let refuse = |error: TrainError| anyhow::Error::from(refrain::Error::from(error));
         let file = self.file.map(ConfigOverlay::read).transpose();
@@ -335,7 +335,7 @@ impl TrainRequest<'_> {
             Some(Resume::Switch(true)) => Some(out.clone().unwrap_or_else(|| USUAL_OUT.into())),
             Some(Resume::Switch(false)) | None => None,
         };
-        // With `--resume` alone a run that has not saved anything yet starts at its beginning.
+        // With `--resume` alone, a run without a checkpoint starts from the beginning.
         let may_start = resume == Some(Resume::Switch(true)) && self.names_model(&file);
         let mut config = self.usual.clone();
         if let Some(folder) = &folder {
@@ -370,7 +370,7 @@ impl TrainRequest<'_> {
     fn options(&self, config: &TrainConfig, context: &CliContext) -> anyhow::Result<TrainOptions> {
         let device = opts::parse_device(&config.device)
             .map_err(|known| Hinted::new(format!("device is `{}`", config.device), known))?;
-        // A GPU replays or says why not; the CPU has nothing to replay.
+        // A GPU must replay; the CPU has no graphs.
         let has_card = match device {
             DeviceArg::Cuda(_) | DeviceArg::Sim => true,
             DeviceArg::Auto => refrain_driver::Device::query(DeviceKind::Cuda(0)).is_ok(),
@@ -397,7 +397,7 @@ impl TrainRequest<'_> {
             kv: KvArg::F16,
         };
         let files = config.from.as_deref().map(|name| open(name, context)).transpose()?;
-        // A trial of stream capture starts the program again: not for a run that is only looked at.
+        // A trial of stream capture starts a child process, which a dry run does not need.
         let SessionOptions { device, graph_choice, verify_every, .. } = match self.run.dry_run {
             true => opts.session(None, context)?,
             false => opts.tried_session(None, context)?,
@@ -424,7 +424,7 @@ fn prepare(config: TrainConfig, options: TrainOptions) -> anyhow::Result<Trainin
     Ok(Training::prepare(config, options, &mut progress)?)
 }
 
-fn say_start(training: &Training) {
+fn print_start(training: &Training) {
     let (config, model) = (training.config(), training.model());
     let report = training.data_report().to_string();
     for line in report.lines() {
@@ -463,8 +463,8 @@ fn print_needs(training: &Training) -> anyhow::Result<()> {
     Ok(training.check_memory()?)
 }
 
-/// Tells how a run goes: a bar on a terminal, a line now and then elsewhere.
-struct Teller {
+/// Progress of a run: a bar on a terminal, otherwise a line now and then.
+struct TrainProgress {
     bar: Delayed,
     is_quiet: bool,
     lines: bool,
@@ -476,10 +476,10 @@ struct Teller {
     speed: Option<f64>,
 }
 
-impl Teller {
-    fn new(training: &Training, context: &CliContext) -> Teller {
+impl TrainProgress {
+    fn new(training: &Training, context: &CliContext) -> TrainProgress {
         let config = training.config();
-        Teller {
+        TrainProgress {
             bar: Delayed::steps(config.steps, 0),
             is_quiet: context.quiet,
             lines: !std::io::stderr().is_terminal(),
@@ -492,16 +492,16 @@ impl Teller {
         }
     }
 
-    fn hear(&mut self, event: &TrainEvent<'_>) {
+    fn show(&mut self, event: &TrainEvent<'_>) {
         match event {
             TrainEvent::Resumed { path, step } => {
                 self.bar.set(*step);
                 self.bar.handle().reset_eta();
-                self.say(&format!("goes on after step {} from {}", thousands(*step), path.display()));
+                self.say(&format!("continuing after step {} from {}", thousands(*step), path.display()));
             }
             TrainEvent::Step { record, outcome } => {
                 let n_done = record.step + 1;
-                // Smoothed, so that it can be read.
+                // Smoothed to be readable.
                 let speed = self.speed.map_or(record.tok_s, |speed| 0.9 * speed + 0.1 * record.tok_s);
                 self.speed = Some(speed);
                 let line = self.line(record.loss, speed, &outcome.ran);
@@ -556,7 +556,7 @@ fn short_duration(left: Duration) -> String {
     }
 }
 
-fn tell_end(
+fn report_end(
     finished: &Finished,
     out: &Path,
     from: Option<&str>,
@@ -586,7 +586,7 @@ fn tell_end(
             (n, 0) => format!(", {} replayed", thousands(n)),
             (n, eager) => format!(", {} replayed and {} eager", thousands(n), thousands(eager)),
         };
-        talk!("{} steps{loss}{best}{ran}", thousands(summary.step));
+        talk!("{}{loss}{best}{ran}", counted(summary.step as usize, "step"));
         if let Some(compared) =
             finished.device.as_ref().map(|status| status.compared).filter(|c| c.n_steps > 0)
         {
@@ -600,7 +600,7 @@ fn tell_end(
             talk!("curves   {}", report.display());
         }
         if summary.interrupted {
-            talk!("go on    refrain train --resume={}", out.display());
+            talk!("resume   refrain train --resume={}", out.display());
         } else if let Some(export) = finished.exports.first() {
             let prompt = run.sample_prompt.as_deref().unwrap_or("Once upon a time");
             let path = export.path.display();
@@ -647,7 +647,7 @@ fn to_json(finished: &Finished) -> serde_json::Value {
     })
 }
 
-/// The name of a shape, or a table as a configuration file has it.
+/// The name of a shape, or a table as in a configuration file.
 fn parse_new(text: &str) -> Result<NewModel, String> {
     if !text.trim_start().starts_with('{') {
         return Ok(NewModel::Named(text.to_owned()));
@@ -667,7 +667,7 @@ fn parse_betas(text: &str) -> Result<Betas, String> {
     let numbers: Result<Vec<f64>, _> = text.split(',').map(|part| part.trim().parse()).collect();
     match numbers.as_deref() {
         Ok(&[first, second]) => Ok(Betas([first, second])),
-        _ => Err("two numbers are needed, such as 0.9,0.95".to_owned()),
+        _ => Err("must be two numbers, such as 0.9,0.95".to_owned()),
     }
 }
 

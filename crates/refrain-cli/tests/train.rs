@@ -216,7 +216,7 @@ fn ctrl_c_finishes_the_step_and_saves_and_resume_goes_on() {
     let _ = child.wait();
     let ended = common::ended(child.wait_with_output().expect("it ends"));
     assert_eq!(ended.code, Some(130), "{}", ended.stderr);
-    assert!(ended.stderr.contains("go on    refrain train --resume=long"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("resume   refrain train --resume=long"), "{}", ended.stderr);
     let n_done = log(&cli, "long").len();
     assert!(ended.stderr.contains(&format!("saved long/step-{n_done:08}")), "{}", ended.stderr);
     let more = (n_done + 2).to_string();

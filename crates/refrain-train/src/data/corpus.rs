@@ -60,11 +60,10 @@ pub struct DataReport {
 
 impl fmt::Display for DataReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "{} tokens in {} documents of {} files, {} trained on",
-            self.n_tokens, self.n_documents, self.n_files, self.n_targets
-        )?;
+        let s = |n: u64| if n == 1 { "" } else { "s" };
+        let (n_tokens, n_documents, n_files) = (self.n_tokens, self.n_documents, self.n_files as u64);
+        write!(f, "{n_tokens} token{} in {n_documents} document{}", s(n_tokens), s(n_documents))?;
+        write!(f, " of {n_files} file{}, {} trained on", s(n_files), self.n_targets)?;
         let notes = [
             (self.n_truncated, "truncated at the context"),
             (self.n_too_long, "dropped: longer than the context"),
