@@ -1,4 +1,4 @@
-//! `refrain batch`: many prompts from a file, answered in order in another.
+//! `refrain batch`: answers many prompts from a file, in order, into another file.
 
 mod line;
 
@@ -22,16 +22,16 @@ use std::time::Instant;
 
 /// A raw text has no end of turn.
 const RAW_MAX_TOKENS: usize = 256;
-/// Requests that are submitted for each that can run: those whose answers cannot be written yet hold no row.
+/// Requests submitted per sequence that can run. Answers that wait to be written occupy no row.
 const SUBMITTED_PER_ROW: usize = 4;
 
 /// Answer many prompts from a file, many at once
 ///
 /// Each line of IN is a JSON object: OpenAI's batch format (custom_id, url, body), or a plain line with a prompt or
-/// messages and, where wanted, max_tokens, temperature, top_p, top_k, min_p, seed, stop, frequency_penalty,
-/// presence_penalty, repeat_penalty, logit_bias and id. OUT gets one line for each, in the same order: text, finish and
-/// token counts, or an error. A line that cannot be answered does not stop the others. Started again, it goes on behind
-/// the lines that OUT has. Blank lines are skipped.
+/// messages and optionally max_tokens, temperature, top_p, top_k, min_p, seed, stop, frequency_penalty,
+/// presence_penalty, repeat_penalty, logit_bias and id. OUT gets one line per line of IN, in the same order: text, finish
+/// and token counts, or an error. A line that cannot be answered does not stop the others. If OUT exists, the command
+/// continues after its last line. Blank lines are skipped.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Examples:
@@ -43,25 +43,26 @@ pub(crate) struct Args {
     /// A path, a short name such as smollm2, or owner/repo[:QUANT]
     #[arg(value_name = "MODEL")]
     model: String,
-    /// The prompts, one JSON object a line
+    /// The prompts, one JSON object per line
     #[arg(value_name = "IN.jsonl")]
     input: PathBuf,
-    /// Where the answers go
+    /// File for the answers
     #[arg(short, long, value_name = "OUT.jsonl")]
     output: PathBuf,
-    /// Begin anew where OUT exists
+    /// Start over if OUT exists
     #[arg(long)]
     overwrite: bool,
-    /// Continue plain prompts as they are, without the chat template
+    /// Continue plain prompts without the chat template
     #[arg(long)]
     raw: bool,
-    /// Sequences that run at once
+    /// Maximum number of sequences that run at once
     #[arg(long, value_name = "N", default_value = "32")]
     seqs: NonZeroUsize,
-    /// Tokens that one line may have, prompt and answer together [default: the smaller of the model's and 4096]
+    /// Context size in tokens, prompt and answer of a line together [default: the smaller of 4096 and the model's
+    /// limit]
     #[arg(short, long, value_name = "N")]
     context: Option<usize>,
-    /// Tokens that the KV cache holds for all that run [default: --seqs times -c, at most 32768]
+    /// Tokens in the KV cache for all running sequences [default: --seqs times -c, at most 32768]
     #[arg(long, value_name = "N")]
     kv_tokens: Option<usize>,
     #[command(flatten)]
@@ -79,12 +80,12 @@ pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {
     if n_lines == 0 {
         let message = format!("{} has no lines", args.input.display());
         return Err(
-            Hinted::new(message, "give one JSON object a line, such as {\"prompt\": \"A cat\"}").into()
+            Hinted::new(message, "write one JSON object per line, such as {\"prompt\": \"A cat\"}").into()
         );
     }
     let mut out = AnswerFile::open(args)?;
     if out.n_done > 0 && !context.quiet {
-        talk!("going on behind the {} of {}", counted(out.n_done, "line"), args.output.display());
+        talk!("continuing after {} of {}", counted(out.n_done, "line"), args.output.display());
     }
     if out.n_done as u64 == n_lines {
         return Ok(());
@@ -108,7 +109,7 @@ pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {
     if work.is_cancelled() {
         if !context.quiet {
             let (done, all) = (thousands(out.n_done), thousands(n_lines as usize));
-            talk!("{done} of {all} lines are answered; the same command goes on from there");
+            talk!("{done} of {all} lines are answered; run the same command again to continue");
         }
         return Err(Interrupted.into());
     }
@@ -144,16 +145,16 @@ fn lines(path: &Path) -> anyhow::Result<impl Iterator<Item = std::io::Result<(us
     Ok(lines.filter(|line| line.as_ref().map_or(true, |(_, line)| !line.trim_ascii().is_empty())))
 }
 
-/// What is answered, in the order of the input.
+/// The answers, in the order of the input.
 struct AnswerFile {
     file: File,
     path: PathBuf,
-    /// Lines that are complete.
+    /// Number of complete lines.
     n_done: usize,
 }
 
 impl AnswerFile {
-    /// Opens the answers there are and drops a line that was cut off.
+    /// Opens existing answers and drops an incomplete last line.
     fn open(args: &Args) -> anyhow::Result<AnswerFile> {
         let path = &args.output;
         let cannot = |error| Hinted::io("write", path, error);
@@ -192,7 +193,7 @@ impl AnswerFile {
         Ok(AnswerFile { file, path: path.clone(), n_done })
     }
 
-    /// Writes a whole line at once, so that what is there can be gone on from.
+    /// Writes a whole line at once, so that an interrupted batch can be continued.
     fn write(&mut self, value: &serde_json::Value) -> anyhow::Result<()> {
         let line = format!("{value}\n");
         let written = self.file.write_all(line.as_bytes()).and_then(|()| self.file.flush());
@@ -205,12 +206,12 @@ impl AnswerFile {
 struct BatchRun<'a> {
     args: &'a Args,
     service: Service,
-    /// Of the first line; each further one has the next.
+    /// Seed of the first line; it increases by one per line.
     seed: u64,
     cancel: Arc<AtomicBool>,
 }
 
-/// A line that was submitted, or why it could not be.
+/// A submitted line, or the reason why it was not submitted.
 struct PendingLine {
     line: BatchLine,
     reply: Result<Reply, String>,
@@ -271,7 +272,7 @@ impl BatchRun<'_> {
         Ok(PendingLine { line, reply })
     }
 
-    /// The tokens to go on from, and how.
+    /// The prompt tokens of a line and its options.
     fn prepare(&self, idx: usize, ask: &BatchAsk) -> Result<(Vec<u32>, Generate), refrain::Error> {
         let model = self.service.model();
         let is_chat = !self.args.raw && model.chat_template().is_some();
@@ -298,8 +299,8 @@ fn chat_tokens(model: &Model, messages: &[refrain::Message]) -> Result<Vec<u32>,
     Ok(model.tokenizer().encode_chat(&model.render(messages, &options)?)?)
 }
 
-/// The text of an error that is of one line; one that ends the engine is passed on, so that the lines which were not
-/// answered can be gone on from.
+/// The text of an error that concerns one line. An error that ends the engine is returned, so that no line gets an answer
+/// and the batch can be continued.
 fn keeps_going(error: refrain::Error) -> anyhow::Result<String> {
     let ends = matches!(
         error,

@@ -76,7 +76,7 @@ fn it_goes_on_behind_the_lines_that_are_there() {
     std::fs::write(&path, &text[..five + 9]).expect("a file");
     let ended = cli.run(&batch(&[]));
     assert_eq!(ended.code, Some(0), "{}", ended.stderr);
-    assert!(ended.stderr.contains("going on behind the 5 lines"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("continuing after 5 lines"), "{}", ended.stderr);
     assert!(ended.stderr.contains("7 lines answered"), "{}", ended.stderr);
     assert_eq!(lines(&cli), whole);
     // All are there: nothing to do, not even to open the model.

@@ -1,4 +1,4 @@
-//! A line of a batch: what it asks for, and what it is answered.
+//! A line of a batch: the request and its answer.
 
 use crate::stats::finish_word;
 use refrain::{Finish, Message, SamplingParams, Summary};
@@ -9,26 +9,26 @@ use serde_json::{Map, Value, json};
 pub(crate) struct BatchLine {
     number: usize,
     format: LineFormat,
-    /// What it asks for, or why that cannot be read.
+    /// The request, or why it cannot be read.
     pub(crate) ask: Result<BatchAsk, String>,
 }
 
-/// How a line is answered.
+/// Format of an answer.
 #[derive(Debug)]
 enum LineFormat {
-    /// With text, finish and counts; the id it came with.
+    /// Text, finish and counts, with the id of the request.
     Plain { id: Option<Value> },
-    /// As OpenAI's batches are.
+    /// OpenAI's batch format.
     OpenAi { custom_id: Value, is_chat: bool },
 }
 
-/// What a line asks for.
+/// The request of a line.
 #[derive(Debug, Default, PartialEq)]
 pub(crate) struct BatchAsk {
     pub(crate) text: Option<String>,
     pub(crate) tokens: Option<Vec<u32>>,
     messages: Vec<Message>,
-    /// A prompt of a plain line is what a person says; one of OpenAI's completions is a text to continue.
+    /// The prompt of a plain line is a user message; that of an OpenAI completion is a text to continue.
     pub(crate) is_plain: bool,
     pub(crate) max_tokens: Option<usize>,
     pub(crate) stop: Vec<String>,
@@ -50,7 +50,7 @@ pub(crate) struct LineSampling {
 }
 
 impl LineSampling {
-    /// What the line asks for, over what holds for all.
+    /// The line's parameters, with `usual` as defaults.
     pub(crate) fn over(&self, usual: SamplingParams) -> SamplingParams {
         SamplingParams {
             temperature: self.temperature.unwrap_or(usual.temperature),
@@ -68,14 +68,14 @@ impl LineSampling {
 }
 
 impl BatchAsk {
-    /// The conversation; a prompt is what a person says.
+    /// The conversation; a prompt is a user message.
     pub(crate) fn turns(&self) -> Vec<Message> {
         let said = self.text.iter().map(|text| Message::new("user", text));
         self.messages.iter().cloned().chain(said).collect()
     }
 }
 
-/// What came of a line.
+/// The result of a line.
 pub(crate) struct BatchAnswer {
     pub(crate) text: String,
     pub(crate) summary: Summary,
@@ -100,14 +100,14 @@ impl BatchLine {
                 let url = object.get("url").and_then(Value::as_str).unwrap_or_default();
                 let is_chat = url == "/v1/chat/completions";
                 let ask = match (body, custom_id) {
-                    (_, None) => Err("the line has a body and no custom_id".to_owned()),
+                    (_, None) => Err("the line has a body but no custom_id".to_owned()),
                     (Some(Value::Object(body)), _) if is_chat => read_ask(body, false).and_then(|ask| {
                         if ask.messages.is_empty() { Err(missing("messages")) } else { Ok(ask) }
                     }),
                     (Some(Value::Object(body)), _) if url == "/v1/completions" => read_ask(body, false),
-                    (Some(Value::Object(_)), _) => {
-                        Err(format!("the url is {url:?}, known are /v1/chat/completions and /v1/completions"))
-                    }
+                    (Some(Value::Object(_)), _) => Err(format!(
+                        "the url is {url:?}, supported are /v1/chat/completions and /v1/completions"
+                    )),
                     _ => Err("the body is not a JSON object".to_owned()),
                 };
                 let custom_id = custom_id.cloned().unwrap_or_default();
@@ -181,7 +181,7 @@ fn body(number: usize, model: &str, is_chat: bool, text: &str, summary: &Summary
     })
 }
 
-/// Whether a line of the output can be the answer to a line of the input: what names the one names the other.
+/// Whether a line of the output can be the answer to a line of the input: both have the same id.
 pub(crate) fn belongs(answer: &[u8], asked: &[u8]) -> bool {
     let Ok(answer) = serde_json::from_slice::<Value>(answer) else { return false };
     match BatchLine::read(0, asked).format {
@@ -194,7 +194,7 @@ fn missing(name: &str) -> String {
     format!("the line has no {name}")
 }
 
-/// Fields that would change the answer and that nobody here serves.
+/// Refuses fields that would change the answer but are not supported.
 fn check_served(object: &Map<String, Value>) -> Result<(), String> {
     let is_more_than = |name: &str, n: u64| object.get(name).and_then(Value::as_u64).is_some_and(|v| v > n);
     let is_on = |name: &str| object.get(name).is_some_and(|v| *v != json!(false) && !v.is_null());
@@ -208,7 +208,7 @@ fn check_served(object: &Map<String, Value>) -> Result<(), String> {
         ("response_format", format.is_some_and(|kind| kind != "text")),
     ];
     match refused.iter().find(|(_, asked)| *asked) {
-        Some((name, _)) => Err(format!("{name} is asked for, which batches do not do")),
+        Some((name, _)) => Err(format!("{name} is not supported in batches")),
         None => Ok(()),
     }
 }
@@ -223,17 +223,18 @@ fn read_ask(object: &Map<String, Value>, is_plain: bool) -> Result<BatchAsk, Str
             _ => {
                 let ids = items.iter().map(|id| id.as_u64().and_then(|id| u32::try_from(id).ok()));
                 let ids: Option<Vec<u32>> = ids.collect();
-                ask.tokens = Some(ids.ok_or("the prompt is neither a text nor token ids")?);
+                ask.tokens = Some(ids.ok_or("the prompt is neither a string nor a list of token ids")?);
             }
         },
-        Some(_) => return Err("the prompt is neither a text nor token ids".into()),
+        Some(_) => return Err("the prompt is neither a string nor a list of token ids".into()),
         None => ask.messages = messages(object.get("messages"))?,
     }
     ask.max_tokens = number(object, &["max_tokens", "max_completion_tokens"])?.map(|n| n as usize);
     ask.stop = match object.get("stop") {
         None | Some(Value::Null) => Vec::new(),
         Some(Value::String(stop)) => vec![stop.clone()],
-        Some(stop) => serde_json::from_value(stop.clone()).map_err(|_| "stop is neither a text nor texts")?,
+        Some(stop) => serde_json::from_value(stop.clone())
+            .map_err(|_| "stop is neither a string nor a list of strings")?,
     };
     ask.sampling = LineSampling {
         temperature: float(object, &["temperature"])?,
@@ -252,7 +253,7 @@ fn read_ask(object: &Map<String, Value>, is_plain: bool) -> Result<BatchAsk, Str
 fn messages(value: Option<&Value>) -> Result<Vec<Message>, String> {
     let Some(value) = value else { return Err("the line has neither a prompt nor messages".into()) };
     let turns =
-        value.as_array().filter(|turns| !turns.is_empty()).ok_or("messages is not a list of turns")?;
+        value.as_array().filter(|turns| !turns.is_empty()).ok_or("messages is not a list of messages")?;
     turns.iter().map(message).collect()
 }
 
@@ -281,7 +282,7 @@ fn biases(value: Option<&Value>) -> Result<Vec<(u32, f32)>, String> {
     entries.ok_or_else(|| "logit_bias has an entry that is not a token id with a number".into())
 }
 
-/// The first of these fields that is there.
+/// The first of these fields that is present.
 fn field<'o>(object: &'o Map<String, Value>, names: &[&'static str]) -> Option<(&'static str, &'o Value)> {
     names.iter().find_map(|name| Some((*name, object.get(*name).filter(|value| !value.is_null())?)))
 }
@@ -328,8 +329,8 @@ mod tests {
         assert!(error("\u{1}").starts_with("line 3 is not JSON"));
         assert_eq!(error("[1]"), "line 3 is not a JSON object");
         assert_eq!(error("{}"), "the line has neither a prompt nor messages");
-        assert_eq!(error(r#"{"prompt": 5}"#), "the prompt is neither a text nor token ids");
-        assert_eq!(error(r#"{"prompt": [-1]}"#), "the prompt is neither a text nor token ids");
+        assert_eq!(error(r#"{"prompt": 5}"#), "the prompt is neither a string nor a list of token ids");
+        assert_eq!(error(r#"{"prompt": [-1]}"#), "the prompt is neither a string nor a list of token ids");
         assert_eq!(
             error(r#"{"prompt": "a", "max_tokens": -1}"#),
             "max_tokens is -1, must be a whole number of 0 or more"
@@ -338,9 +339,9 @@ mod tests {
             error(r#"{"prompt": "a", "temperature": "hot"}"#),
             "temperature is \"hot\", must be a number"
         );
-        assert_eq!(error(r#"{"prompt": "a", "n": 2}"#), "n is asked for, which batches do not do");
+        assert_eq!(error(r#"{"prompt": "a", "n": 2}"#), "n is not supported in batches");
         let tools = r#"{"prompt": "a", "tools": [{}]}"#;
-        assert_eq!(error(tools), "tools is asked for, which batches do not do");
+        assert_eq!(error(tools), "tools is not supported in batches");
         assert_eq!(error(r#"{"messages": [{"role": "user"}]}"#), "a message has no content");
         let wrong = r#"{"custom_id": "a", "url": "/v1/embeddings", "body": {}}"#;
         let text = "the url is \"/v1/embeddings\", known are /v1/chat/completions and /v1/completions";
