@@ -189,6 +189,10 @@ impl Conversation<'_> {
 
     fn save(&self, path: &Path, input: &mut ChatInput) -> anyhow::Result<()> {
         if path.exists() && !input.confirm(&format!("{} exists. Overwrite it?", path.display()))? {
+            if input.is_terminal() {
+                talk!("{} was not changed", path.display());
+                return Ok(());
+            }
             let hint = "save under another name, or remove the file first";
             return Err(Hinted::new(format!("{} exists and was not changed", path.display()), hint).into());
         }

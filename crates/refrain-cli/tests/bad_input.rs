@@ -129,6 +129,10 @@ fn a_prompt_longer_than_the_context_is_refused_with_both_numbers() {
     let said = cli.run(&["run", "A cat", "-c", "1000000"]).refused();
     assert!(said.contains("1000000") && said.contains("-c"), "{said}");
     cli.run(&["run", "A cat", "-c", "0"]).refused();
+    let said = cli.run(&["bench", "stories", "-p", "600", "-n", "1"]).refused();
+    assert!(said.contains("512 are available") && !said.contains("-c"), "{said}");
+    let said = cli.run(&["bench", "stories", "-p", "300", "-n", "1", "-c", "64"]).refused();
+    assert!(said.contains("raise -c to 300"), "{said}");
 }
 
 #[test]
@@ -212,6 +216,31 @@ fn a_missing_file_is_reported_with_the_nearest_name() {
     assert!(cli.run(&["perplexity", "stories", "-f", "none.txt"]).refused().contains("none.txt"));
 }
 
+#[cfg(unix)]
+#[test]
+fn a_loop_of_links_is_reported_as_such() {
+    let cli = Cli::new();
+    for (link, target) in [("one.gguf", "two.gguf"), ("two.gguf", "one.gguf")] {
+        std::os::unix::fs::symlink(target, cli.home.path().join(link)).expect("a link");
+    }
+    for command in [&["inspect", "./one.gguf"][..], &["run", "./one.gguf", "A cat"]] {
+        let said = cli.run(command).refused();
+        assert!(said.contains("symbolic link") && !said.contains("did you mean"), "{said}");
+    }
+}
+
+#[test]
+fn paths_are_not_pulled() {
+    let cli = Cli::new();
+    for path in ["../../etc/passwd", "/etc/passwd", "./model.gguf", ".."] {
+        let said = cli.run(&["pull", path]).refused();
+        assert!(said.contains("is a path: only names can be pulled"), "{path}: {said}");
+    }
+    for name in ["..//passwd", "owner/..", "owner/repo@../../x", "a/b:../c"] {
+        cli.run(&["pull", name]).refused();
+    }
+}
+
 #[test]
 fn a_truncated_file_is_refused_at_any_length() {
     let cli = Cli::new();
@@ -277,10 +306,24 @@ fn a_broken_chat_template_or_configuration_is_refused() {
     let cli = Cli::new();
     let model = cli.tiny_chat_model();
     cli.file("tiny/tokenizer_config.json", r#"{ "chat_template": "{% for %}" }"#);
-    let said = cli.run(&["run", model.to_str().expect("a path"), "Hi"]).refused();
-    assert!(said.contains("template") && said.contains("line 1"), "{said}");
+    let model = model.to_str().expect("a path");
+    let raw = || assert_eq!(cli.run(&["run", model, "--raw", "Hi", "-n", "2"]).code, Some(0));
+    let said = cli.run(&["run", model, "Hi"]).refused();
+    assert!(said.contains("template") && said.contains("line 1") && said.contains("--raw"), "{said}");
+    raw();
+    for hostile in [
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{% set n = namespace(s='abcdefgh') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    ] {
+        let config = serde_json::json!({ "chat_template": hostile });
+        cli.file("tiny/tokenizer_config.json", config.to_string());
+        let said = cli.run(&["run", model, "Hi"]).refused();
+        assert!(said.contains("error: chat template ") && said.contains("--raw"), "{said}");
+        raw();
+    }
     cli.file("tiny/config.json", "{ not json");
-    let said = cli.run(&["run", model.to_str().expect("a path"), "Hi"]).refused();
+    let said = cli.run(&["run", model, "Hi"]).refused();
     assert!(said.contains("config.json"), "{said}");
 }
 

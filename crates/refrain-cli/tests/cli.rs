@@ -199,6 +199,14 @@ fn two_levels_of_verbosity_log_on_every_command() {
         &["perplexity", "stories", "-f", "text.txt", "-c", "16", "--chunks", "1"],
         &["completions", "bash"],
         &["doctor", "--device", "sim"],
+        &["bench", "stories", "-p", "1", "-n", "0", "-r", "1", "--device", "sim"],
+        &["chat", "--device", "cpu"],
+        &["batch", "stories", "none.jsonl", "-o", "out.jsonl"],
+        &["pull", "smollm2"],
+        &["rm", "smollm2"],
+        &["train", "--new", "llama-1m", "--data", "text.txt", "--tokenizer", "train:300", "--dry-run"],
+        &["finetune", "stories", "text.txt", "--dry-run"],
+        &["merge", "stories", "--lora", "none", "-o", "out.gguf"],
     ] {
         let ended = cli.run(&with(args, &["-vv"]));
         assert!(ended.stderr.contains("DEBUG"), "{args:?}: {}", ended.stderr);
@@ -627,6 +635,49 @@ fn the_reference_pages_are_what_the_program_prints() {
             "docs/reference/{page}.md is out of date\nhint: cargo run -- __reference {page} > docs/reference/{page}.md"
         );
     }
+}
+
+#[test]
+fn only_this_crate_names_flags_in_messages() {
+    let page = Cli::new().run(&["__reference", "cli"]).ok();
+    let flags: std::collections::BTreeSet<&str> = page
+        .lines()
+        .filter_map(|line| line.trim_start().trim_start_matches(|c| c != '-').split_once("--"))
+        .map(|(_, flag)| flag.split(|c: char| !c.is_ascii_lowercase() && c != '-').next().unwrap_or_default())
+        .filter(|flag| flag.len() > 2)
+        .collect();
+    assert!(["temp", "graph", "raw", "resume"].iter().all(|flag| flags.contains(flag)), "{flags:?}");
+    let crates = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    for library in
+        ["refrain", "refrain-engine", "refrain-formats", "refrain-hub", "refrain-models", "refrain-train"]
+    {
+        for path in sources(&crates.join(library).join("src")) {
+            let text = std::fs::read_to_string(&path).expect("a source");
+            // Messages are above the tests of a file.
+            let text = text.split("#[cfg(test)]").next().unwrap_or_default();
+            for (idx, line) in
+                text.lines().enumerate().filter(|(_, line)| !line.trim_start().starts_with("//"))
+            {
+                let mut words = line.split(|c: char| !c.is_ascii_lowercase() && c != '-');
+                let named =
+                    words.find(|word| word.strip_prefix("--").is_some_and(|flag| flags.contains(flag)));
+                assert!(named.is_none(), "{}:{}: {line}", path.display(), idx + 1);
+            }
+        }
+    }
+}
+
+fn sources(folder: &Path) -> Vec<std::path::PathBuf> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(folder).expect("a folder") {
+        let path = entry.expect("an entry").path();
+        match path.is_dir() {
+            true => found.extend(sources(&path)),
+            false if path.extension().is_some_and(|end| end == "rs") => found.push(path),
+            false => {}
+        }
+    }
+    found
 }
 
 const SIM: [&str; 2] = ["--device", "sim"];
