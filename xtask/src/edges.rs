@@ -7,8 +7,9 @@ use std::collections::BTreeSet;
 
 /// Each crate with the workspace crates that it may depend on, from the top down.
 const EDGES: &[(&str, &[&str])] = &[
-    ("refrain-cli", &["refrain", "refrain-driver", "refrain-hub", "refrain-server"]),
-    ("refrain-server", &["refrain"]),
+    ("refrain-cli", &["refrain", "refrain-driver", "refrain-hub", "refrain-server", "refrain-worker"]),
+    ("refrain-server", &["refrain", "refrain-worker"]),
+    ("refrain-worker", &["refrain"]),
     (
         "refrain",
         &[

@@ -7,6 +7,7 @@ use crate::ledger::Ledger;
 use crate::mailbox::{Mailbox, ServerCall};
 use crate::request::{Request, RequestId, Sequence};
 use crate::runner::Runner;
+use crate::schedule::PromptCounts;
 use crate::serve::{Server, Submitted, serve};
 use crate::slots::SlotCounts;
 use crate::stream::{Channel, TokenStream};
@@ -39,6 +40,8 @@ pub struct EngineLoad {
     pub n_waiting: usize,
     /// Number of preemptions so far.
     pub n_preempted: u64,
+    /// Tokens of admitted requests so far, and how many of them the cache held.
+    pub prompts: PromptCounts,
     /// KV blocks.
     pub blocks: BlockCounts,
     /// Slots of recurrent states; all 0 if the model has none.

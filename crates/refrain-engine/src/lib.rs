@@ -59,6 +59,7 @@ pub use runner::{
     BackendRunner, DecodeProgress, RunMember, RunShape, Runner, RunnerOptions, StepOut, TokenChoice,
 };
 pub use sampling::{HISTORY, MAX_BIAS, MAX_TOP, SamplingError, SamplingParams, SamplingRow};
+pub use schedule::PromptCounts;
 pub use slots::{SlotCopy, SlotCounts};
 pub use step::{StepRequest, Want, step_kind};
 pub use stop::{StopFilter, StopOutcome};

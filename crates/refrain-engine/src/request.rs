@@ -161,6 +161,9 @@ pub struct Request {
     pub priority: i32,
     /// The user, for fairness between users.
     pub user: u64,
+    /// Whether a request without a sequence shares the blocks of common prefixes with other requests. Sharing shows
+    /// others, by how soon their first token comes, that a prompt was evaluated before.
+    pub shares_prefix: bool,
     /// How far the engine runs ahead of the consumer.
     pub pace: Pace,
 }
@@ -185,6 +188,7 @@ impl Request {
             adapter: None,
             priority: 0,
             user: 0,
+            shares_prefix: true,
             pace: Pace::Free,
         }
     }

@@ -138,6 +138,16 @@ pub(crate) struct Scheduler {
     /// Number of requests that have run and left.
     n_departed: u64,
     n_preempted: u64,
+    prompts: PromptCounts,
+}
+
+/// Tokens of admitted requests. A preempted request counts again when it is readmitted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PromptCounts {
+    /// Known tokens of the requests.
+    pub n_tokens: u64,
+    /// Those that need not be evaluated, because the cache holds them.
+    pub n_cached: u64,
 }
 
 impl Scheduler {
@@ -145,7 +155,8 @@ impl Scheduler {
         let n_rows = limits.n_rows.clamp(1, limits.n_tokens.max(1));
         let limits = ScheduleLimits { n_rows, ..limits };
         let (running, waiting, served) = (Vec::new(), Vec::new(), BTreeMap::new());
-        Scheduler { limits, running, waiting, served, n_departed: 0, n_preempted: 0 }
+        let prompts = PromptCounts::default();
+        Scheduler { limits, running, waiting, served, n_departed: 0, n_preempted: 0, prompts }
     }
 
     /// Adds a waiting request.
@@ -181,6 +192,11 @@ impl Scheduler {
     /// Numbers of running and waiting requests.
     pub(crate) fn n_running_and_waiting(&self) -> (usize, usize) {
         (self.running.len(), self.waiting.len())
+    }
+
+    /// Tokens of admitted requests so far.
+    pub(crate) fn prompts(&self) -> PromptCounts {
+        self.prompts
     }
 
     /// Number of preemptions.
@@ -321,6 +337,8 @@ impl Scheduler {
         let Err(error) = fits else {
             let mut active = self.waiting.remove(at);
             active.preempted_at = None;
+            self.prompts.n_tokens += active.tokens.len() as u64;
+            self.prompts.n_cached += active.state.tokens.len() as u64;
             let id = active.id;
             let place = self.running.partition_point(|other| other.rank() < active.rank());
             self.running.insert(place, active);

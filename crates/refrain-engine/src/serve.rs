@@ -69,7 +69,7 @@ impl Submitted {
             ActiveRequest::new(id, request.prompt.clone(), n_positions.min(state.context), state);
         (active.priority, active.user) = (request.priority, request.user);
         // A recurrent state covers all tokens, so it cannot be shared.
-        active.shares = held.is_none() && !active.state.table.has_slots();
+        active.shares = request.shares_prefix && held.is_none() && !active.state.table.has_slots();
         if active.shares {
             // KV depends on the adapter as well.
             active.state.table.set_root(request.adapter.map_or(0, |adapter| 1 + u64::from(adapter.0)));
@@ -96,7 +96,8 @@ impl Server {
     pub(crate) fn load(&self) -> EngineLoad {
         let (n_running, n_waiting) = self.scheduler.n_running_and_waiting();
         let (n_preempted, blocks) = (self.scheduler.n_preempted(), self.core.block_counts());
-        EngineLoad { n_running, n_waiting, n_preempted, blocks, slots: self.core.slot_counts() }
+        let (prompts, slots) = (self.scheduler.prompts(), self.core.slot_counts());
+        EngineLoad { n_running, n_waiting, n_preempted, prompts, blocks, slots }
     }
 
     /// Serves requests until the engine is closed or the device is lost.

@@ -49,6 +49,20 @@ fn requests_without_a_sequence_share_prefixes_and_leave_no_block_in_use() {
 }
 
 #[test]
+fn a_request_that_shares_no_prefix_neither_finds_blocks_nor_leaves_any() {
+    let (engine, script) = shared_engine(64, 16, 8);
+    for shares_prefix in [false, true, false, true] {
+        let mut request = once((0..11).collect(), 3);
+        request.shares_prefix = shares_prefix;
+        assert_eq!(collect(engine.submit(request).unwrap()).0, [11, 12, 13]);
+    }
+    let starts: Vec<usize> = script.seen().iter().step_by(3).map(|step| step.start as usize).collect();
+    assert_eq!(starts, [0, 0, 0, 8], "only the last one finds the second one's blocks");
+    let prompts = engine.load().unwrap().prompts;
+    assert_eq!((prompts.n_tokens, prompts.n_cached), (44, 8));
+}
+
+#[test]
 fn a_request_that_could_not_finish_alone_is_refused_with_the_numbers() {
     let (engine, script) = shared_engine(64, 16, 8);
     let error = engine.submit(once(vec![1; 60], 6)).err().unwrap();

@@ -68,8 +68,8 @@ pub use refrain_driver::Method;
 pub use refrain_driver::sim::{FaultScript, FaultScriptError};
 pub use refrain_driver::trial;
 pub use refrain_engine::{
-    BlockCounts, EngineError, EngineLoad, Ledger, MIN_WINDOW, Perplexity, SamplingError, SamplingParams,
-    StepKind, Tally,
+    BlockCounts, EngineError, EngineLoad, FinishReason, Ledger, MAX_TOP, MIN_WINDOW, Pace, Perplexity,
+    PromptCounts, Request, SamplingError, SamplingParams, StepKind, Stopped, Tally, TokenEvent, TokenStream,
 };
 pub use refrain_formats::chat::{
     ChatError, ChatTemplate, Message, Part, PartKind, RenderOptions, ThinkFilter, ThinkTags,

@@ -6,7 +6,7 @@ use crate::generate::{Generate, Prompt, Summary, TextDelta, Writer};
 use crate::model::Model;
 use crate::session::SessionOptions;
 use refrain_cuda::{Monitor, Status};
-use refrain_engine::{Engine, EngineLoad, Ledger, Request};
+use refrain_engine::{Engine, EngineLoad, Ledger, Request, TokenStream};
 use std::time::Instant;
 
 /// Options of a service.
@@ -87,6 +87,12 @@ impl Service {
         let mut writer = Writer::new(&self.model, &mut request, 0, options)?;
         writer.begin(self.engine.submit(request)?, Instant::now());
         Ok(Reply { writer, model: self.model.clone() })
+    }
+
+    /// Submits a request for tokens. A request that can never be served is refused here; later errors are returned by the
+    /// stream.
+    pub fn submit_tokens(&self, request: Request) -> Result<TokenStream, Error> {
+        Ok(self.engine.submit(request)?)
     }
 
     /// The model.

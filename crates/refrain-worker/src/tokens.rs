@@ -1,13 +1,13 @@
-//! The boundary between the HTTP API and the workers: requests for tokens, and the tokens that come back.
+//! The boundary between a server and the workers: requests for tokens, and the tokens that come back.
 //!
-//! The API turns text into a [`TokenRequest`] and a [`TokenReply`] into text. Whoever implements [`TokenBackend`] turns
-//! one into the other: the worker pool in production, a fake in tests of the API.
+//! A server turns text into a [`TokenRequest`] and a [`TokenReply`] into text. Whoever implements [`TokenBackend`] turns
+//! one into the other: the worker pool in production, a fake in tests of the server.
 
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
-use tokio::sync::Notify;
+use tokio::sync::{Notify, oneshot};
 
 /// A request for tokens after a prompt.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -28,6 +28,34 @@ pub struct TokenRequest {
     pub n_top_logprobs: usize,
     /// Higher priorities are served first.
     pub priority: i32,
+    /// The user, for fairness between users.
+    pub user: u64,
+    /// What the text must match.
+    pub grammar: Option<TokenGrammar>,
+    /// Whether the KV blocks of the prompt are shared with other requests: those that have the same prefix.
+    pub share_prefix: bool,
+}
+
+/// A constraint on the text of a reply.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum TokenGrammar {
+    /// Any JSON object.
+    JsonObject,
+    /// JSON that matches this JSON schema.
+    JsonSchema(String),
+    /// Text that matches this regular expression as a whole.
+    Regex(String),
+    /// Text that matches this Lark grammar.
+    Lark(String),
+}
+
+/// A request for embeddings.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct EmbedRequest {
+    /// Name of the served model.
+    pub model: String,
+    /// The tokens of each text.
+    pub inputs: Vec<Vec<u32>>,
     /// The user, for fairness between users.
     pub user: u64,
 }
@@ -117,6 +145,9 @@ pub enum RefusalKind {
 pub trait TokenBackend: Send + Sync + 'static {
     /// Submits a request. What is known at once is refused here; later errors arrive through the reply. Must not block.
     fn submit(&self, request: TokenRequest) -> Result<TokenReply, Refusal>;
+
+    /// Submits texts to embed; one vector per input comes back. Dropping the receiver cancels the request. Must not block.
+    fn embed(&self, request: EmbedRequest) -> oneshot::Receiver<Result<Vec<Vec<f32>>, Refusal>>;
 
     /// A snapshot of the workers. Must not block.
     fn status(&self) -> Arc<BackendStatus>;
