@@ -7,7 +7,10 @@ use std::collections::BTreeSet;
 
 /// Each crate with the workspace crates that it may depend on, from the top down.
 const EDGES: &[(&str, &[&str])] = &[
-    ("refrain-cli", &["refrain", "refrain-driver", "refrain-hub", "refrain-server", "refrain-worker"]),
+    (
+        "refrain-cli",
+        &["refrain", "refrain-driver", "refrain-hub", "refrain-report", "refrain-server", "refrain-worker"],
+    ),
     ("refrain-server", &["refrain", "refrain-worker"]),
     ("refrain-worker", &["refrain"]),
     (
@@ -27,7 +30,14 @@ const EDGES: &[(&str, &[&str])] = &[
     ),
     (
         "refrain-train",
-        &["refrain-formats", "refrain-graph", "refrain-models", "refrain-reference", "refrain-tensor"],
+        &[
+            "refrain-formats",
+            "refrain-graph",
+            "refrain-models",
+            "refrain-reference",
+            "refrain-report",
+            "refrain-tensor",
+        ],
     ),
     ("refrain-engine", &["refrain-graph", "refrain-models", "refrain-tensor"]),
     ("refrain-models", &["refrain-formats", "refrain-graph", "refrain-tensor"]),
@@ -41,6 +51,7 @@ const EDGES: &[(&str, &[&str])] = &[
     ("refrain-reference", &["refrain-graph", "refrain-tensor"]),
     ("refrain-graph", &["refrain-tensor"]),
     ("refrain-tensor", &[]),
+    ("refrain-report", &[]),
     ("xtask", &[]),
 ];
 

@@ -1,5 +1,7 @@
 //! `refrain bench`: prefill and decode speed, compared with the memory bandwidth.
 
+mod load; // many requests of random lengths
+
 use crate::bars::Delayed;
 use crate::cli::CliContext;
 use crate::fail::Hinted;
@@ -33,11 +35,13 @@ Examples:
   refrain bench ./model.gguf -p 128 -n 64 -r 3 --json
   refrain bench smollm2 -p 0 --depth 16,512,2048       the cost of a longer context
   refrain bench --shape smollm2-135m -p 0 --seqs 1,8,32   several sequences at once
+  refrain bench smollm2 --load --rate 80% --html load.html   requests that arrive at random times
+  refrain bench --load --url http://127.0.0.1:8080 --clients 32
   refrain bench --train llama-10m --batch 32 --context 256 --dtype bf16 --device cuda
   refrain bench --train llama-3.1-8b --lora --base-type q4_k_m --batch 4 --context 2048 --dtype bf16 --device cuda")]
 pub(crate) struct Args {
     /// A path, a short name such as smollm2, or owner/repo[:QUANT]
-    #[arg(value_name = "MODEL", required_unless_present_any = ["shape", "train"], conflicts_with_all = ["shape", "train"])]
+    #[arg(value_name = "MODEL", required_unless_present_any = ["shape", "train", "url"], conflicts_with_all = ["shape", "train"])]
     model: Option<String>,
     /// Use random weights of a well-known shape, such as llama-3.2-1b
     #[arg(long, value_name = "NAME")]
@@ -94,6 +98,8 @@ pub(crate) struct Args {
     #[arg(long)]
     json: bool,
     #[command(flatten)]
+    load: load::LoadArgs,
+    #[command(flatten)]
     device: DeviceOpts,
 }
 
@@ -117,6 +123,9 @@ pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {
     if let Some(name) = &args.train {
         let shape = *find_shape(name)?;
         return measure_training(args, shape, on_load, &spinner, context);
+    }
+    if args.load.load {
+        return load::measure(args, on_load, spinner, context);
     }
     let options = BenchOptions {
         session: SessionOptions {

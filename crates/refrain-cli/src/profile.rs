@@ -47,7 +47,7 @@ pub(crate) fn report(
 }
 
 /// The command line, quoted where a shell needs it.
-fn command() -> String {
+pub(crate) fn command() -> String {
     let quoted = |arg: String| {
         let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_./:=,@+%".contains(c);
         if !arg.is_empty() && arg.chars().all(is_plain) {
@@ -60,7 +60,7 @@ fn command() -> String {
     std::iter::once("refrain".to_owned()).chain(args).collect::<Vec<_>>().join(" ")
 }
 
-fn device_name(device: &DeviceOpts) -> String {
+pub(crate) fn device_name(device: &DeviceOpts) -> String {
     let ordinal = match device.device {
         DeviceArg::Sim => return "the simulated device".into(),
         DeviceArg::Cuda(ordinal) => ordinal.unwrap_or(0),
@@ -71,7 +71,7 @@ fn device_name(device: &DeviceOpts) -> String {
 }
 
 /// A time as `2026-11-18 22:40 UTC`.
-fn date_utc(time: SystemTime) -> String {
+pub(crate) fn date_utc(time: SystemTime) -> String {
     let seconds = time.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
     let (days, minutes) = (seconds / 86_400, seconds % 86_400 / 60);
     // Civil date from days since 1970 (H. Hinnant): years start in March, so that leap days come last.

@@ -42,6 +42,11 @@ pub const ENV_VARS: &[EnvVar] = &[
         "CUDA compiler library, for GPUs without kernels in the binary",
         "libnvrtc.so.13 or .12 in the usual places",
     ),
+    var(
+        "REFRAIN_API_KEY",
+        "API key that `serve` asks of its clients, and that a client command sends",
+        "none",
+    ),
     var("REFRAIN_LOG", "log filter, such as `debug` or `refrain_hub=trace`", "`warn`"),
     var("XDG_CACHE_HOME", "folder of caches", "`.cache` in the home folder"),
     var("NO_COLOR", "any non-empty value turns colours off", "colours on a terminal"),
@@ -61,7 +66,15 @@ impl Token {
         (!text.is_empty() && text.bytes().all(|b| b.is_ascii_graphic())).then(|| Self(text.to_owned()))
     }
 
-    pub(crate) fn bearer(&self) -> String {
+    /// The token itself.
+    #[must_use]
+    pub fn secret(&self) -> &str {
+        &self.0
+    }
+
+    /// Value of an `Authorization` header.
+    #[must_use]
+    pub fn bearer(&self) -> String {
         format!("Bearer {}", self.0)
     }
 }
@@ -89,6 +102,8 @@ pub struct Env {
     pub pip: Option<PathBuf>,
     /// The CUDA compiler library to use instead of looking for one.
     pub nvrtc: Option<PathBuf>,
+    /// The API key of a server, for the server and for clients.
+    pub api_key: Option<Token>,
     /// The log filter.
     pub log: Option<String>,
     /// Whether colours are off.
@@ -117,6 +132,7 @@ impl Env {
             offline: false,
             pip: None,
             nvrtc: None,
+            api_key: None,
             log: None,
             no_color: false,
             use_proxy: false,
@@ -143,6 +159,7 @@ impl Env {
             offline: offline.iter().flatten().any(|value| is_true(value)),
             pip: path("REFRAIN_PIP"),
             nvrtc: path("REFRAIN_NVRTC"),
+            api_key: text("REFRAIN_API_KEY").as_deref().and_then(Token::new),
             log: text("REFRAIN_LOG"),
             no_color: get("NO_COLOR").is_some(),
             use_proxy: false,

@@ -28,6 +28,37 @@ pub enum BenchTarget<'a> {
     Shape(&'a NamedShape, QuantMix),
 }
 
+impl BenchTarget<'_> {
+    /// Name and weights.
+    pub(crate) fn load(
+        &self,
+        progress: &mut impl FnMut(&str),
+    ) -> Result<(String, Arc<refrain_models::Model>), Error> {
+        Ok(match self {
+            BenchTarget::Model(model) => (model.name().to_string(), model.weights().clone()),
+            BenchTarget::Files(files) => {
+                let weights = refrain_models::Model::load(files)?;
+                let name =
+                    weights.config().name.clone().unwrap_or_else(|| files.path().display().to_string());
+                (one_line(&name), Arc::new(weights))
+            }
+            BenchTarget::Shape(shape, mix) => {
+                progress("making random weights");
+                (shape.name.to_string(), Arc::new(refrain_models::Model::random(shape, *mix)?))
+            }
+        })
+    }
+
+    /// Gives back the memory of file pages that a device has copied.
+    pub(crate) fn release(&self) {
+        match self {
+            BenchTarget::Model(model) => model.files().release(),
+            BenchTarget::Files(files) => files.release(),
+            BenchTarget::Shape(..) => {}
+        }
+    }
+}
+
 /// Options of a benchmark.
 #[derive(Clone, Debug)]
 pub struct BenchOptions {
@@ -53,12 +84,19 @@ pub struct Samples(pub Vec<f64>);
 impl Samples {
     /// The median: of an even number of measurements, the mean of the middle two.
     pub fn median(&self) -> f64 {
+        self.quantiles([0.5])[0]
+    }
+
+    /// Quantiles, with a share of the measurements below each; between two measurements, interpolated.
+    pub fn quantiles<const N: usize>(&self, shares: [f64; N]) -> [f64; N] {
         let mut sorted = self.0.clone();
         sorted.sort_by(f64::total_cmp);
-        match sorted.as_slice() {
-            [] => f64::NAN,
-            sorted => (sorted[(sorted.len() - 1) / 2] + sorted[sorted.len() / 2]) / 2.0,
-        }
+        let Some(last) = sorted.len().checked_sub(1) else { return [f64::NAN; N] };
+        shares.map(|share| {
+            let at = share.clamp(0.0, 1.0) * last as f64;
+            let (low, high) = (sorted[at.floor() as usize], sorted[at.ceil() as usize]);
+            low + (high - low) * at.fract()
+        })
     }
 
     /// The mean.
@@ -191,18 +229,7 @@ pub fn bench(
         Device::Sim { .. } => None,
         device @ (Device::Cpu { .. } | Device::Cuda { .. }) => Some(read_bandwidth(device)?),
     };
-    let (name, weights) = match target {
-        BenchTarget::Model(model) => (model.name().to_string(), model.weights().clone()),
-        BenchTarget::Files(files) => {
-            let weights = refrain_models::Model::load(files)?;
-            let name = weights.config().name.clone().unwrap_or_else(|| files.path().display().to_string());
-            (one_line(&name), Arc::new(weights))
-        }
-        BenchTarget::Shape(shape, mix) => {
-            progress("making random weights");
-            (shape.name.to_string(), Arc::new(refrain_models::Model::random(shape, *mix)?))
-        }
-    };
+    let (name, weights) = target.load(&mut progress)?;
     let depths: &[usize] = if options.n_decode > 0 { &options.depths } else { &[] };
     let seqs: &[usize] = if options.n_decode > 0 { &options.seqs } else { &[] };
     let deepest =
@@ -230,11 +257,7 @@ pub fn bench(
         lone_engine(&weights, &name, &session, room)?;
     let sequence = engine.open(context)?;
     let load_seconds = began.elapsed().as_secs_f64();
-    match target {
-        BenchTarget::Model(model) => model.files().release(),
-        BenchTarget::Files(files) => files.release(),
-        BenchTarget::Shape(..) => {}
-    }
+    target.release();
 
     let vocab = weights.config().n_vocab as u32;
     // The choice of tokens does not matter; these avoid the first ids, which are often special.

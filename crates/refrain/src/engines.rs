@@ -17,6 +17,7 @@ use refrain_driver::trial::MethodChoice;
 use refrain_engine::{
     BackendRunner, Engine, EngineError, EngineOptions, RunnerOptions, Sequence, WeakEngine,
 };
+use refrain_graph::State;
 use refrain_models::{KvSpec, Model};
 use refrain_tensor::DType;
 use std::fmt;
@@ -136,6 +137,24 @@ pub(crate) fn lone_engine(
 ) -> Result<(MonitoredEngine, EngineCapacity), Error> {
     let room = room(check(weights, name, options)?);
     Ok((make_engine(weights, name, &room, options, &mut Weak::new())?, room))
+}
+
+/// Bytes of the KV cache and of the recurrent states that [`lone_engine`] makes.
+pub(crate) fn cache_bytes(
+    weights: &Model,
+    name: &str,
+    options: &SessionOptions,
+    room: impl FnOnce(usize) -> EngineCapacity,
+) -> Result<u64, Error> {
+    let EngineCapacity { context, n_positions, n_recurrent, .. } = room(check(weights, name, options)?);
+    let kv_block = RunnerOptions::default().kv_block;
+    let max_blocks = context.div_ceil(kv_block);
+    let n_blocks = n_positions.div_ceil(kv_block).max(max_blocks);
+    // A pair of slots per sequence, and one for an opened sequence.
+    let n_slots = if weights.has_slots() { n_recurrent.saturating_mul(2) + 1 } else { 0 };
+    let kv = KvSpec { n_blocks, kv_block, max_blocks, n_slots, dtype: options.kv_dtype };
+    let of_state = |state: &State| state.ty.dtype.bytes_for(state.ty.shape.n_elements());
+    Ok(weights.states(&kv).iter().filter_map(of_state).map(|bytes| bytes as u64).sum())
 }
 
 /// Checks the options and returns the context.

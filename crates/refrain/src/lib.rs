@@ -33,6 +33,7 @@ mod engines;
 mod error;
 mod examine;
 mod generate;
+mod load;
 mod merge;
 mod model;
 mod placement;
@@ -52,6 +53,10 @@ pub use chat::{Chat, ChatOptions, ChatReply, OnFull, Role};
 pub use error::Error;
 pub use examine::{KernelReport, examine_kernels, free_memory, read_bandwidth};
 pub use generate::{Finish, Generate, Generation, Prompt, Summary, TextDelta};
+pub use load::{
+    Arrivals, LoadMoment, LoadOptions, LoadReport, LoadRequest, LoadState, LoadTarget, LocalLoad,
+    RequestProgress, run_load,
+};
 pub use merge::merge;
 pub use model::Model;
 pub use placement::{TableNeeds, TablePlacement, host_free_bytes};
@@ -69,7 +74,8 @@ pub use refrain_driver::sim::{FaultScript, FaultScriptError};
 pub use refrain_driver::trial;
 pub use refrain_engine::{
     BlockCounts, EngineError, EngineLoad, FinishReason, Ledger, MAX_TOP, MIN_WINDOW, Pace, Perplexity,
-    PromptCounts, Request, SamplingError, SamplingParams, StepKind, Stopped, Tally, TokenEvent, TokenStream,
+    PromptCounts, Request, SamplingError, SamplingParams, StepKind, StopFilter, StopOutcome, Stopped, Tally,
+    TokenEvent, TokenStream,
 };
 pub use refrain_formats::chat::{
     ChatError, ChatTemplate, Message, Part, PartKind, RenderOptions, ThinkFilter, ThinkTags,

@@ -1,6 +1,6 @@
 //! Services: a model on a device that serves many requests at once.
 
-use crate::engines::{EngineCapacity, MonitoredEngine, lone_engine};
+use crate::engines::{EngineCapacity, MonitoredEngine, cache_bytes, lone_engine};
 use crate::error::Error;
 use crate::generate::{Generate, Prompt, Summary, TextDelta, Writer};
 use crate::model::Model;
@@ -36,6 +36,19 @@ impl Default for ServiceOptions {
 
 const USUAL_KV_TOKENS: usize = 32_768;
 
+impl ServiceOptions {
+    pub(crate) fn capacity(&self, context: usize) -> EngineCapacity {
+        let max_seqs = self.max_seqs.max(1);
+        EngineCapacity {
+            context,
+            n_positions: self.kv_tokens.unwrap_or(USUAL_KV_TOKENS.min(max_seqs.saturating_mul(context))),
+            max_seqs,
+            n_recurrent: max_seqs,
+            max_requests: self.max_requests,
+        }
+    }
+}
+
 /// A model on a device that serves many requests at once, from any thread. Clones are handles to the same service.
 ///
 /// Running requests share each step, so that the weights are read once for all of them. Requests with a common prefix
@@ -67,18 +80,19 @@ pub struct Service {
 impl Service {
     /// Loads a model onto a device.
     pub fn new(model: &Model, options: &ServiceOptions) -> Result<Service, Error> {
-        let max_seqs = options.max_seqs.max(1);
-        let room = |context: usize| EngineCapacity {
-            context,
-            n_positions: options.kv_tokens.unwrap_or(USUAL_KV_TOKENS.min(max_seqs * context)),
-            max_seqs,
-            n_recurrent: max_seqs,
-            max_requests: options.max_requests,
-        };
+        let room = |context| options.capacity(context);
         let (made, room) = lone_engine(model.weights(), model.name(), &options.session, room)?;
         model.files().release();
         let MonitoredEngine { engine, monitor, .. } = made;
         Ok(Service { model: model.clone(), engine, monitor, context: room.context })
+    }
+
+    /// The bytes that the weights and the KV cache of a service take. Activations and kernels come on top.
+    pub fn memory_needs(model: &Model, options: &ServiceOptions) -> Result<u64, Error> {
+        let kv_bytes = cache_bytes(model.weights(), model.name(), &options.session, |context| {
+            options.capacity(context)
+        })?;
+        Ok(kv_bytes.saturating_add(model.weight_bytes() as u64))
     }
 
     /// Submits a prompt. A request that can never be served is refused here; later errors are returned by the reply.
@@ -93,6 +107,10 @@ impl Service {
     /// stream.
     pub fn submit_tokens(&self, request: Request) -> Result<TokenStream, Error> {
         Ok(self.engine.submit(request)?)
+    }
+
+    pub(crate) fn monitored_engine(&self) -> (&Engine, Option<&Monitor>) {
+        (&self.engine, self.monitor.as_ref())
     }
 
     /// The model.

@@ -21,37 +21,42 @@ const LARGEST: f64 = 1e300;
 
 /// Style of a curve; the classes are in `page.css`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Class {
+pub enum CurveStyle {
+    /// A line in the first colour.
     Curve,
+    /// A faint line in the first colour, for what another curve smooths.
     Raw,
-    /// A second colour, with dots.
+    /// A line in the second colour.
     Second,
+    /// A line in the second colour, with dots.
+    Dots,
 }
 
-impl Class {
+impl CurveStyle {
     fn name(self) -> &'static str {
         match self {
             Self::Curve => "curve",
             Self::Raw => "raw",
-            Self::Second => "second",
+            Self::Second | Self::Dots => "second",
         }
     }
 }
 
-/// A curve: one value per step, with gaps where it is not finite.
+/// A curve: values over steps or another count, with gaps where they are not finite.
 #[derive(Debug, Clone)]
-pub(super) struct Series {
+pub struct Series {
     name: &'static str,
-    class: Class,
+    style: CurveStyle,
     points: Vec<(u64, f64)>,
     steps: Option<(u64, u64)>, // first and last step, before thinning
 }
 
 impl Series {
-    pub(super) fn new(name: &'static str, class: Class, points: Vec<(u64, f64)>) -> Self {
+    /// A curve through these points.
+    pub fn new(name: &'static str, style: CurveStyle, points: Vec<(u64, f64)>) -> Self {
         let steps = || points.iter().map(|(step, _)| *step);
         let steps = steps().min().zip(steps().max());
-        Self { name, class, points: thinned(&points), steps }
+        Self { name, style, points: thinned(&points), steps }
     }
 
     fn finite(&self) -> impl Iterator<Item = (u64, f64)> + Clone {
@@ -70,12 +75,13 @@ fn thinned(points: &[(u64, f64)]) -> Vec<(u64, f64)> {
     points.chunks(n_together).map(mean).collect()
 }
 
-/// A chart over the steps.
+/// A chart of one or more curves.
 #[derive(Debug, Clone)]
-pub(super) struct Chart {
-    pub(super) id: &'static str,
+pub struct Chart {
+    pub(crate) id: &'static str,
     title: &'static str,
     series: Vec<Series>,
+    x_name: &'static str,
     steps: (u64, u64),
     scale: ChartScale,
 }
@@ -144,13 +150,20 @@ fn ticks(low: f64, high: f64, n: usize) -> Vec<f64> {
 }
 
 impl Chart {
-    pub(super) fn new(id: &'static str, title: &'static str, may_be_log: bool, series: Vec<Series>) -> Self {
+    /// A chart with this element id and title over `x_name`, such as `step`. A wide range may get a logarithmic axis.
+    pub fn new(
+        id: &'static str,
+        title: &'static str,
+        x_name: &'static str,
+        may_be_log: bool,
+        series: Vec<Series>,
+    ) -> Self {
         let ranges = || series.iter().filter_map(|series| series.steps);
         let first = ranges().map(|(first, _)| first).min().unwrap_or(0);
         let last = ranges().map(|(_, last)| last).max().unwrap_or(0);
         let scale =
             ChartScale::new(series.iter().flat_map(|series| series.finite().map(|(_, v)| v)), may_be_log);
-        Self { id, title, steps: (first, last.max(first.saturating_add(1))), scale, series }
+        Self { id, title, x_name, steps: (first, last.max(first.saturating_add(1))), scale, series }
     }
 
     fn x(&self, step: f64) -> f64 {
@@ -159,14 +172,15 @@ impl Chart {
     }
 
     /// Writes the chart, its legend and the line under it.
-    pub(super) fn write(&self, out: &mut String) {
+    pub(crate) fn write(&self, out: &mut String) {
         let (id, title) = (self.id, escape(self.title));
         let log = if self.scale.is_log { ", logarithmic" } else { "" };
         let _ = writeln!(out, "<h2>{title}{log}</h2>");
         self.key(out);
         let _ = writeln!(
             out,
-            "<svg id=\"{id}\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\" aria-label=\"{title} by step\">"
+            "<svg id=\"{id}\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\" aria-label=\"{title} by {}\">",
+            self.x_name
         );
         let (right, bottom) = (WIDTH - RIGHT, HEIGHT - BOTTOM);
         for tick in self.scale.ticks() {
@@ -192,7 +206,7 @@ impl Chart {
         }
         self.series.iter().for_each(|series| self.curve(series, out));
         let _ = writeln!(out, "<line class=\"cursor\" y1=\"{TOP}\" y2=\"{bottom}\"/>");
-        let _ = writeln!(out, "</svg>\n<pre class=\"hover\" id=\"{id}-hover\">Point at a step.</pre>");
+        let _ = writeln!(out, "</svg>\n<pre class=\"hover\" id=\"{id}-hover\">Point at the chart.</pre>");
     }
 
     fn key(&self, out: &mut String) {
@@ -201,10 +215,10 @@ impl Chart {
         }
         out.push_str("<p class=\"key\">");
         for series in self.series.iter().filter(|series| !series.points.is_empty()) {
-            let style = match series.class {
-                Class::Curve => "background:var(--first)",
-                Class::Raw => "background:var(--first);opacity:.35",
-                Class::Second => "background:var(--second)",
+            let style = match series.style {
+                CurveStyle::Curve => "background:var(--first)",
+                CurveStyle::Raw => "background:var(--first);opacity:.35",
+                CurveStyle::Second | CurveStyle::Dots => "background:var(--second)",
             };
             let _ = write!(out, "<span><i style=\"{style}\"></i>{}</span>", escape(series.name));
         }
@@ -223,10 +237,10 @@ impl Chart {
             is_open = true;
         }
         if !path.is_empty() {
-            let _ = writeln!(out, "<path class=\"{}\" d=\"{path}\"/>", series.class.name());
+            let _ = writeln!(out, "<path class=\"{}\" d=\"{path}\"/>", series.style.name());
         }
         // A point between two gaps has no line; a dot shows it.
-        if series.class == Class::Second || series.finite().count() == 1 {
+        if series.style == CurveStyle::Dots || series.finite().count() == 1 {
             for (step, value) in series.finite() {
                 let (x, y) = (self.x(step as f64), self.scale.y(value));
                 let _ = writeln!(out, "<circle class=\"dot\" cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"3\"/>");
@@ -235,7 +249,7 @@ impl Chart {
     }
 
     /// Data for the script: step range and the points of each curve.
-    pub(super) fn data(&self) -> Value {
+    pub(crate) fn data(&self) -> Value {
         let rounded = |value: f64| value as f32;
         let points = |series: &Series| -> Vec<Value> {
             series.finite().map(|(step, value)| json!([step, rounded(value)])).collect()
@@ -243,7 +257,7 @@ impl Chart {
         let series: Vec<Value> =
             self.series.iter().map(|series| json!([series.name, points(series)])).collect();
         let (first, last) = self.steps;
-        json!({ "left": LEFT, "width": WIDTH - LEFT - RIGHT, "first": first, "last": last, "series": series })
+        json!({ "left": LEFT, "width": WIDTH - LEFT - RIGHT, "x": self.x_name, "first": first, "last": last, "series": series })
     }
 }
 
@@ -273,7 +287,7 @@ mod tests {
     fn a_wide_range_of_norms_is_drawn_on_a_logarithmic_axis() {
         let chart = |values: [f64; 2]| {
             let points = values.into_iter().zip(0..).map(|(value, step)| (step, value)).collect();
-            Chart::new("x", "x", true, vec![Series::new("x", Class::Curve, points)])
+            Chart::new("x", "x", "step", true, vec![Series::new("x", CurveStyle::Curve, points)])
         };
         assert!(chart([1e-3, 1e3]).scale.is_log);
         assert!(!chart([1.0, 2.0]).scale.is_log);
@@ -286,7 +300,7 @@ mod tests {
     fn every_point_is_inside_the_chart() {
         for values in [[0.0, 0.0], [5.0, 5.0], [-1.0, 2.0], [f64::MIN, f64::MAX], [1e-300, 1e300]] {
             let points: Vec<_> = values.into_iter().zip(0..).map(|(value, step)| (step, value)).collect();
-            let chart = Chart::new("x", "x", true, vec![Series::new("x", Class::Curve, points)]);
+            let chart = Chart::new("x", "x", "step", true, vec![Series::new("x", CurveStyle::Curve, points)]);
             for value in values {
                 let y = chart.scale.y(value);
                 assert!((TOP - 0.1..=HEIGHT - BOTTOM + 0.1).contains(&y), "{value} at {y} of {values:?}");
@@ -298,7 +312,8 @@ mod tests {
     fn a_non_finite_value_leaves_a_gap() {
         let points = vec![(0, 1.0), (1, 2.0), (2, f64::NAN), (3, 1.0), (4, 2.0)];
         let mut out = String::new();
-        Chart::new("x", "x", false, vec![Series::new("x", Class::Curve, points)]).write(&mut out);
+        Chart::new("x", "x", "step", false, vec![Series::new("x", CurveStyle::Curve, points)])
+            .write(&mut out);
         let curve = out.lines().find(|line| line.contains("class=\"curve\"")).unwrap();
         assert_eq!((curve.matches('M').count(), curve.matches('L').count()), (2, 2), "{curve}");
     }
@@ -306,7 +321,7 @@ mod tests {
     #[test]
     fn long_runs_are_thinned_to_means() {
         let points: Vec<_> = (0..10_000u64).map(|i| (i, (i % 2) as f64)).collect();
-        let series = Series::new("x", Class::Curve, points);
+        let series = Series::new("x", CurveStyle::Curve, points);
         assert!(series.points.len() <= MAX_POINTS);
         assert_eq!(series.steps, Some((0, 9_999)));
         assert!(series.points.iter().all(|(_, value)| (0.4..0.6).contains(value)));

@@ -1,16 +1,7 @@
 //! A run as a self-contained HTML page with SVG curves, style, script and data.
 
-mod chart; // axes and curves as SVG
-
-use std::fmt::Write as _;
-
-use serde_json::{Map, Value};
-
 use crate::log::{EvalRecord, LogLine, StepRecord};
-use chart::{Chart, Class, Series};
-
-const STYLE: &str = include_str!("page.css");
-const SCRIPT: &str = include_str!("page.js");
+use refrain_report::{Chart, CurveStyle, PageHeader, Series};
 
 /// Content above the curves.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -26,31 +17,14 @@ pub struct ReportHeader {
 /// Renders the page of a run.
 pub fn page(header: &ReportHeader, lines: &[LogLine]) -> String {
     let (steps, evals) = split(lines);
-    let title = escape(&header.title);
-    let mut out = format!(
-        "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
-         <meta name=\"viewport\" content=\"width=device-width\"><title>{title}: training</title>\n\
-         <style>{STYLE}</style></head><body>\n<h1>{title}</h1>\n<table>\n"
-    );
     let totals = totals(&steps, &evals);
-    for (name, value) in header.facts.iter().chain(&totals) {
-        let _ = writeln!(out, "<tr><th>{}<td>{}</tr>", escape(name), escape(value));
-    }
-    out.push_str("</table>\n");
-    if !header.config.is_empty() {
-        let config = escape(&header.config);
-        let _ = writeln!(out, "<details><summary>Configuration</summary><pre>{config}</pre></details>");
-    }
-    let mut data = Map::new();
-    for chart in charts(&steps, &evals) {
-        chart.write(&mut out);
-        data.insert(chart.id.to_owned(), chart.data());
-    }
-    // `<` is escaped so that the data cannot close its script element.
-    let data = Value::Object(data).to_string().replace('<', "\\u003c");
-    let _ = writeln!(out, "<script type=\"application/json\" id=\"data\">{data}</script>");
-    let _ = writeln!(out, "<script>{SCRIPT}</script>\n</body></html>");
-    out
+    let header = PageHeader {
+        title: header.title.clone(),
+        kind: "training".into(),
+        facts: header.facts.iter().cloned().chain(totals).collect(),
+        details: ("Configuration".into(), header.config.clone()),
+    };
+    refrain_report::page(&header, &charts(&steps, &evals))
 }
 
 fn split(lines: &[LogLine]) -> (Vec<StepRecord>, Vec<EvalRecord>) {
@@ -86,21 +60,34 @@ fn charts(steps: &[StepRecord], evals: &[EvalRecord]) -> Vec<Chart> {
     let loss = of(|r| r.loss);
     let smooth = smoothed(&loss);
     let held_out = evals.iter().map(|r| (r.step, r.eval_loss)).collect();
-    let curve = |name, points| Series::new(name, Class::Curve, points);
+    let curve = |name, points| Series::new(name, CurveStyle::Curve, points);
     vec![
         Chart::new(
             "loss",
             "Loss",
+            "step",
             false,
             vec![
-                Series::new("each step", Class::Raw, loss),
-                Series::new("smoothed", Class::Curve, smooth),
-                Series::new("held out", Class::Second, held_out),
+                Series::new("each step", CurveStyle::Raw, loss),
+                Series::new("smoothed", CurveStyle::Curve, smooth),
+                Series::new("held out", CurveStyle::Dots, held_out),
             ],
         ),
-        Chart::new("lr", "Learning rate", false, vec![curve("learning rate", of(|r| r.lr))]),
-        Chart::new("norm", "Gradient norm before clipping", true, vec![curve("norm", of(|r| r.grad_norm))]),
-        Chart::new("speed", "Tokens per second", false, vec![curve("tokens per second", of(|r| r.tok_s))]),
+        Chart::new("lr", "Learning rate", "step", false, vec![curve("learning rate", of(|r| r.lr))]),
+        Chart::new(
+            "norm",
+            "Gradient norm before clipping",
+            "step",
+            true,
+            vec![curve("norm", of(|r| r.grad_norm))],
+        ),
+        Chart::new(
+            "speed",
+            "Tokens per second",
+            "step",
+            false,
+            vec![curve("tokens per second", of(|r| r.tok_s))],
+        ),
     ]
 }
 
@@ -122,14 +109,10 @@ fn smoothed(points: &[(u64, f64)]) -> Vec<(u64, f64)> {
     smooth
 }
 
-fn escape(text: &str) -> String {
-    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::json;
+    use serde_json::{Value, json};
 
     fn run(n_steps: u64) -> Vec<LogLine> {
         let step = |i: u64| {

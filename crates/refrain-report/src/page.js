@@ -18,7 +18,7 @@
       cursor.style.visibility = "visible";
       hover.textContent = chart.series.map(([name, points]) => {
         const point = nearest(points, step);
-        return point && `${name} ${show(point[1])} (step ${point[0]})`;
+        return point && `${name} ${show(point[1])} (${chart.x} ${point[0]})`;
       }).filter(Boolean).join("   ");
     });
     svg.addEventListener("pointerleave", () => {
