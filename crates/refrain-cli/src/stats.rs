@@ -3,7 +3,7 @@
 use crate::out::{short_rate, short_time, talk, thousands};
 use crate::reply::ShownReply;
 use refrain::trial::MethodChoice;
-use refrain::{Accounting, Finish, ResidentMemory, Session, Status, StepKind, Tally, Upload};
+use refrain::{Accounting, Finish, ProcessMemory, Session, Status, StepKind, Tally, Upload};
 use refrain_hub::ByteSize;
 use serde_json::{Value, json};
 use std::time::Duration;
@@ -41,7 +41,7 @@ pub(crate) fn print(session: &Session, reply: &ShownReply, load: Duration, seed:
     if let Some(choice) = session.graph_choice() {
         talk!("method   {}: {}", choice.method, choice.because);
     }
-    let resident = ResidentMemory::of_this_process().map_or_else(String::new, |r| {
+    let resident = ProcessMemory::of_this_process().map_or_else(String::new, |r| {
         format!(", {} resident now, {} at most", ByteSize(r.now), ByteSize(r.most))
     });
     let weights = ByteSize(session.model().weight_bytes() as u64);

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use refrain_driver::Method;
-use refrain_kernels::LoadOptions;
+use refrain_kernels::KernelLoadOptions;
 
 use crate::cache::{CacheOptions, GraphMode};
 use crate::progress::LoadListener;
@@ -36,7 +36,7 @@ pub struct CudaOptions {
     /// Whether to time every launch with events; steps then run eagerly.
     pub profile: bool,
     /// Where to load kernels from.
-    pub kernels: LoadOptions,
+    pub kernels: KernelLoadOptions,
     /// Whether cuBLASLt runs the matrix products of prompts.
     pub cublaslt: CublasLt,
     /// Maximum arena bytes reserved for steps larger than the first one compiled.
@@ -73,7 +73,7 @@ impl Default for CudaOptions {
             model: "another model".into(),
             graphs: CacheOptions::default(),
             profile: false,
-            kernels: LoadOptions::default(),
+            kernels: KernelLoadOptions::default(),
             cublaslt: CublasLt::default(),
             arena_reserve_bytes: 256 << 20,
             arena_limit_bytes: None,

@@ -107,7 +107,7 @@ pub use gather::GatherRowsArgs;
 pub use gemm::{GEMM_DTYPES, GemmArgs, GemmPlan};
 pub use kv::KvAppendArgs;
 pub use linear::{LINEAR_DTYPES, LinearArgs, LinearPart, MAX_PRODUCTS};
-pub use load::{GpuArch, KernelOrigin, Kernels, LoadOptions, register_twins, simulated};
+pub use load::{GpuArch, KernelLoadOptions, KernelOrigin, Kernels, register_twins, simulated};
 pub use loss::CrossEntropyArgs;
 pub use map::{MapArgs, MapOp};
 pub use matmul::{MATMUL_DTYPES, MatMulArgs, library_product};

@@ -45,7 +45,7 @@ mod session;
 pub mod train;
 
 pub use bench::{
-    BatchReport, BenchOptions, BenchReport, BenchTarget, CpuInfo, DecodeReport, Launches, ResidentMemory,
+    BatchReport, BenchOptions, BenchReport, BenchTarget, CpuInfo, DecodeReport, Launches, ProcessMemory,
     Samples, bench,
 };
 pub use builtin::Builtin;
