@@ -538,6 +538,42 @@ fn bench_on_a_device_counts_launches_and_kernels_and_its_json_is_data() {
 }
 
 #[test]
+fn a_load_is_measured_at_a_share_of_the_highest_rate_and_drawn() {
+    let cli = Cli::new();
+    let load = ["bench", "stories", "--load", "--requests", "12", "--max-seqs", "4", "--device", "cpu"];
+    let lengths = ["--prompt-range", "4-12", "--reply-range", "2-6"];
+    let ended = cli.run(&with(&with(&load, &lengths), &["--rate", "80%", "--html", "load.html"]));
+    assert!(ended.stderr.contains("highest rate: "), "{}", ended.stderr);
+    assert!(ended.stderr.contains("decode steps: "), "{}", ended.stderr);
+    let text = ended.ok();
+    assert!(text.contains("goodput ") && text.contains("12 of 12 "), "{text}");
+    let page = std::fs::read_to_string(cli.home.path().join("load.html")).expect("a page");
+    for part in ["bench stories --load", "Tokens per second", "KV blocks in use", "waiting"] {
+        assert!(page.contains(part), "{part} is missing");
+    }
+    let json = cli.run(&with(&with(&load, &lengths), &["--clients", "3", "--json"])).json();
+    assert_eq!((&json["completed"], &json["failed"]), (&12.into(), &serde_json::json!({})));
+    assert_eq!(json["clients"], 3);
+    assert!(json["ttft_seconds"]["p99"].as_f64() >= json["ttft_seconds"]["p50"].as_f64(), "{json}");
+    let too_long = cli.run(&with(&load, &["--reply-range", "4000", "-c", "100"]));
+    let message = too_long.stderr;
+    assert!(message.contains("the longest request has 4256 tokens, the context 100"), "{message}");
+    assert!(message.contains("raise -c to 4256"), "{message}");
+}
+
+#[test]
+fn a_load_needs_a_server_that_answers() {
+    let cli = Cli::new();
+    // Bound but not listening for long: the port is free again, so nothing answers there.
+    let port =
+        std::net::TcpListener::bind("127.0.0.1:0").and_then(|l| l.local_addr()).expect("a port").port();
+    let ended = cli.run(&["bench", "--load", "--url", &format!("http://127.0.0.1:{port}")]);
+    assert!(ended.stderr.contains("cannot read http://127.0.0.1:"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("`refrain serve MODEL` starts one"), "{}", ended.stderr);
+    assert_eq!(ended.code, Some(1));
+}
+
+#[test]
 fn bench_at_several_depths_has_a_decode_line_for_each_and_tells_launches_and_steps_once() {
     let cli = Cli::new();
     let args = with(&["bench", "stories", "-p", "0", "-n", "4", "-r", "1", "--depth", "16,3"], &SIM);

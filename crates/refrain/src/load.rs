@@ -400,3 +400,95 @@ impl<'a> LoadRun<'a> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Mutex;
+
+    /// Replies at once, with one token too few to every fifth request.
+    #[derive(Default)]
+    struct InstantTarget {
+        sent: Mutex<Vec<LoadRequest>>,
+        n_open: Mutex<Vec<usize>>,
+        held: Mutex<Vec<RequestProgress>>,
+        holds: usize,
+    }
+
+    impl LoadTarget for InstantTarget {
+        fn send(&self, request: LoadRequest, progress: RequestProgress) {
+            let mut sent = self.sent.lock().unwrap();
+            let n = request.n_reply - usize::from(sent.len() % 5 == 4);
+            sent.push(request);
+            progress.tokens(n);
+            let mut held = self.held.lock().unwrap();
+            held.push(progress);
+            self.n_open.lock().unwrap().push(held.len());
+            if held.len() > self.holds {
+                held.drain(..).for_each(RequestProgress::end);
+            }
+        }
+
+        fn state(&self) -> Option<LoadState> {
+            None
+        }
+    }
+
+    fn options(arrivals: Arrivals) -> LoadOptions {
+        LoadOptions {
+            arrivals,
+            n_requests: 50,
+            prompt_tokens: 3..=9,
+            reply_tokens: 2..=6,
+            token_ids: 10..=20,
+            seed: 7,
+            ..LoadOptions::default()
+        }
+    }
+
+    fn run(target: &InstantTarget, options: &LoadOptions) -> LoadReport {
+        run_load(target, options, &AtomicBool::new(false), |_| {})
+    }
+
+    #[test]
+    fn a_load_counts_replies_tokens_and_replies_of_the_wrong_length() {
+        let target = InstantTarget::default();
+        let report = run(&target, &options(Arrivals::PerSecond(1e6)));
+        let sent = target.sent.into_inner().unwrap();
+        assert_eq!((report.n_completed, report.n_good, report.n_failed()), (40, 40, 10));
+        assert_eq!(report.n_tokens, sent.iter().map(|r| r.n_reply).sum::<usize>() - 10);
+        assert_eq!(report.n_prompt_tokens, sent.iter().map(|r| r.prompt.len()).sum::<usize>());
+        assert_eq!((report.ttft.0.len(), report.latency.0.len()), (40, 40));
+        for request in &sent {
+            assert!((3..=9).contains(&request.prompt.len()) && (2..=6).contains(&request.n_reply));
+            assert!(request.prompt.iter().all(|id| (10..=20).contains(id)));
+        }
+        assert!(!report.moments.is_empty());
+    }
+
+    #[test]
+    fn a_seed_fixes_the_requests_of_a_load() {
+        let (a, b) = (InstantTarget::default(), InstantTarget::default());
+        run(&a, &options(Arrivals::Clients(3)));
+        run(&b, &options(Arrivals::Clients(3)));
+        assert_eq!(a.sent.into_inner().unwrap(), b.sent.into_inner().unwrap());
+    }
+
+    #[test]
+    fn clients_have_one_request_open_each() {
+        let target = InstantTarget { holds: 3, ..InstantTarget::default() };
+        // The fourth client's request releases all four; the last two of 50 are released by nobody.
+        let options = LoadOptions { n_requests: 48, ..options(Arrivals::Clients(4)) };
+        let report = run(&target, &options);
+        assert_eq!(report.n_completed + report.n_failed(), 48);
+        assert_eq!(target.n_open.into_inner().unwrap().into_iter().max(), Some(4));
+    }
+
+    #[test]
+    fn a_cancelled_load_sends_nothing_more() {
+        let target = InstantTarget::default();
+        let report = run_load(&target, &options(Arrivals::Clients(2)), &AtomicBool::new(true), |_| {});
+        assert_eq!((report.n_completed, report.n_failed()), (0, 0));
+        assert!(target.sent.into_inner().unwrap().is_empty());
+    }
+}
