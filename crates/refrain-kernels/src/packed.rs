@@ -61,6 +61,12 @@ impl Unit {
             | DType::Q3_K
             | DType::IQ4_NL
             | DType::IQ4_XS
+            | DType::MXFP4
+            | DType::IQ2_XXS
+            | DType::IQ2_XS
+            | DType::IQ2_S
+            | DType::IQ3_XXS
+            | DType::IQ3_S
             | DType::I32
             | DType::U32
             | DType::I64
