@@ -285,7 +285,6 @@ fn training_json(report: &TrainBenchReport, bench: &TrainBench, args: &Args) -> 
     json!({
         "model": report.name,
         "backend": report.backend,
-        "reproducible": report.device.as_ref().is_none_or(|(status, _)| status.reproducible),
         "device": report.device_name,
         "parameters": report.n_parameters,
         "trained_parameters": report.n_trained,
@@ -421,6 +420,7 @@ fn to_json(report: &BenchReport, args: &Args) -> serde_json::Value {
     json!({
         "model": report.name,
         "backend": report.backend,
+        "reproducible": report.device.as_ref().is_none_or(|(status, _)| status.reproducible),
         "parameters": report.n_parameters,
         "weight_bytes": report.weight_bytes,
         "quant": args.shape.as_ref().map(|_| &args.quant),
