@@ -35,8 +35,12 @@ pub(crate) fn print(session: &Session, reply: &ShownReply, load: Duration, seed:
     };
     let n_evaluated = thousands(summary.n_evaluated);
     talk!("prefill  {n_evaluated:>6} tokens   {} tok/s  ({}{held})", short_rate(rate), short_time(prefill));
-    if let Some(status) = session.device_status() {
-        print_device(&status);
+    let status = session.device_status();
+    if let Some(status) = &status {
+        print_device(status);
+    }
+    if let Some(line) = bits_line(false, status.as_ref()) {
+        talk!("{line}");
     }
     if let Some(choice) = session.graph_choice() {
         talk!("method   {}: {}", choice.method, choice.because);
@@ -65,6 +69,16 @@ fn print_device(status: &Status) {
     }
     talk!("device   {}", memory_line(&status.memory));
     talk!("weights  {}", upload_line(&status.upload));
+}
+
+/// What --reproducible means on this device.
+pub(crate) fn bits_line(is_wanted: bool, status: Option<&Status>) -> Option<String> {
+    let because = match status {
+        Some(status) if status.reproducible => "every number of rows runs the same kernels",
+        None if is_wanted => "on the CPU, results never depend on how work is divided",
+        Some(_) | None => return None,
+    };
+    Some(format!("bits     reproducible: {because}"))
 }
 
 /// Prints the graphs in use and how long it took to make them.

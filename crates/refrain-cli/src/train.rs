@@ -390,6 +390,7 @@ impl TrainRequest<'_> {
             trial_limit: *trial_limit,
             ahead: None,
             verify: *verify,
+            reproducible: false,
             profile: None,
             faults: faults.clone(),
             threads: *threads,

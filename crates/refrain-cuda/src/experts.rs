@@ -9,6 +9,7 @@ use refrain_kernels::{
 use refrain_tensor::DType;
 
 use crate::lower::Lowering;
+use crate::rules::ChoiceRules;
 
 /// The reason why no kernel supports an op with these inputs.
 pub(crate) fn unsupported(op: &MoeOp, ins: &[TensorType]) -> Option<&'static str> {
@@ -42,7 +43,7 @@ pub(crate) fn unsupported(op: &MoeOp, ins: &[TensorType]) -> Option<&'static str
         .or(no(ins[weights.end..].iter().any(|ty| ty.dtype != DType::F32), "biases of experts must be F32"))
 }
 
-fn sizes(op: &MoeOp, step: &Step) -> ExpertSizes {
+fn sizes(op: &MoeOp, step: &Step, rules: ChoiceRules<'_>) -> ExpertSizes {
     let (x, ids) = (step.inputs[0].layout.shape(), step.inputs[1].layout.shape());
     let weight = match op {
         MoeOp::Summed { .. } => &step.inputs[3],
@@ -54,17 +55,18 @@ fn sizes(op: &MoeOp, step: &Step) -> ExpertSizes {
         n_experts: weight.layout.shape().dims()[0],
         n: step.outputs[0].layout.shape().dim_back(0),
         k: x.dim_back(0),
+        is_fixed: rules.reproducible,
     }
 }
 
 /// Scratch that the launches of a step share.
-pub(crate) fn scratch_bytes(op: &MoeOp, step: &Step) -> u64 {
+pub(crate) fn scratch_bytes(op: &MoeOp, step: &Step, rules: ChoiceRules<'_>) -> u64 {
     let n_products = match op {
         MoeOp::Route(_) => return 0,
         MoeOp::Gated(_) => 2,
         MoeOp::Summed { .. } => 1,
     };
-    expert_scratch_bytes(&sizes(op, step), n_products).unwrap_or(u64::MAX)
+    expert_scratch_bytes(&sizes(op, step, rules), n_products).unwrap_or(u64::MAX)
 }
 
 impl Lowering<'_> {
@@ -98,8 +100,8 @@ impl Lowering<'_> {
             })?);
             return Ok(());
         }
-        let sizes = sizes(op, step);
-        let bytes = scratch_bytes(op, step);
+        let sizes = sizes(op, step, self.rules);
+        let bytes = scratch_bytes(op, step, self.rules);
         let scratch = if bytes > 0 { Some(self.areas.own.slice(0, bytes)?) } else { None };
         match op {
             MoeOp::Gated(gate) => {

@@ -39,6 +39,10 @@ pub struct CudaOptions {
     pub kernels: KernelLoadOptions,
     /// Whether cuBLASLt runs the matrix products of prompts.
     pub cublaslt: CublasLt,
+    /// Whether the bits of a row must depend on its own sequence alone: not on the other rows, on the bucket, or
+    /// on how a prompt is divided into steps. Every number of rows then runs the same kernels with the same
+    /// order of additions, at a cost.
+    pub reproducible: bool,
     /// Maximum arena bytes reserved for steps larger than the first one compiled.
     pub arena_reserve_bytes: u64,
     /// Maximum arena bytes of a plan; `None` for whatever fits.
@@ -75,6 +79,7 @@ impl Default for CudaOptions {
             profile: false,
             kernels: KernelLoadOptions::default(),
             cublaslt: CublasLt::default(),
+            reproducible: false,
             arena_reserve_bytes: 256 << 20,
             arena_limit_bytes: None,
             buckets: vec![1, 8, 32, 128, 256, 512],

@@ -84,6 +84,15 @@ pub struct ExpertSizes {
     pub n: usize,
     /// Columns of a matrix.
     pub k: usize,
+    /// Never sorts choices by expert, so that the same kernels run for any number of rows.
+    pub is_fixed: bool,
+}
+
+impl ExpertSizes {
+    /// Whether choices are sorted by expert, so that each expert is read once for all of its rows.
+    const fn is_sorted(&self) -> bool {
+        !self.is_fixed && self.n_rows >= MIN_SORTED_ROWS
+    }
 }
 
 /// `y[row, choice] = f(x[row] . gate[expert]^T, x[row] . up[expert]^T)`.
@@ -134,7 +143,7 @@ pub struct ExpertSumArgs<'a> {
 /// are not sorted. `None` on overflow.
 #[must_use]
 pub fn expert_scratch_bytes(s: &ExpertSizes, n_products: usize) -> Option<u64> {
-    if s.n_rows < MIN_SORTED_ROWS {
+    if !s.is_sorted() {
         return Some(0);
     }
     let pairs = s.n_rows.checked_mul(s.n_choices)?;
@@ -273,7 +282,7 @@ impl Kernels {
         };
         let biases = [bias(&case, s, &a.gate)?, bias(&case, s, &a.up)?];
         let tiles = n.div_ceil(TILE_ROWS);
-        if s.n_rows < MIN_SORTED_ROWS {
+        if !s.is_sorted() {
             let grid = [tiles.div_ceil(2) as u32, s.n_choices as u32, s.n_rows as u32];
             let mut launch = self
                 .launch(&name("expert_gate", dtype), grid, 128)?
@@ -329,7 +338,7 @@ impl Kernels {
         let y = case.words("y", a.y, &[s.n_rows, n])?;
         let params = params(&case, s, &a.down, down.expert_bytes, s.k)?;
         let bias = bias(&case, s, &a.down)?;
-        if s.n_rows < MIN_SORTED_ROWS {
+        if !s.is_sorted() {
             let grid = [n.div_ceil(TILE_ROWS) as u32, s.n_rows as u32];
             let launch = self
                 .launch(&name("expert_sum", dtype), grid, 256)?
@@ -448,7 +457,7 @@ impl Kernels {
     }
 
     fn shared_need(&self, dtype: DType, s: &ExpertSizes) -> usize {
-        let rows = if s.n_rows < MIN_SORTED_ROWS { s.n_choices } else { AT_ONCE };
+        let rows = if !s.is_sorted() { s.n_choices } else { AT_ONCE };
         rows * row_bytes(dtype, s.k)
     }
 }

@@ -264,6 +264,17 @@ impl Model {
         (0..self.config.n_layers).any(is_recurrent)
     }
 
+    /// The most positions that any layer attends to, its own included; `None` if some layer attends to all.
+    ///
+    /// One block table serves all layers, so a block is not needed any more only once every layer's window has left
+    /// it.
+    pub fn attention_window(&self) -> Option<usize> {
+        let attends =
+            |&layer: &usize| !matches!(self.decoder.state(&self.config, layer), LayerState::Slots(_));
+        let windows = (0..self.config.n_layers).filter(attends).map(|layer| self.config.window(layer));
+        windows.collect::<Option<Vec<usize>>>()?.into_iter().max()
+    }
+
     /// The states, in order of their ids.
     pub fn states(&self, kv: &KvSpec) -> Vec<State> {
         self.state_table(kv).states().to_vec()

@@ -87,7 +87,14 @@ pub fn products() -> Vec<Case> {
     let mut cases = Vec::new();
     for dtype in LINEAR_DTYPES.into_iter().chain(PACKED_DTYPES) {
         let unit = dtype.block_len().max(32);
-        let sizes = |n_rows, n_choices, n_experts, n, k| ExpertSizes { n_rows, n_choices, n_experts, n, k };
+        let sizes = |n_rows, n_choices, n_experts, n, k| ExpertSizes {
+            n_rows,
+            n_choices,
+            n_experts,
+            n,
+            k,
+            is_fixed: false,
+        };
         // One row, several, and enough to be sorted: some experts have no rows, one has more than eight.
         for s in [sizes(1, 3, 5, 24, 2 * unit), sizes(3, 2, 4, 16, unit), sizes(19, 2, 4, 72, unit)] {
             cases.push(gate_case(dtype, s, ExpertActivation::Silu, false, false));
@@ -98,7 +105,7 @@ pub fn products() -> Vec<Case> {
     for dtype in [DType::F32, DType::BF16, DType::Q8_0, DType::Q4_K] {
         for n_rows in [2, 17] {
             let k = if dtype.is_quantized() { dtype.block_len() } else { 40 };
-            let s = ExpertSizes { n_rows, n_choices: 3, n_experts: 7, n: 8, k };
+            let s = ExpertSizes { n_rows, n_choices: 3, n_experts: 7, n: 8, k, is_fixed: false };
             for activation in [ExpertActivation::GeluTanh, clamped] {
                 cases.push(gate_case(dtype, s, activation, true, true));
             }
@@ -109,7 +116,7 @@ pub fn products() -> Vec<Case> {
     // Rows that end in the middle of a chunk, and an expert that ends in the middle of a tile.
     for dtype in [DType::F32, DType::F16, DType::BF16] {
         for n_rows in [1, 16] {
-            let s = ExpertSizes { n_rows, n_choices: 2, n_experts: 3, n: 5, k: 33 };
+            let s = ExpertSizes { n_rows, n_choices: 2, n_experts: 3, n: 5, k: 33, is_fixed: false };
             cases.push(gate_case(dtype, s, ExpertActivation::Silu, false, false));
             cases.push(sum_case(dtype, s, false));
         }
