@@ -203,6 +203,7 @@ fn every_op_of_the_table_has_the_gradient_of_finite_differences() {
         "cross_entropy",
         "silu",
         "gelu_tanh",
+        "gelu_erf",
         "tanh",
         "sigmoid",
         "exp",
