@@ -32,6 +32,7 @@ mod qwen35;
 
 pub use adapter::{Adapter, AdapterPart, LoraSpec, Targets};
 pub use error::ModelError;
+pub use export::{GgufContents, GgufTensor};
 pub use model::{Head, KvSpec, Model, SampleHead, StepSpec};
 pub use rope::inverse_frequencies;
 pub use shapes::{NamedShape, QuantMix, SHAPES};
