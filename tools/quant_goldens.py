@@ -42,8 +42,16 @@ SCALES = {
     "Q6_K": [208],
     "IQ4_NL": [0],
     "IQ4_XS": [0],
+    "MXFP4": [],
+    "IQ2_XXS": [0],
+    "IQ2_XS": [0],
+    "IQ2_S": [0],
+    "IQ3_XXS": [0],
+    "IQ3_S": [0],
 }
-ENCODED = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]
+ENCODED = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4"]
+# The largest exponent of MXFP4 for which every level is finite, and others at the ends of its range.
+MXFP4_EXPONENTS = [252, 0, 1, 2, 3, 127, 251]
 # 0, -0, smallest and largest subnormal, smallest normal, 1, largest, and their negatives.
 EXTREME_SCALES = [0x0000, 0x8000, 0x0001, 0x03FF, 0x0400, 0x3C00, 0x7BFF, 0x8001, 0x83FF, 0xBC00, 0xFBFF]
 
@@ -69,6 +77,9 @@ def blocks_of(name, rng):
         order = rng.permutation(n_extreme) if at != SCALES[name][0] else np.arange(n_extreme)
         extremes = np.array(EXTREME_SCALES, dtype="<u2")[order]
         blocks[2 : 2 + n_extreme, at : at + 2] = extremes.view(np.uint8).reshape(n_extreme, 2)
+    if name == "MXFP4":
+        blocks[:, 0] = np.minimum(blocks[:, 0], MXFP4_EXPONENTS[0])
+        blocks[1 : 1 + len(MXFP4_EXPONENTS), 0] = MXFP4_EXPONENTS
     blocks[0] = 0x00
     return blocks
 

@@ -505,7 +505,13 @@ fn values(dtype: DType, n_bytes: usize, rng: &mut Random) -> Vec<u8> {
             | DType::Q5_K
             | DType::Q6_K
             | DType::IQ4_NL
-            | DType::IQ4_XS => bytes.resize(n_bytes, 0),
+            | DType::IQ4_XS
+            | DType::MXFP4
+            | DType::IQ2_XXS
+            | DType::IQ2_XS
+            | DType::IQ2_S
+            | DType::IQ3_XXS
+            | DType::IQ3_S => bytes.resize(n_bytes, 0),
         }
     }
     bytes.truncate(n_bytes);

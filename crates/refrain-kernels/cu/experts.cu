@@ -494,10 +494,16 @@ EXPERTS(bf16, File<Plain<BF16>>)
 EXPERTS(q2_k, File<Q2_K>)
 // unit q3_k
 EXPERTS(q3_k, File<Q3_K>)
-// unit iq4_nl
-EXPERTS(iq4_nl, File<IQ4_NL>)
-// unit iq4_xs
-EXPERTS(iq4_xs, File<IQ4_XS>)
+// unit iq2_xxs
+EXPERTS(iq2_xxs, File<IQ2_XXS>)
+// unit iq2_xs
+EXPERTS(iq2_xs, File<IQ2_XS>)
+// unit iq2_s
+EXPERTS(iq2_s, File<IQ2_S>)
+// unit iq3_xxs
+EXPERTS(iq3_xxs, File<IQ3_XXS>)
+// unit iq3_s
+EXPERTS(iq3_s, File<IQ3_S>)
 // unit q4_0
 EXPERTS(q4_0, Packed<PackedQ4_0>)
 // unit q4_1
@@ -514,3 +520,9 @@ EXPERTS(q4_k, Packed<PackedQ4_K>)
 EXPERTS(q5_k, Packed<PackedQ5_K>)
 // unit q6_k
 EXPERTS(q6_k, Packed<PackedQ6_K>)
+// unit iq4_nl
+EXPERTS(iq4_nl, Packed<PackedIQ4_NL>)
+// unit iq4_xs
+EXPERTS(iq4_xs, Packed<PackedIQ4_XS>)
+// unit mxfp4
+EXPERTS(mxfp4, Packed<PackedMXFP4>)

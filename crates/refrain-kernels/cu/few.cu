@@ -321,3 +321,9 @@ BOTH(q4_k, Q4_K)
 BOTH(q5_k, Q5_K)
 // unit q6_k
 BOTH(q6_k, Q6_K)
+// unit iq4_nl
+BOTH(iq4_nl, IQ4_NL)
+// unit iq4_xs
+BOTH(iq4_xs, IQ4_XS)
+// unit mxfp4
+BOTH(mxfp4, MXFP4)

@@ -139,10 +139,16 @@ PLAIN(bf16, BF16)
 QUANT(q2_k, Q2_K)
 // unit q3_k
 QUANT(q3_k, Q3_K)
-// unit iq4_nl
-QUANT(iq4_nl, IQ4_NL)
-// unit iq4_xs
-QUANT(iq4_xs, IQ4_XS)
+// unit iq2_xxs
+QUANT(iq2_xxs, IQ2_XXS)
+// unit iq2_xs
+QUANT(iq2_xs, IQ2_XS)
+// unit iq2_s
+QUANT(iq2_s, IQ2_S)
+// unit iq3_xxs
+QUANT(iq3_xxs, IQ3_XXS)
+// unit iq3_s
+QUANT(iq3_s, IQ3_S)
 // unit packed_q4_0
 PACKED(q4_0, Q4_0)
 // unit packed_q4_1
@@ -159,3 +165,9 @@ PACKED(q4_k, Q4_K)
 PACKED(q5_k, Q5_K)
 // unit packed_q6_k
 PACKED(q6_k, Q6_K)
+// unit packed_iq4_nl
+PACKED(iq4_nl, IQ4_NL)
+// unit packed_iq4_xs
+PACKED(iq4_xs, IQ4_XS)
+// unit packed_mxfp4
+PACKED(mxfp4, MXFP4)

@@ -192,7 +192,13 @@ PLAIN(bf16, BF16)
 QUANT(q2_k, Q2_K)
 // unit q3_k
 QUANT(q3_k, Q3_K)
-// unit iq4_nl
-QUANT(iq4_nl, IQ4_NL)
-// unit iq4_xs
-QUANT(iq4_xs, IQ4_XS)
+// unit iq2_xxs
+QUANT(iq2_xxs, IQ2_XXS)
+// unit iq2_xs
+QUANT(iq2_xs, IQ2_XS)
+// unit iq2_s
+QUANT(iq2_s, IQ2_S)
+// unit iq3_xxs
+QUANT(iq3_xxs, IQ3_XXS)
+// unit iq3_s
+QUANT(iq3_s, IQ3_S)

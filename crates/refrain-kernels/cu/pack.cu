@@ -111,6 +111,46 @@ struct FileQ6_K {
     }
 };
 
+// Loads four bytes at any address.
+inline u32 bytes_at(const u8* p) { return (u32)p[0] | (u32)p[1] << 8 | (u32)p[2] << 16 | (u32)p[3] << 24; }
+
+struct FileMXFP4 {
+    typedef PackedMXFP4 Q;
+    static const u32 LEN = 32, BYTES = 17;
+    inline static void put(u8* unit, const u8* row, u32 sub, u32, u32 lane, bool there) {
+        const u8* b = row + (u64)sub * BYTES;
+        uint4 v = make_uint4(0, 0, 0, 0);
+        u32 scale = 0;
+        if (there) {
+            v = make_uint4(bytes_at(b + 1), bytes_at(b + 5), bytes_at(b + 9), bytes_at(b + 13));
+            // 2^(e - 128); the two smallest are subnormal.
+            scale = b[0] < 2 ? 0x20u << b[0] : (u32)(b[0] - 1) << 7;
+        }
+        *(uint4*)(unit + 16 * lane) = v;
+        *(u16*)(unit + 512 + 2 * lane) = (u16)scale;
+    }
+};
+
+struct FileIQ4_XS {
+    typedef PackedIQ4_XS Q;
+    static const u32 LEN = 256, BYTES = 136;
+    inline static void put(u8* unit, const u8* row, u32 sub, u32 c, u32 lane, bool there) {
+        const u8* b = row + (u64)(sub / 8) * BYTES;
+        u32 s = sub % 8, scale = 0, d = 0;
+        uint4 v = make_uint4(0, 0, 0, 0);
+        if (there) {
+            const u8* q = b + 8 + 16 * s;
+            v = make_uint4(word_at(q), word_at(q + 4), word_at(q + 8), word_at(q + 12));
+            u32 high = half_at(b + 2) >> (2 * s) & 3u, low = word_at(b + 4) >> (4 * s) & 0xfu;
+            scale = (low | high << 4) - 32;
+            d = half_at(b);
+        }
+        *(uint4*)(unit + 512 * c + 16 * lane) = v;
+        unit[1024 + 2 * lane + c] = (u8)scale;
+        if (c == 0 && lane % TILE_SUBS == 0) *(u16*)(unit + 1088 + lane / 2) = (u16)d;
+    }
+};
+
 template <typename F> inline void pack(u8* packed, const u8* file, u32 n, u32 k) {
     typedef typename F::Q Q;
     start();
@@ -136,6 +176,7 @@ typedef File32<4, false> FileQ4_0;
 typedef File32<4, true> FileQ4_1;
 typedef File32<5, false> FileQ5_0;
 typedef File32<5, true> FileQ5_1;
+typedef File32<4, false> FileIQ4_NL;
 typedef FileK<4> FileQ4_K;
 typedef FileK<5> FileQ5_K;
 
@@ -155,3 +196,9 @@ PACK(q4_k, FileQ4_K)
 PACK(q5_k, FileQ5_K)
 // unit q6_k
 PACK(q6_k, FileQ6_K)
+// unit iq4_nl
+PACK(iq4_nl, FileIQ4_NL)
+// unit iq4_xs
+PACK(iq4_xs, FileIQ4_XS)
+// unit mxfp4
+PACK(mxfp4, FileMXFP4)

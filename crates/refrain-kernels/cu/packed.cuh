@@ -16,6 +16,9 @@
 //   Q5_1  nibbles, fifth bits, then d and m
 //   Q4_K  nibbles of sub-block s, of s + 4; scale and minimum of both as bytes (4 bytes); then d and dmin per row
 //   Q5_K  nibbles twice, fifth bits of both (8 bytes), scales and minima, then d and dmin per row
+//   IQ4_NL, MXFP4
+//         nibbles, then the scale (2 bytes: f16, or BF16 for MXFP4, which has the exponents that it needs)
+//   IQ4_XS  nibbles twice, two signed scales (2 bytes), then d per row
 //   Q6_K  nibbles twice, upper bits of both (8 bytes each: bits 2 w of byte i are element 4 w + i, then 16
 //         more), four scales (4 bytes), then d per row
 //
@@ -194,6 +197,69 @@ struct PackedQ6_K {
         }
         sub.scale[0] = __fmul_rn(d, (float)(i8)(scales & 0xffu));
         sub.scale[1] = __fmul_rn(d, (float)(i8)(scales >> 8 & 0xffu));
+        sub.min = 0.0f;
+        return sub;
+    }
+};
+
+// Sixteen signed levels, four to a word.
+struct Iq4Levels {
+    static const u32 A = 0xbfad9881u, B = 0xf6eaddcfu, C = 0x26190d01u, D = 0x71594535u;
+};
+struct Mxfp4Levels {
+    static const u32 A = 0x03020100u, B = 0x0c080604u, C = 0xfdfeff00u, D = 0xf4f8fafcu;
+};
+
+// Returns the levels of the four nibbles in the low half of n.
+template <typename L> inline u32 levels_of(u32 n) {
+    u32 select = n & 0x7777u;
+    u32 low = __byte_perm(L::A, L::B, select), high = __byte_perm(L::C, L::D, select);
+    return __byte_perm(low, high, 0x3210u | (n & 0x8888u) >> 1);
+}
+
+// Expands nibbles to the signed levels that they stand for.
+template <typename L> inline void levels(const uint4& v, u32* q) {
+    const u32 w[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        // Bytes of both alternate between elements 0 .. 15 and the others.
+        u32 first = levels_of<L>(w[i]), second = levels_of<L>(w[i] >> 16);
+        q[i] = __byte_perm(first, second, 0x6420);
+        q[4 + i] = __byte_perm(first, second, 0x7531);
+    }
+}
+
+struct F16Scale {
+    inline static float of(u32 bits) { return f16_to_f32((u16)bits); }
+};
+struct Bf16Scale {
+    inline static float of(u32 bits) { return __uint_as_float(bits << 16); }
+};
+
+// Types with blocks of 32 whose nibbles stand for signed levels.
+template <typename L, typename S> struct PackedLevels {
+    static const int COLS = 128, SUBS = 1, BYTES = 576, CENTRE = 0, HIGH = 0;
+    static const bool SIGNED = true;
+    inline static Sub load(const u8* unit, u32, u32 lane) {
+        Sub sub;
+        levels<L>(plane16(unit, 0, lane), sub.q);
+        sub.scale[0] = sub.scale[1] = S::of(plane2(unit, 512, lane));
+        sub.min = 0.0f;
+        return sub;
+    }
+};
+
+typedef PackedLevels<Iq4Levels, F16Scale> PackedIQ4_NL;
+typedef PackedLevels<Mxfp4Levels, Bf16Scale> PackedMXFP4;
+
+struct PackedIQ4_XS {
+    static const int COLS = 256, SUBS = 2, BYTES = 1104, CENTRE = 0, HIGH = 0;
+    static const bool SIGNED = true;
+    inline static Sub load(const u8* unit, u32 c, u32 lane) {
+        Sub sub;
+        levels<Iq4Levels>(plane16(unit, 512 * c, lane), sub.q);
+        float d = f16_to_f32((u16)plane2(unit, 1088, lane / TILE_SUBS));
+        sub.scale[0] = sub.scale[1] = __fmul_rn(d, (float)(i8)(plane2(unit, 1024, lane) >> (8 * c) & 0xffu));
         sub.min = 0.0f;
         return sub;
     }

@@ -667,6 +667,9 @@ typedef Packed<PackedQ8_0, PRODUCT_Q8_0_UNITS, PRODUCT_Q8_0_WARPS> Q80;
 typedef Packed<PackedQ4_K, PRODUCT_256_UNITS, PRODUCT_256_WARPS> Q4K;
 typedef Packed<PackedQ5_K, PRODUCT_256_UNITS, PRODUCT_256_WARPS> Q5K;
 typedef Packed<PackedQ6_K, PRODUCT_256_UNITS, PRODUCT_256_WARPS> Q6K;
+typedef Packed<PackedIQ4_NL, PRODUCT_128_UNITS, PRODUCT_128_WARPS> I4N;
+typedef Packed<PackedIQ4_XS, PRODUCT_256_UNITS, PRODUCT_256_WARPS> I4X;
+typedef Packed<PackedMXFP4, PRODUCT_128_UNITS, PRODUCT_128_WARPS> MX4;
 
 // unit bf16
 ALL(bf16, B16)
@@ -688,6 +691,12 @@ ALL(q4_k, Q4K)
 ALL(q5_k, Q5K)
 // unit q6_k
 ALL(q6_k, Q6K)
+// unit iq4_nl
+ALL(iq4_nl, I4N)
+// unit iq4_xs
+ALL(iq4_xs, I4X)
+// unit mxfp4
+ALL(mxfp4, MX4)
 // unit q4_k_q6_k
 PAIR(q4_k_q6_k, Q4K, Q6K)
 // unit q5_k_q6_k

@@ -132,5 +132,5 @@ pub use train_rows::{
     NormWeights, RmsNormGradArgs, SoftmaxGradArgs, TypedAddRmsNormArgs, TypedReduceArgs, TypedRmsNormArgs,
     TypedSoftmaxArgs, reduce_scratch_bytes, rms_norm_grad_scratch_bytes,
 };
-pub use tuning::tuning_header;
+pub use tuning::generated_headers;
 pub use view::{BufView, unaligned_rows};

@@ -15,8 +15,18 @@ use crate::vouch::Vouch;
 
 /// Dtypes of weights that are used in their file layout; other quantised dtypes are packed
 /// ([`crate::PACKED_DTYPES`]).
-pub const LINEAR_DTYPES: [DType; 7] =
-    [DType::F32, DType::F16, DType::BF16, DType::Q2_K, DType::Q3_K, DType::IQ4_NL, DType::IQ4_XS];
+pub const LINEAR_DTYPES: [DType; 10] = [
+    DType::F32,
+    DType::F16,
+    DType::BF16,
+    DType::Q2_K,
+    DType::Q3_K,
+    DType::IQ2_XXS,
+    DType::IQ2_XS,
+    DType::IQ2_S,
+    DType::IQ3_XXS,
+    DType::IQ3_S,
+];
 
 /// Maximum number of weights per launch.
 pub const MAX_PRODUCTS: usize = 4;

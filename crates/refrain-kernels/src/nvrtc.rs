@@ -10,7 +10,7 @@ use crate::cache::KernelCache;
 use crate::compile::{Compiler, compile, n_threads};
 use crate::error::KernelError;
 use crate::load::GpuArch;
-use crate::source::{HEADERS, KernelFamily, KernelUnit};
+use crate::source::{HEADERS, KernelFamily, KernelUnit, grids};
 use crate::tuning::Tuning;
 
 type NvrtcProgram = *mut std::ffi::c_void;
@@ -224,7 +224,8 @@ impl Compiler for NvrtcFor {
     fn key(&self, unit: KernelUnit) -> String {
         static HEADERS_KEY: OnceLock<String> = OnceLock::new();
         let headers = HEADERS_KEY.get_or_init(|| {
-            let parts = HEADERS.iter().flat_map(|(name, text)| [name.as_bytes(), text.as_bytes()]);
+            let all = HEADERS.into_iter().chain([("grids.cuh", grids())]);
+            let parts = all.flat_map(|(name, text)| [name.as_bytes(), text.as_bytes()]);
             KernelCache::key(&parts.collect::<Vec<_>>())
         });
         let (source, made_by) = (unit.source(), format!("{:?} {:?}", self.nvrtc.version, self.target));
@@ -259,7 +260,7 @@ fn compile_unit(
     };
     let (source, name) = (c(&unit.source())?, c(&format!("{}.cu", unit.family().name()))?);
     let tuning = tuning.header();
-    let headers = || HEADERS.into_iter().chain([("tuning.cuh", tuning.as_str())]);
+    let headers = || HEADERS.into_iter().chain([("tuning.cuh", tuning.as_str()), ("grids.cuh", grids())]);
     let names = headers().map(|(name, _)| c(name)).collect::<Result<Vec<_>, _>>()?;
     let texts = headers().map(|(_, text)| c(text)).collect::<Result<Vec<_>, _>>()?;
     let name_ptrs: Vec<*const c_char> = names.iter().map(|n| n.as_ptr()).collect();

@@ -4,10 +4,10 @@
 //! file's bytes. This module is the same in plain Rust: the twin of that kernel, and the decoder for the
 //! twins of its readers.
 
-use half::f16;
+use half::{bf16, f16};
 use refrain_driver::sim::{KernelResult, SimKernel};
 use refrain_driver::{Baked, Buf, Launch};
-use refrain_tensor::DType;
+use refrain_tensor::{DType, quant};
 
 use crate::error::{KernelError, OpCase};
 use crate::load::Kernels;
@@ -17,8 +17,19 @@ use crate::twin::{count, fault};
 use crate::vouch::Vouch;
 
 /// Dtypes with a packed layout.
-pub const PACKED_DTYPES: [DType; 8] =
-    [DType::Q4_0, DType::Q4_1, DType::Q5_0, DType::Q5_1, DType::Q8_0, DType::Q4_K, DType::Q5_K, DType::Q6_K];
+pub const PACKED_DTYPES: [DType; 11] = [
+    DType::Q4_0,
+    DType::Q4_1,
+    DType::Q5_0,
+    DType::Q5_1,
+    DType::Q8_0,
+    DType::Q4_K,
+    DType::Q5_K,
+    DType::Q6_K,
+    DType::IQ4_NL,
+    DType::IQ4_XS,
+    DType::MXFP4,
+];
 
 /// Rows per tile.
 pub(crate) const TILE_ROWS: usize = 8;
@@ -46,7 +57,7 @@ impl Unit {
     /// Returns the unit of a dtype; `None` if it is not packed.
     pub(crate) const fn of(dtype: DType) -> Option<Unit> {
         let (cols, bytes, high, scales, rows) = match dtype {
-            DType::Q4_0 => (128, 576, 512, 512, 576),
+            DType::Q4_0 | DType::IQ4_NL | DType::MXFP4 => (128, 576, 512, 512, 576),
             DType::Q4_1 => (128, 640, 512, 512, 640),
             DType::Q5_0 => (128, 704, 512, 640, 704),
             DType::Q5_1 => (128, 768, 512, 640, 768),
@@ -54,13 +65,17 @@ impl Unit {
             DType::Q4_K => (256, 1184, 1024, 1024, 1152),
             DType::Q5_K => (256, 1440, 1024, 1280, 1408),
             DType::Q6_K => (256, 1680, 1024, 1536, 1664),
+            DType::IQ4_XS => (256, 1104, 1024, 1024, 1088),
             DType::F32
             | DType::F16
             | DType::BF16
             | DType::Q2_K
             | DType::Q3_K
-            | DType::IQ4_NL
-            | DType::IQ4_XS
+            | DType::IQ2_XXS
+            | DType::IQ2_XS
+            | DType::IQ2_S
+            | DType::IQ3_XXS
+            | DType::IQ3_S
             | DType::I32
             | DType::U32
             | DType::I64
@@ -110,7 +125,19 @@ impl Sub {
                 sub.scales[..2].copy_from_slice(&block[..2]);
                 sub.low.copy_from_slice(&block[2..]);
             }
-            DType::Q4_0 | DType::Q4_1 | DType::Q5_0 | DType::Q5_1 => {
+            DType::MXFP4 => {
+                let scale = bf16::from_f32(quant::mxfp4_scale(block[0]));
+                sub.scales[..2].copy_from_slice(&scale.to_le_bytes());
+                sub.low[..16].copy_from_slice(&block[1..]);
+            }
+            DType::IQ4_XS => {
+                let high = block[2 + s / 4] >> (2 * (s % 4)) & 3;
+                let low = block[4 + s / 2] >> (4 * (s % 2)) & 15;
+                sub.scales[0] = (low | high << 4).wrapping_sub(32);
+                sub.row[..2].copy_from_slice(&block[..2]);
+                sub.low[..16].copy_from_slice(&block[8 + 16 * s..][..16]);
+            }
+            DType::Q4_0 | DType::Q4_1 | DType::Q5_0 | DType::Q5_1 | DType::IQ4_NL => {
                 let head = if matches!(dtype, DType::Q4_1 | DType::Q5_1) { 4 } else { 2 };
                 sub.scales[..head].copy_from_slice(&block[..head]);
                 if matches!(dtype, DType::Q5_0 | DType::Q5_1) {
@@ -169,6 +196,11 @@ impl Sub {
                 set(at.scales + 4 * lane + 2 * c, &self.scales[..2]);
                 set(at.rows + 4 * (lane / SUBS), &self.row);
             }
+            DType::IQ4_XS => {
+                set(512 * c + 16 * lane, &self.low[..16]);
+                set(at.scales + 2 * lane + c, &self.scales[..1]);
+                set(at.rows + 2 * (lane / SUBS), &self.row[..2]);
+            }
             DType::Q6_K => {
                 set(512 * c + 16 * lane, &self.low[..16]);
                 set(at.high + 256 * c + 8 * lane, &self.high);
@@ -204,6 +236,11 @@ impl Sub {
                 get(&mut sub.scales[..2], at.scales + 4 * lane + 2 * c);
                 get(&mut sub.row, at.rows + 4 * (lane / SUBS));
             }
+            DType::IQ4_XS => {
+                get(&mut sub.low[..16], 512 * c + 16 * lane);
+                get(&mut sub.scales[..1], at.scales + 2 * lane + c);
+                get(&mut sub.row[..2], at.rows + 2 * (lane / SUBS));
+            }
             DType::Q6_K => {
                 get(&mut sub.low[..16], 512 * c + 16 * lane);
                 get(&mut sub.high, at.high + 256 * c + 8 * lane);
@@ -227,6 +264,7 @@ impl Sub {
         let half = |bytes: [u8; 2]| f16::from_le_bytes(bytes).to_f32();
         let [a, b] = [half([self.scales[0], self.scales[1]]), half([self.scales[2], self.scales[3]])];
         let [d, dmin] = [half([self.row[0], self.row[1]]), half([self.row[2], self.row[3]])];
+        let index = |i: usize| usize::from(self.low[i % 16] >> (i / 16 * 4) & 15);
         let nibble = |i: usize| f32::from(self.low[i % 16] >> (i / 16 * 4) & 15);
         let bits = u32::from_le_bytes([self.high[0], self.high[1], self.high[2], self.high[3]]);
         let fifth = |i: usize| nibble(i) + f32::from((bits >> i & 1) as u8) * 16.0;
@@ -236,6 +274,12 @@ impl Sub {
             DType::Q4_1 => a * nibble(i) + b,
             DType::Q5_0 => a * (fifth(i) - 16.0),
             DType::Q5_1 => a * fifth(i) + b,
+            DType::IQ4_NL => a * f32::from(quant::IQ4_NL_VALUES[index(i)]),
+            DType::IQ4_XS => d * f32::from(self.scales[0] as i8) * f32::from(quant::IQ4_NL_VALUES[index(i)]),
+            DType::MXFP4 => {
+                let scale = bf16::from_le_bytes([self.scales[0], self.scales[1]]).to_f32();
+                scale * f32::from(quant::MXFP4_VALUES[index(i)])
+            }
             DType::Q4_K => d * f32::from(self.scales[0]) * nibble(i) - dmin * f32::from(self.scales[1]),
             DType::Q5_K => d * f32::from(self.scales[0]) * fifth(i) - dmin * f32::from(self.scales[1]),
             _ => {
@@ -356,7 +400,6 @@ fn twin(kernel: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use refrain_tensor::quant;
     use refrain_testkit::{Rng, encode};
 
     #[test]

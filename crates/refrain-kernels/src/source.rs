@@ -3,6 +3,8 @@
 use std::fmt;
 use std::sync::OnceLock;
 
+use refrain_tensor::quant::grid;
+
 /// A file of kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum KernelFamily {
@@ -295,6 +297,26 @@ pub(crate) const HEADERS: [(&str, &str); 28] = [
     ("view.cuh", include_str!("../cu/view.cuh")),
     ("wgmma.cuh", include_str!("../cu/wgmma.cuh")),
 ];
+
+/// `grids.cuh`: the grids of the IQ2 and IQ3 types, from refrain-tensor.
+pub(crate) fn grids() -> &'static str {
+    static TEXT: OnceLock<String> = OnceLock::new();
+    TEXT.get_or_init(|| {
+        let tables: [(&str, &[u16]); 5] = [
+            ("IQ2_XXS_GRID", &grid::IQ2_XXS_GRID),
+            ("IQ2_XS_GRID", &grid::IQ2_XS_GRID),
+            ("IQ2_S_GRID", &grid::IQ2_S_GRID),
+            ("IQ3_XXS_GRID", &grid::IQ3_XXS_GRID),
+            ("IQ3_S_GRID", &grid::IQ3_S_GRID),
+        ];
+        let table = |(name, points): (&str, &[u16])| {
+            let points: Vec<String> = points.iter().map(u16::to_string).collect();
+            format!("static __device__ const u16 {name}[{}] = {{{}}};\n", points.len(), points.join(","))
+        };
+        let tables: String = tables.into_iter().map(table).collect();
+        format!("// grids.cuh: points of the IQ2 and IQ3 types (refrain-tensor)\n#pragma once\n#include \"dtype.cuh\"\n{tables}")
+    })
+}
 
 #[cfg(test)]
 mod tests {

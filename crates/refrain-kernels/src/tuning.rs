@@ -8,6 +8,7 @@
 use std::fmt::Write;
 
 use crate::load::GpuArch;
+use crate::source::grids;
 
 /// Parameters for one GPU.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -154,11 +155,11 @@ impl Tuning {
     }
 }
 
-/// Name and text of the generated header that kernels for an architecture are compiled with, in addition to
+/// Names and texts of the generated headers that kernels for an architecture are compiled with, in addition to
 /// those in `cu/`.
 #[must_use]
-pub fn tuning_header(arch: GpuArch) -> (&'static str, String) {
-    ("tuning.cuh", Tuning::of(arch).header())
+pub fn generated_headers(arch: GpuArch) -> [(&'static str, String); 2] {
+    [("tuning.cuh", Tuning::of(arch).header()), ("grids.cuh", grids().to_owned())]
 }
 
 #[cfg(test)]
@@ -179,8 +180,9 @@ mod tests {
 
     #[test]
     fn kernels_are_compiled_with_the_parameters_that_launchers_use() {
-        let (name, text) = tuning_header(GpuArch { major: 9, minor: 0 });
-        assert_eq!(name, "tuning.cuh");
+        let [(name, text), (grids, points)] = generated_headers(GpuArch { major: 9, minor: 0 });
+        assert_eq!([name, grids], ["tuning.cuh", "grids.cuh"]);
+        assert!(points.contains("IQ2_XXS_GRID[256]") && points.contains("IQ3_S_GRID[512]"), "{points}");
         for line in
             ["PRODUCT_Q8_0_UNITS 2", "PRODUCT_256_WARPS 16", "ATTEND_RING_BYTES 12288", "FEW_STAGES 3"]
         {

@@ -28,11 +28,17 @@ pub enum DType {
     Q6_K,
     IQ4_NL,
     IQ4_XS,
+    MXFP4,
+    IQ2_XXS,
+    IQ2_XS,
+    IQ2_S,
+    IQ3_XXS,
+    IQ3_S,
 }
 
 impl DType {
     /// Every dtype, in declaration order.
-    pub const ALL: [DType; 19] = [
+    pub const ALL: [DType; 25] = [
         DType::F32,
         DType::F16,
         DType::BF16,
@@ -52,14 +58,27 @@ impl DType {
         DType::Q6_K,
         DType::IQ4_NL,
         DType::IQ4_XS,
+        DType::MXFP4,
+        DType::IQ2_XXS,
+        DType::IQ2_XS,
+        DType::IQ2_S,
+        DType::IQ3_XXS,
+        DType::IQ3_S,
     ];
 
     /// Elements per block; 1 for plain types.
     pub const fn block_len(self) -> usize {
         match self {
             DType::F32 | DType::F16 | DType::BF16 | DType::I32 | DType::U32 | DType::I64 | DType::U8 => 1,
-            DType::Q4_0 | DType::Q4_1 | DType::Q5_0 | DType::Q5_1 | DType::Q8_0 | DType::IQ4_NL => 32,
+            DType::Q4_0
+            | DType::Q4_1
+            | DType::Q5_0
+            | DType::Q5_1
+            | DType::Q8_0
+            | DType::IQ4_NL
+            | DType::MXFP4 => 32,
             DType::Q2_K | DType::Q3_K | DType::Q4_K | DType::Q5_K | DType::Q6_K | DType::IQ4_XS => 256,
+            DType::IQ2_XXS | DType::IQ2_XS | DType::IQ2_S | DType::IQ3_XXS | DType::IQ3_S => 256,
         }
     }
 
@@ -76,11 +95,16 @@ impl DType {
             DType::Q5_1 => 24,
             DType::Q8_0 => 34,
             DType::Q2_K => 84,
-            DType::Q3_K => 110,
+            DType::Q3_K | DType::IQ3_S => 110,
             DType::Q4_K => 144,
             DType::Q5_K => 176,
             DType::Q6_K => 210,
             DType::IQ4_XS => 136,
+            DType::MXFP4 => 17,
+            DType::IQ2_XXS => 66,
+            DType::IQ2_XS => 74,
+            DType::IQ2_S => 82,
+            DType::IQ3_XXS => 98,
         }
     }
 
@@ -124,6 +148,12 @@ impl DType {
             DType::Q6_K => "Q6_K",
             DType::IQ4_NL => "IQ4_NL",
             DType::IQ4_XS => "IQ4_XS",
+            DType::MXFP4 => "MXFP4",
+            DType::IQ2_XXS => "IQ2_XXS",
+            DType::IQ2_XS => "IQ2_XS",
+            DType::IQ2_S => "IQ2_S",
+            DType::IQ3_XXS => "IQ3_XXS",
+            DType::IQ3_S => "IQ3_S",
         }
     }
 

@@ -6,13 +6,22 @@ use safetensors::SafeTensors;
 
 static DATA: &[u8] = include_bytes!("data/quant.safetensors");
 
-/// Types with a decoder and an encoder.
+/// Types with a decoder.
 fn codecs() -> impl Iterator<Item = DType> {
     DType::ALL.into_iter().filter(|d| d.is_float() || d.is_quantized())
 }
 
-const ENCODED: [DType; 8] =
-    [DType::F32, DType::F16, DType::BF16, DType::Q4_0, DType::Q4_1, DType::Q5_0, DType::Q5_1, DType::Q8_0];
+const ENCODED: [DType; 9] = [
+    DType::F32,
+    DType::F16,
+    DType::BF16,
+    DType::Q4_0,
+    DType::Q4_1,
+    DType::Q5_0,
+    DType::Q5_1,
+    DType::Q8_0,
+    DType::MXFP4,
+];
 
 fn golden_bytes<'a>(file: &SafeTensors<'a>, name: &str) -> &'a [u8] {
     file.tensor(name).unwrap_or_else(|e| panic!("{name}: {e}")).data()

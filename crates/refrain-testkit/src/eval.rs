@@ -45,7 +45,13 @@ impl Feed {
                 | DType::Q5_K
                 | DType::Q6_K
                 | DType::IQ4_NL
-                | DType::IQ4_XS => panic!("a control block cannot hold {}", tensor.dtype()),
+                | DType::IQ4_XS
+                | DType::MXFP4
+                | DType::IQ2_XXS
+                | DType::IQ2_XS
+                | DType::IQ2_S
+                | DType::IQ3_XXS
+                | DType::IQ3_S => panic!("a control block cannot hold {}", tensor.dtype()),
             };
             set.unwrap_or_else(|e| panic!("{e}"));
         }

@@ -106,7 +106,8 @@ impl Fill {
     }
 }
 
-/// Creates a contiguous tensor of a type from a seed. Quantised types are encoded from floats.
+/// Creates a contiguous tensor of a type from a seed. Quantised types are encoded from floats;
+/// those without an encoder are random blocks, whatever `fill`.
 ///
 /// # Panics
 /// If the type cannot hold the numbers.
@@ -131,18 +132,45 @@ pub fn tensor(ty: TensorType, fill: &Fill, seed: u64) -> HostTensor {
         | DType::Q5_K
         | DType::Q6_K
         | DType::IQ4_NL
-        | DType::IQ4_XS => encode(ty.dtype, &(0..n).map(|i| fill.float(i, &mut rng)).collect::<Vec<_>>()),
+        | DType::IQ4_XS
+        | DType::MXFP4 => encode(ty.dtype, &(0..n).map(|i| fill.float(i, &mut rng)).collect::<Vec<_>>()),
+        DType::IQ2_XXS | DType::IQ2_XS | DType::IQ2_S | DType::IQ3_XXS | DType::IQ3_S => {
+            blocks(ty.dtype, n, &mut rng)
+        }
     };
     HostTensor::new(ty.dtype, ty.shape, Bytes::new(bytes)).unwrap_or_else(|e| panic!("{e}"))
 }
 
-/// Encodes numbers as the bytes of a dtype. F32 accepts any value, including NaN.
+/// Random blocks of a type that has no encoder, all of which begin with their scale: values of about unit magnitude.
+fn blocks(dtype: DType, n: usize, rng: &mut Rng) -> Vec<u8> {
+    let n_bytes =
+        dtype.bytes_for(n).unwrap_or_else(|| panic!("{n} elements are not whole blocks of {dtype}"));
+    let mut bytes: Vec<u8> = (0..n_bytes).map(|_| rng.word() as u8).collect();
+    for block in bytes.chunks_exact_mut(dtype.block_bytes()) {
+        let mut values = vec![0.0; dtype.block_len()];
+        block[..2].copy_from_slice(&ONE_F16);
+        quant::dequantize(dtype, block, &mut values).unwrap_or_else(|e| panic!("{e}"));
+        let peak = values.iter().fold(0f32, |peak, v| peak.max(v.abs()));
+        let scale = (1.0 + rng.unit()) * if rng.below(2) == 0 { 1.0 } else { -1.0 } / peak;
+        quant::quantize(DType::F16, &[scale], &mut block[..2]).unwrap_or_else(|e| panic!("{e}"));
+    }
+    bytes
+}
+
+const ONE_F16: [u8; 2] = 0x3c00_u16.to_le_bytes();
+
+/// Encodes numbers as the bytes of a dtype. F32 accepts any value, including NaN. A type without an encoder gets random
+/// blocks, which depend on the first number.
 ///
 /// # Panics
 /// If the dtype cannot hold them.
 pub fn encode(dtype: DType, values: &[f32]) -> Vec<u8> {
     if dtype == DType::F32 {
         return values.iter().flat_map(|v| v.to_le_bytes()).collect();
+    }
+    if !quant::can_encode(dtype) {
+        let seed = values.first().map_or(0, |v| u64::from(v.to_bits()));
+        return blocks(dtype, values.len(), &mut Rng::new(seed));
     }
     let n_bytes = dtype
         .bytes_for(values.len())

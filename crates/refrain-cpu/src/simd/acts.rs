@@ -50,6 +50,8 @@ pub fn act_kind(dtype: DType) -> Option<ActKind> {
         DType::Q2_K | DType::Q3_K | DType::Q4_K | DType::Q5_K | DType::Q6_K | DType::IQ4_XS => {
             Some(ActKind::Q8K)
         }
+        DType::MXFP4 => None,
+        DType::IQ2_XXS | DType::IQ2_XS | DType::IQ2_S | DType::IQ3_XXS | DType::IQ3_S => None,
         DType::I32 | DType::U32 | DType::I64 | DType::U8 => None,
     }
 }

@@ -73,6 +73,8 @@ impl TileSpec {
             DType::Q5_K => (None, 0, &[(0, 44)], Fixup::None),
             DType::Q6_K => (Some(208), 0, Q6_K_RUNS, Fixup::None),
             DType::IQ4_XS => (None, 0, &[(0, 34)], Fixup::None),
+            DType::MXFP4 | DType::IQ2_XXS | DType::IQ2_XS | DType::IQ2_S => return None,
+            DType::IQ3_XXS | DType::IQ3_S => return None,
             DType::F32 | DType::F16 | DType::BF16 => return None,
             DType::I32 | DType::U32 | DType::I64 | DType::U8 => return None,
         };

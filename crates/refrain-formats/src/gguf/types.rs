@@ -18,7 +18,7 @@ pub fn number_of(dtype: DType) -> Option<u32> {
     SUPPORTED.iter().find(|(_, d)| *d == dtype).map(|(n, _)| *n)
 }
 
-const SUPPORTED: [(u32, DType); 17] = [
+const SUPPORTED: [(u32, DType); 23] = [
     (0, DType::F32),
     (1, DType::F16),
     (30, DType::BF16),
@@ -34,6 +34,12 @@ const SUPPORTED: [(u32, DType); 17] = [
     (14, DType::Q6_K),
     (20, DType::IQ4_NL),
     (23, DType::IQ4_XS),
+    (39, DType::MXFP4),
+    (16, DType::IQ2_XXS),
+    (17, DType::IQ2_XS),
+    (22, DType::IQ2_S),
+    (18, DType::IQ3_XXS),
+    (21, DType::IQ3_S),
     (26, DType::I32),
     (27, DType::I64),
 ];
@@ -45,12 +51,7 @@ fn unsupported_name(number: u32) -> Option<&'static str> {
         5 => "Q4_3, removed from the format",
         9 => "Q8_1",
         15 => "Q8_K",
-        16 => "IQ2_XXS",
-        17 => "IQ2_XS",
-        18 => "IQ3_XXS",
         19 => "IQ1_S",
-        21 => "IQ3_S",
-        22 => "IQ2_S",
         24 => "I8",
         25 => "I16",
         28 => "F64",
@@ -63,7 +64,6 @@ fn unsupported_name(number: u32) -> Option<&'static str> {
         36 => "IQ4_NL_4_4, removed from the format",
         37 => "IQ4_NL_4_8, removed from the format",
         38 => "IQ4_NL_8_8, removed from the format",
-        39 => "MXFP4",
         40 => "NVFP4",
         41 => "Q1_0",
         _ => return None,

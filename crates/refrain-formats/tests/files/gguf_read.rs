@@ -59,7 +59,7 @@ fn tensors_of_every_type_from_the_python_package_are_read() {
             "{dtype}: {data:?}"
         );
     }
-    assert_eq!(n_raw, 13, "BF16 and twelve quantised types are in the fixture");
+    assert_eq!(n_raw, 19, "BF16 and eighteen quantised types are in the fixture");
     use_all(&gguf);
 }
 

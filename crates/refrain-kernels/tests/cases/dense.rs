@@ -70,7 +70,7 @@ pub fn products() -> Vec<Case> {
         cases.push(products_case(dtype, 1, &[9, 3, 4], 256));
         cases.push(products_case(dtype, 9, &[5, 1, 2, 6], 256));
     }
-    for dtype in [DType::F32, DType::BF16, DType::Q3_K, DType::IQ4_XS] {
+    for dtype in [DType::F32, DType::BF16, DType::Q3_K, DType::IQ3_S] {
         // Products end between the two columns of a warp, and the last warps have no column.
         cases.push(products_case(dtype, 1, &[1533, 1540], 256));
     }
@@ -141,7 +141,7 @@ pub fn gather() -> Vec<Case> {
         case(DType::F16, 2049, false),
         case(DType::BF16, 4104, false),
         case(DType::F32, 2056, false),
-        case(DType::IQ4_NL, 32, false),
+        case(DType::IQ3_XXS, 256, false),
     ]);
     cases.extend(PACKED_DTYPES.iter().map(|&dtype| case(dtype, 1280, true)));
     cases.extend([case(DType::Q8_0, 32, true), case(DType::Q5_1, 576, true)]);

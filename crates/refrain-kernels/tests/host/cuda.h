@@ -14,6 +14,7 @@
 
 #define REFRAIN_ON_HOST
 #define __global__
+#define __device__
 #define __shared__ static  // blocks run one after another
 #define __launch_bounds__(...)
 #define __noinline__

@@ -12,7 +12,7 @@ use std::sync::{Mutex, PoisonError};
 use refrain_driver::Device;
 use refrain_driver::api::DevicePtr;
 use refrain_driver::sim::{KernelResult, SimDriver, SimKernel, SimOptions};
-use refrain_kernels::{GpuArch, KernelFamily, kernels, tuning_header};
+use refrain_kernels::{GpuArch, KernelFamily, generated_headers, kernels};
 
 use crate::bed::{Bed, Regions};
 
@@ -56,8 +56,9 @@ fn build() -> RunKernel {
 fn compile(folder: &Path) -> std::path::PathBuf {
     let here = Path::new(env!("CARGO_MANIFEST_DIR"));
     let mut sources = vec![here.join("tests/host/fibers.cpp")];
-    let (name, text) = tuning_header(GpuArch { major: 9, minor: 0 });
-    fs::write(folder.join(name), text).unwrap();
+    for (name, text) in generated_headers(GpuArch { major: 9, minor: 0 }) {
+        fs::write(folder.join(name), text).unwrap();
+    }
     for family in KernelFamily::ALL {
         let names = kernels().into_iter().filter(|k| k.unit.family() == family).map(|k| k.name);
         let lines: Vec<String> =

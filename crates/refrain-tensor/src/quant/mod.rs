@@ -6,7 +6,11 @@
 //! kernels that unpack blocks differently share their fields.
 
 mod block;
+pub mod grid;
+mod iq2;
+mod iq3;
 mod iq4;
+mod mxfp4;
 mod plain;
 mod q2_k;
 mod q3_k;
@@ -19,7 +23,10 @@ mod q8;
 mod search;
 
 pub use block::{Block, F16Le};
+pub use iq2::{BlockIq2S, BlockIq2Xs, BlockIq2Xxs};
+pub use iq3::{BlockIq3S, BlockIq3Xxs};
 pub use iq4::{BlockIq4Nl, BlockIq4Xs, IQ4_NL_VALUES};
+pub use mxfp4::{BlockMxfp4, MXFP4_VALUES, mxfp4_scale};
 pub use q2_k::BlockQ2K;
 pub use q3_k::BlockQ3K;
 pub use q4::{BlockQ4_0, BlockQ4_1};
@@ -52,6 +59,12 @@ pub fn dequantize(dtype: DType, bytes: &[u8], out: &mut [f32]) -> Result<(), Ten
         DType::Q6_K => decode_blocks::<BlockQ6K, 256>(bytes, out),
         DType::IQ4_NL => decode_blocks::<BlockIq4Nl, 32>(bytes, out),
         DType::IQ4_XS => decode_blocks::<BlockIq4Xs, 256>(bytes, out),
+        DType::MXFP4 => decode_blocks::<BlockMxfp4, 32>(bytes, out),
+        DType::IQ2_XXS => decode_with(bytes, out, BlockIq2Xxs::decode),
+        DType::IQ2_XS => decode_with(bytes, out, BlockIq2Xs::decode),
+        DType::IQ2_S => decode_with(bytes, out, BlockIq2S::decode),
+        DType::IQ3_XXS => decode_with(bytes, out, BlockIq3Xxs::decode),
+        DType::IQ3_S => decode_with(bytes, out, BlockIq3S::decode),
         DType::I32 | DType::U32 | DType::I64 | DType::U8 => {
             return Err(TensorError::Unsupported { dtype, verb: "decoded to F32" });
         }
@@ -59,9 +72,18 @@ pub fn dequantize(dtype: DType, bytes: &[u8], out: &mut [f32]) -> Result<(), Ten
     Ok(())
 }
 
+/// Returns whether [`quantize`] encodes `dtype`. The IQ2 and IQ3 types are only decoded.
+pub const fn can_encode(dtype: DType) -> bool {
+    match dtype {
+        DType::I32 | DType::U32 | DType::I64 | DType::U8 => false,
+        DType::IQ2_XXS | DType::IQ2_XS | DType::IQ2_S | DType::IQ3_XXS | DType::IQ3_S => false,
+        _ => true,
+    }
+}
+
 /// Encodes `values` as `dtype` into `out`, which must have exactly the right size.
 ///
-/// Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, F16 and BF16 match the `gguf` package byte for byte. The K types and the IQ4 types
+/// Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, MXFP4, F16 and BF16 match the `gguf` package byte for byte. The K types and the IQ4 types
 /// search for scales with a small squared error: from several starting points they alternate between the nearest
 /// levels for the scales and the least-squares scales for the levels, then round the scales to values that the
 /// block can store.
@@ -91,6 +113,10 @@ pub fn quantize(dtype: DType, values: &[f32], out: &mut [u8]) -> Result<(), Tens
         DType::Q6_K => encode_blocks::<BlockQ6K, 256>(values, out),
         DType::IQ4_NL => encode_blocks::<BlockIq4Nl, 32>(values, out),
         DType::IQ4_XS => encode_blocks::<BlockIq4Xs, 256>(values, out),
+        DType::MXFP4 => encode_blocks::<BlockMxfp4, 32>(values, out),
+        DType::IQ2_XXS | DType::IQ2_XS | DType::IQ2_S | DType::IQ3_XXS | DType::IQ3_S => {
+            return Err(TensorError::Unsupported { dtype, verb: "encoded from F32" });
+        }
         DType::I32 | DType::U32 | DType::I64 | DType::U8 => {
             return Err(TensorError::Unsupported { dtype, verb: "encoded from F32" });
         }
@@ -196,9 +222,13 @@ fn check_lengths(dtype: DType, n_elements: usize, got_bytes: usize) -> Result<()
 }
 
 fn decode_blocks<B: Block<N>, const N: usize>(bytes: &[u8], out: &mut [f32]) {
+    decode_with(bytes, out, B::decode);
+}
+
+fn decode_with<B: bytemuck::Pod, const N: usize>(bytes: &[u8], out: &mut [f32], decode: fn(&B) -> [f32; N]) {
     let blocks: &[B] = bytemuck::cast_slice(bytes);
     for (block, out) in blocks.iter().zip(out.as_chunks_mut::<N>().0) {
-        *out = block.decode();
+        *out = decode(block);
     }
 }
 

@@ -145,7 +145,13 @@ fn dtype_name(dtype: DType) -> Option<&'static str> {
         | DType::Q5_K
         | DType::Q6_K
         | DType::IQ4_NL
-        | DType::IQ4_XS => None,
+        | DType::IQ4_XS
+        | DType::MXFP4
+        | DType::IQ2_XXS
+        | DType::IQ2_XS
+        | DType::IQ2_S
+        | DType::IQ3_XXS
+        | DType::IQ3_S => None,
     }
 }
 

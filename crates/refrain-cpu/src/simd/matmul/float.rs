@@ -77,6 +77,8 @@ pub(super) fn products(
                     tiled(w)
                 }
                 DType::Q2_K | DType::Q3_K | DType::Q4_K | DType::Q5_K | DType::Q6_K => tiled(w),
+                DType::MXFP4 | DType::IQ2_XXS | DType::IQ2_XS => tiled(w),
+                DType::IQ2_S | DType::IQ3_XXS | DType::IQ3_S => tiled(w),
                 DType::IQ4_XS | DType::I32 | DType::U32 | DType::I64 | DType::U8 => tiled(w),
             }
             // A copy of constant length is one instruction; any other is a call.

@@ -261,6 +261,9 @@ fn tile_sums<const M: usize>(level: Level, dtype: DType, args: TileArgs<M>) {
         DType::Q5_K => level.dispatch(TileQ8K::<Q5K, M>::new(args)),
         DType::Q6_K => level.dispatch(TileQ8K::<Q6K, M>::new(args)),
         DType::IQ4_XS => level.dispatch(TileQ8K::<Iq4Xs, M>::new(args)),
+        DType::MXFP4 | DType::IQ2_XXS | DType::IQ2_XS | DType::IQ2_S | DType::IQ3_XXS | DType::IQ3_S => {
+            unreachable!("`WeightMatrix::new` refused {dtype}")
+        }
         DType::F32 | DType::F16 | DType::BF16 => unreachable!("{dtype} has no tiles"),
         DType::I32 | DType::U32 | DType::I64 | DType::U8 => {
             unreachable!("`WeightMatrix::new` refused {dtype}")
