@@ -35,6 +35,7 @@ mod qwen35;
 pub use adapter::{Adapter, AdapterPart, LoraSpec, Targets};
 pub use embed::{EmbedGraph, EmbedInputs, EmbedSpec, PoolInputs};
 pub use error::ModelError;
+pub use export::{GgufContents, GgufTensor};
 pub use model::{Head, KvSpec, Model, SampleHead, StepSpec};
 pub use refrain_formats::params::Pooling;
 pub use rope::inverse_frequencies;
