@@ -325,10 +325,14 @@ fn page(name: &str, options: &LoadOptions, report: &LoadReport, args: &Args) -> 
         format!("{p50} median, {p99} at the 99th percentile")
     };
     let (command, date) = (profile::command(), profile::date_utc(std::time::SystemTime::now()));
+    let device = match &args.load.url {
+        Some(_) => "that of the server".into(),
+        None => profile::device_name(&args.device),
+    };
     let facts = [
         ("command", command),
         ("date", date),
-        ("device", profile::device_name(&args.device)),
+        ("device", device),
         ("arrivals", arrivals_text(options.arrivals)),
         ("requests", format!("{} completed, {} failed", report.n_completed, report.n_failed())),
         ("output", format!("{} tok/s", short_rate(report.tokens_per_second()))),
