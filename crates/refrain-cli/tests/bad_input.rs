@@ -44,7 +44,7 @@ fn a_known_name_is_not_pulled_offline() {
 }
 
 #[test]
-fn arguments_that_contradict_are_a_mistake_of_usage() {
+fn contradicting_arguments_are_a_usage_error() {
     let cli = Cli::new();
     cli.run(&["run", "-m", "stories", "-p", "A cat", "another"]).misused();
     cli.run(&["run", "-m", "stories", "one", "two"]).misused();
@@ -56,7 +56,7 @@ fn arguments_that_contradict_are_a_mistake_of_usage() {
 }
 
 #[test]
-fn no_steps_ahead_and_more_than_there_can_be_are_refused() {
+fn steps_ahead_outside_the_range_are_refused() {
     for n in ["0", "33"] {
         let said = Cli::new().run(&["run", "A cat", "--device", "sim", "--ahead", n]).misused();
         assert!(said.contains("1..=32"), "{said}");
@@ -64,7 +64,7 @@ fn no_steps_ahead_and_more_than_there_can_be_are_refused() {
 }
 
 #[test]
-fn no_threads_are_refused() {
+fn zero_threads_are_refused() {
     let said = Cli::new().run(&["run", "A cat", "--threads", "0"]).misused();
     assert!(said.contains("at least 1 thread"), "{said}");
     let said = Cli::new().run(&["run", "A cat", "--threads", "100000"]).misused();
@@ -72,7 +72,7 @@ fn no_threads_are_refused() {
 }
 
 #[test]
-fn what_a_device_cannot_do_is_refused_with_a_hint() {
+fn device_flags_that_cannot_work_are_refused_with_a_hint() {
     let cli = Cli::new();
     let said = cli.run(&["run", "A cat", "--device", "cpu", "--graph", "require"]).refused();
     assert!(said.contains("--graph auto"), "{said}");

@@ -17,7 +17,7 @@ fn lines(cli: &Cli) -> Vec<Value> {
 }
 
 #[test]
-fn answers_come_in_order_as_run_gives_them_and_a_bad_line_stops_nobody() {
+fn answers_come_in_order_and_equal_those_of_run_despite_a_bad_line() {
     let cli = Cli::new();
     let input = r#"{"prompt": "Once upon a time"}
 {"prompt": "A cat", "max_tokens": 3, "id": "short"}
@@ -63,7 +63,7 @@ not json
 }
 
 #[test]
-fn it_goes_on_behind_the_lines_that_are_there() {
+fn a_second_run_continues_after_the_existing_lines() {
     let cli = Cli::new();
     let input: String = (0..12).map(|i| format!("{{\"prompt\": \"Number {i}\", \"id\": {i}}}\n")).collect();
     cli.file("in.jsonl", input);
@@ -107,7 +107,7 @@ fn the_simulated_device_answers_as_the_cpu_does() {
 }
 
 #[test]
-fn files_that_cannot_be_used_are_refused_with_a_way_out() {
+fn unusable_files_are_refused_with_a_hint() {
     let cli = Cli::new();
     let refused = |args: &[&str], text: &str| {
         let ended = cli.run(args);

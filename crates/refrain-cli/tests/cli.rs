@@ -72,7 +72,7 @@ fn the_same_seed_gives_the_same_text_and_another_seed_another() {
 }
 
 #[test]
-fn talk_goes_to_standard_error_without_colours() {
+fn messages_go_to_standard_error_without_colours() {
     let cli = Cli::new();
     let ended = cli.run(&["run", "A cat", "-n", "4", "--stats", "--seed", "5"]);
     for expected in ["context 512", "decode", "prefill", "eager", "seed 5", "resident"] {
@@ -115,7 +115,7 @@ fn a_closed_pipe_ends_quietly() {
 
 #[cfg(unix)]
 #[test]
-fn ctrl_c_stops_the_reply_and_keeps_what_was_said() {
+fn ctrl_c_stops_the_reply_and_keeps_its_text() {
     let cli = Cli::new();
     let mut command = cli.command(&["run", "A cat", "-n", "450", "--stats", "--threads", "1"]);
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it runs");
@@ -134,7 +134,7 @@ fn ctrl_c_stops_the_reply_and_keeps_what_was_said() {
 
 #[cfg(unix)]
 #[test]
-fn ctrl_c_ends_a_command_that_has_no_reply_to_stop() {
+fn ctrl_c_ends_a_command_without_a_reply() {
     let cli = Cli::new();
     let mut command = cli.command(&["run"]);
     let mut child = command.stdin(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it runs");
@@ -166,7 +166,7 @@ fn the_first_ctrl_c_during_a_hang_says_what_to_do() {
 }
 
 #[test]
-fn of_a_repeated_flag_the_last_one_counts() {
+fn the_last_of_repeated_flags_wins() {
     let cli = Cli::new();
     let json =
         cli.run(&with(&["run", "A cat", "-n", "3", "--seed", "1", "--seed", "9", "--json"], &["-n", "5"]));
@@ -234,7 +234,7 @@ fn chat_answers_line_by_line_and_obeys_commands() {
 }
 
 #[test]
-fn a_chat_is_saved_only_over_nothing_and_loaded_again() {
+fn saving_a_chat_overwrites_no_file_and_a_saved_chat_can_be_loaded() {
     let cli = Cli::new();
     let args = ["chat", "--temp", "0", "-n", "12", "--device", "cpu"];
     cli.file("mine.json", "precious");
@@ -268,7 +268,7 @@ fn settings_of_a_chat_change_its_replies() {
 }
 
 #[test]
-fn a_chat_with_a_full_context_drops_the_oldest_turns_or_stops_as_told() {
+fn a_chat_with_a_full_context_drops_the_oldest_turns_or_stops_as_configured() {
     let cli = Cli::new();
     let input = (0..6).map(|i| format!("Tell me about the number {i}, please.\n")).collect::<String>();
     let chat = |how| {
@@ -309,7 +309,7 @@ fn chat_without_a_model_answers_with_the_built_in_one_and_says_what_it_is() {
 }
 
 #[test]
-fn chat_reads_only_what_is_new() {
+fn chat_evaluates_only_new_tokens() {
     let cli = Cli::new();
     let model = cli.tiny_chat_model();
     let args = ["chat", model.to_str().expect("a path"), "-n", "4", "--temp", "0", "--stats"];
@@ -318,7 +318,7 @@ fn chat_reads_only_what_is_new() {
 }
 
 #[test]
-fn run_uses_the_chat_template_unless_it_is_told_not_to() {
+fn run_uses_the_chat_template_unless_raw_is_set() {
     let cli = Cli::new();
     let model = cli.tiny_chat_model();
     let model = model.to_str().expect("a path");
@@ -364,7 +364,7 @@ fn perplexity_scores_the_second_half_of_each_window() {
 }
 
 #[test]
-fn inspect_tells_what_is_in_the_files() {
+fn inspect_shows_the_contents_of_the_files() {
     let cli = Cli::new();
     let json = cli.run(&["inspect", "stories", "--json", "--tensors"]).json();
     assert_eq!(json["architecture"], "llama");
@@ -400,7 +400,7 @@ fn tokenize_shows_ids_and_pieces() {
     not(feature = "shared-data"),
     ignore = "needs ../shared/data: cargo xtask ci turns it on where it exists"
 )]
-fn files_with_only_a_vocabulary_can_be_inspected_and_tokenized_with() {
+fn files_with_only_a_vocabulary_can_be_inspected_and_used_to_tokenize() {
     let cli = Cli::new();
     for name in ["bert-bge", "falcon", "gpt-2", "llama-spm"] {
         let path = refrain_testkit::require_shared_data(&format!("vocab/ggml-vocab-{name}.gguf"));
@@ -447,7 +447,7 @@ fn a_plan_folds_equal_layers_and_its_arena_shows_small_buffers() {
 }
 
 #[test]
-fn plan_tells_launches_kernels_and_memory_of_a_device_and_needs_no_tokenizer() {
+fn plan_shows_launches_kernels_and_memory_of_a_device_and_needs_no_tokenizer() {
     let cli = Cli::new();
     let text = cli.run(&with(&["plan", "stories", "--bandwidth", "4000"], &SIM)).ok();
     for expected in ["product_gated_q8_0", "of workspace", "4000.0 GB/s", "(as above)"] {
@@ -467,7 +467,7 @@ fn plan_tells_launches_kernels_and_memory_of_a_device_and_needs_no_tokenizer() {
 }
 
 #[test]
-fn attention_that_takes_several_launches_is_told_with_the_reason() {
+fn attention_that_takes_several_launches_is_reported_with_the_reason() {
     let cli = Cli::new();
     // The same weights as sixteen heads of four elements: there is no kernel that joins those.
     let config = std::fs::read_to_string(golden("llama").join("config.json")).expect("a golden");
@@ -494,7 +494,7 @@ fn attention_that_takes_several_launches_is_told_with_the_reason() {
 }
 
 #[test]
-fn caches_of_every_type_are_run_and_told_in_plans() {
+fn caches_of_every_type_run_and_are_shown_in_plans() {
     let cli = Cli::new();
     let cpu = ["--device", "cpu"];
     for device in [&cpu[..], &SIM] {
@@ -538,7 +538,7 @@ fn bench_on_a_device_counts_launches_and_kernels_and_its_json_is_data() {
 }
 
 #[test]
-fn bench_at_several_depths_has_a_decode_line_for_each_and_tells_launches_and_steps_once() {
+fn bench_at_several_depths_has_a_decode_line_for_each_and_reports_launches_and_steps_once() {
     let cli = Cli::new();
     let args = with(&["bench", "stories", "-p", "0", "-n", "4", "-r", "1", "--depth", "16,3"], &SIM);
     let text = cli.run(&args).ok();
@@ -616,7 +616,7 @@ fn every_command_has_examples_in_its_help() {
 }
 
 #[test]
-fn help_can_be_asked_for_by_name() {
+fn help_takes_the_name_of_a_command() {
     let cli = Cli::new();
     assert_eq!(cli.run(&["help"]).ok(), cli.run(&["--help"]).ok());
     assert_eq!(cli.run(&["help", "bench"]).ok(), cli.run(&["bench", "--help"]).ok());
@@ -624,7 +624,7 @@ fn help_can_be_asked_for_by_name() {
 }
 
 #[test]
-fn the_reference_pages_are_what_the_program_prints() {
+fn the_reference_pages_match_the_program() {
     let cli = Cli::new();
     for page in ["cli", "environment"] {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("../../docs/reference/{page}.md"));
@@ -683,7 +683,7 @@ fn sources(folder: &Path) -> Vec<std::path::PathBuf> {
 const SIM: [&str; 2] = ["--device", "sim"];
 
 #[test]
-fn the_simulated_device_replays_every_step_and_writes_what_the_cpu_writes() {
+fn the_simulated_device_replays_every_step_and_gives_the_same_text_as_the_cpu() {
     let cli = Cli::new();
     let prompt = ["run", "stories", "Once upon a time"];
     let cpu = cli.run(&with(&with(&prompt, &GREEDY), &["--device", "cpu"])).ok();
@@ -698,7 +698,7 @@ fn the_simulated_device_replays_every_step_and_writes_what_the_cpu_writes() {
 }
 
 #[test]
-fn what_a_model_takes_on_a_device_is_told_with_verbose_and_in_the_summary() {
+fn memory_on_a_device_is_reported_with_verbose_and_in_the_summary() {
     let cli = Cli::new();
     let prompt = with(&with(&["run", "stories", "A cat"], &GREEDY), &SIM);
     let told = |extra: &[&str], row: &str| {
@@ -714,7 +714,7 @@ fn what_a_model_takes_on_a_device_is_told_with_verbose_and_in_the_summary() {
 }
 
 #[test]
-fn a_recording_that_fails_is_told_or_refused_as_asked() {
+fn a_failed_recording_is_reported_or_ends_the_command() {
     let cli = Cli::new();
     let prompt = with(&["run", "stories", "Once upon a time"], &GREEDY);
     let whole = cli.run(&with(&prompt, &["--device", "cpu"])).ok();
@@ -736,7 +736,7 @@ fn a_recording_that_fails_is_told_or_refused_as_asked() {
 }
 
 #[test]
-fn a_device_that_is_lost_mid_text_keeps_what_was_written_and_has_its_own_exit_code() {
+fn a_device_lost_during_a_text_keeps_the_partial_text_and_has_its_own_exit_code() {
     let cli = Cli::new();
     let prompt = with(&["run", "stories", "Once upon a time"], &GREEDY);
     let whole = cli.run(&with(&prompt, &["--device", "cpu"])).ok();
@@ -838,7 +838,7 @@ fn a_trial_that_hangs_is_ended_and_its_driver_records_by_nodes() {
 }
 
 #[test]
-fn what_is_remembered_of_a_driver_and_cannot_be_read_is_tried_again() {
+fn a_stored_trial_that_cannot_be_read_is_repeated() {
     let cli = Cli::new();
     required(&cli, POISON);
     let folder = cli.home.path().join("refrain/drivers");
@@ -854,7 +854,7 @@ fn what_is_remembered_of_a_driver_and_cannot_be_read_is_tried_again() {
 }
 
 #[test]
-fn the_doctor_tells_where_per_layer_embeddings_would_go() {
+fn the_doctor_reports_where_per_layer_embeddings_would_be_placed() {
     let rows = Cli::new().run(&["doctor", "--device", "sim", "--json"]).json();
     let row = rows["rows"].as_array().unwrap().iter().find(|row| row["name"] == "tables").unwrap();
     // The simulated card has 4 GiB: too few for what is not the table.
@@ -877,7 +877,7 @@ fn a_plan_shows_every_place_of_per_layer_embeddings() {
 }
 
 #[test]
-fn the_doctor_tells_how_graphs_are_recorded() {
+fn the_doctor_reports_how_graphs_are_recorded() {
     let rows = Cli::new().run(&["doctor", "--device", "sim", "--json"]).json();
     let rows = rows["rows"].as_array().expect("rows");
     let row = rows.iter().find(|row| row["name"] == "graph method").expect("a row");

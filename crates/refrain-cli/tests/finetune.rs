@@ -91,7 +91,7 @@ fn an_adapter_is_trained_resumed_used_and_merged() {
 }
 
 #[test]
-fn a_file_may_ask_for_adapters_and_flags_change_them() {
+fn a_file_configures_adapters_and_flags_override_it() {
     let cli = cli();
     let keys = "from = 'stories'\ndata = 'text.txt'\nsteps = 1\ncontext = 16\nbatch = 1\ndevice = 'cpu'\n";
     cli.file("run.toml", format!("{keys}[lora]\nrank = 2\ntargets = ['q_proj', 'v_proj']\n"));
@@ -114,7 +114,7 @@ fn a_file_may_ask_for_adapters_and_flags_change_them() {
 }
 
 #[test]
-fn what_cannot_be_done_is_refused_with_a_way_out() {
+fn unusable_adapters_and_flags_are_refused_with_a_hint() {
     let cli = cli();
     let golden = golden("llama").join("lora");
     let golden = golden.to_str().expect("a path");

@@ -58,7 +58,7 @@ fn online(cli: &Cli, endpoint: &str, args: &[&str]) -> Ended {
 }
 
 #[test]
-fn a_model_that_is_not_here_is_pulled_after_saying_so_listed_and_removed() {
+fn a_missing_model_is_announced_pulled_listed_and_removed() {
     let cli = Cli::new();
     let content = stories();
     let endpoint = hub(content.clone(), sha256(&content));
@@ -95,7 +95,7 @@ fn bytes_with_a_wrong_checksum_are_not_kept() {
 
 #[cfg(unix)]
 #[test]
-fn ctrl_c_ends_a_pull_and_tells_how_to_go_on() {
+fn ctrl_c_ends_a_pull_and_says_how_to_resume() {
     let cli = Cli::new();
     // A server that takes the request and never answers it in full.
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");

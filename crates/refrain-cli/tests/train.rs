@@ -66,7 +66,7 @@ fn log(cli: &Cli, run: &str) -> Vec<serde_json::Value> {
 }
 
 #[test]
-fn a_run_leaves_a_model_that_run_reads_in_both_forms() {
+fn a_run_exports_a_model_that_run_reads_in_both_formats() {
     let cli = cli();
     let ended = cli.run(&with(&[
         "--steps",
@@ -182,7 +182,7 @@ fn a_file_and_flags_make_one_configuration() {
 }
 
 #[test]
-fn a_dry_run_tells_what_memory_is_needed_and_writes_nothing() {
+fn a_dry_run_reports_the_memory_needed_and_writes_nothing() {
     let cli = cli();
     let table = cli.run(&with(&["--dry-run", "--save-every", "1"])).ok();
     for part in ["weights", "moments", "gradients", "activations", "needed", "free"] {
@@ -201,7 +201,7 @@ fn a_dry_run_tells_what_memory_is_needed_and_writes_nothing() {
 
 #[cfg(unix)]
 #[test]
-fn ctrl_c_finishes_the_step_and_saves_and_resume_goes_on() {
+fn ctrl_c_finishes_the_step_and_saves_and_resume_continues() {
     let cli = cli();
     let mut command = cli.command(&with(&["--steps", "100000", "--out", "long", "--schedule", "constant"]));
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it runs");
@@ -226,7 +226,7 @@ fn ctrl_c_finishes_the_step_and_saves_and_resume_goes_on() {
 }
 
 #[test]
-fn bad_input_is_told_with_its_place() {
+fn bad_input_is_reported_with_its_location() {
     let cli = cli();
     cli.file("empty.txt", "");
     cli.file("binary.txt", [0xff, 0xfe, 0, 1]);
@@ -306,7 +306,7 @@ fn training_speed_is_measured_and_its_json_is_data() {
 }
 
 #[test]
-fn replays_are_compared_with_eager_steps_while_a_run_goes_on() {
+fn replays_are_compared_with_eager_steps_during_a_run() {
     let cli = cli();
     let run = |out, graph, more: &[&'static str]| {
         let tail = ["--device", "sim", "--steps", "4", "--out", out, "--graph", graph, "--export", "none"];
@@ -332,7 +332,7 @@ fn replays_are_compared_with_eager_steps_while_a_run_goes_on() {
 }
 
 #[test]
-fn the_speed_of_training_on_a_device_is_told_with_what_it_costs_the_host() {
+fn training_speed_on_a_device_is_reported_with_its_host_time() {
     let cli = Cli::new();
     let args = ["bench", "--train", "llama-1m", "--batch", "1", "--context", "4", "--steps", "2"];
     let json = cli.run(&[&args[..], &["--device", "sim", "--graph", "require", "--json"]].concat()).json();

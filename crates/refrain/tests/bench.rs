@@ -3,7 +3,7 @@
 use refrain::{BenchOptions, BenchTarget, Device, Error, Model, Samples, Session, SessionOptions, bench};
 
 #[test]
-fn a_bench_measures_as_often_as_asked_and_counts_the_bytes_that_a_token_reads() {
+fn a_bench_takes_the_requested_number_of_samples_and_counts_the_bytes_per_token() {
     let model = Model::builtin().unwrap();
     let device = Device::Cpu { threads: Some(2) };
     let session = SessionOptions { device, ..SessionOptions::default() };

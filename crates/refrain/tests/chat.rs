@@ -85,7 +85,7 @@ fn a_full_context_drops_the_oldest_turns_and_keeps_the_system_prompt() {
 }
 
 #[test]
-fn a_reply_that_fills_the_context_goes_on_after_a_shift() {
+fn a_reply_that_fills_the_context_continues_after_a_shift() {
     let long = |on_full| {
         let mut chat = chat(96, on_full);
         let ends = chat.session().model().tokenizer().end_of_generation().to_vec();

@@ -126,7 +126,7 @@ fn losses_and_every_gradient_agree_with_pytorch_on_the_simulated_device() {
 }
 
 #[test]
-fn a_step_in_bf16_is_one_segment_that_needs_nothing_of_the_host() {
+fn a_bf16_step_is_one_segment_without_host_steps() {
     let net = Net::new(Sizes { dtype: DType::BF16, ..SIZES }, N_SAMPLES);
     assert_eq!(net.n_parameters(), 4_243);
     for phase in [Phase::Learn, Phase::Classify] {

@@ -18,7 +18,7 @@ fn options(graph: GraphMode, table: TablePlacement) -> SessionOptions {
 }
 
 #[test]
-fn each_placement_has_the_segments_and_the_memory_that_its_name_says() {
+fn each_placement_has_the_expected_segments_and_memory() {
     // 128 rows of nine layers of eight elements.
     let table = 128 * 9 * 8 * 4;
     let mut on_device = None;
@@ -42,7 +42,7 @@ fn each_placement_has_the_segments_and_the_memory_that_its_name_says() {
 }
 
 #[test]
-fn the_cpu_takes_a_table_on_the_host_as_a_step_of_its_own() {
+fn the_cpu_runs_the_lookup_in_a_host_table_as_its_own_step() {
     let cpu = |table| {
         let device = Device::Cpu { threads: Some(1) };
         let options = SessionOptions { device, ..options(GraphMode::Auto, table) };

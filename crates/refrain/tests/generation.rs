@@ -36,7 +36,7 @@ fn long_prompt() -> String {
 }
 
 #[test]
-fn the_builtin_model_continues_a_story_for_as_many_tokens_as_asked_for() {
+fn the_builtin_model_continues_a_story_for_the_requested_number_of_tokens() {
     let mut session = session(SessionOptions::default());
     let (story, summary) = text(&mut session, START, &greedy(24));
     assert!(story.split_whitespace().count() > 10 && story.is_ascii(), "{story}");
@@ -65,7 +65,7 @@ fn a_stop_text_ends_the_generation_and_is_not_shown() {
 }
 
 #[test]
-fn what_was_held_back_for_a_stop_text_is_shown_when_none_came() {
+fn text_held_back_for_a_stop_text_is_shown_if_none_follows() {
     let mut session = session(SessionOptions::default());
     let (story, _) = text(&mut session, START, &greedy(16));
     let almost = format!("{}#", &story[story.len() - 4..]);
@@ -122,7 +122,7 @@ fn cancelling_during_a_long_prompt_keeps_what_was_evaluated() {
 }
 
 #[test]
-fn what_the_cache_holds_is_not_evaluated_again_and_changes_nothing() {
+fn cached_tokens_are_not_evaluated_again_and_give_the_same_text() {
     let mut used = session(SessionOptions::default());
     let (first, before) = text(&mut used, START, &greedy(12));
     let longer = format!("{START}{first} The");
@@ -169,7 +169,7 @@ fn the_end_of_the_turn_ends_the_text_unless_it_is_ignored() {
 }
 
 #[test]
-fn one_seed_gives_one_text_whatever_the_threads() {
+fn a_seed_gives_the_same_text_on_any_number_of_threads() {
     let story = |seed, threads| {
         let sampling = Some(SamplingParams { temperature: 1.0, seed, ..SamplingParams::default() });
         text(&mut session(cpu(threads)), START, &Generate { sampling, ..greedy(24) }).0
@@ -182,7 +182,7 @@ fn one_seed_gives_one_text_whatever_the_threads() {
 }
 
 #[test]
-fn sampling_that_makes_no_sense_is_refused_before_anything_runs() {
+fn invalid_sampling_parameters_are_refused_before_anything_runs() {
     let mut session = session(SessionOptions::default());
     let sampling = Some(SamplingParams { top_p: 2.0, ..SamplingParams::default() });
     let error = session.generate(Prompt::Text(START), &Generate { sampling, ..greedy(1) }).err().unwrap();
@@ -220,7 +220,7 @@ fn the_seed_is_random_unless_it_is_given() {
 }
 
 #[test]
-fn the_automatic_device_is_one_that_can_be_used() {
+fn the_automatic_device_is_usable() {
     let options = SessionOptions { device: Device::auto(), ..SessionOptions::default() };
     let mut session = session(options);
     assert_eq!(text(&mut session, START, &greedy(3)).1.n_generated, 3);

@@ -110,7 +110,7 @@ fn a_tokenizer_with_more_tokens_than_the_model_is_refused() {
 }
 
 #[test]
-fn a_stop_text_in_what_is_left_at_the_end_is_the_reason_to_end() {
+fn a_stop_text_in_the_remaining_text_at_the_end_is_the_finish_reason() {
     let at = folder();
     write(&at, "tokenizer.json", &tokenizer(&SPECIAL, 0));
     let model = Model::open(at.path()).unwrap();

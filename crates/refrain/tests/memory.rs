@@ -15,7 +15,7 @@ fn session(model: &Model, options: &SessionOptions) -> Session {
 }
 
 #[test]
-fn a_further_session_adds_its_cache_and_not_the_weights() {
+fn another_session_adds_only_its_cache() {
     let model = Model::builtin().unwrap();
     let device = Device::Cpu { threads: Some(2) };
     let options = SessionOptions { device, context: Some(128), ..SessionOptions::default() };

@@ -38,7 +38,7 @@ fn sessions_can_move_between_threads() {
 }
 
 #[test]
-fn sessions_whose_pieces_are_taken_in_turn_give_the_texts_that_each_gives_alone() {
+fn interleaved_sessions_give_the_same_texts_as_alone() {
     let model = Model::builtin().unwrap();
     // Of different lengths: the cache and its tables grow while the first conversation goes on.
     let mut sessions = [128, 200, 110].map(|context| Session::new(&model, &cpu(context)).unwrap());
@@ -77,7 +77,7 @@ fn sessions_whose_pieces_are_taken_in_turn_give_the_texts_that_each_gives_alone(
 }
 
 #[test]
-fn a_cache_that_grows_in_the_middle_of_a_text_changes_nothing() {
+fn a_cache_that_grows_during_a_text_does_not_change_it() {
     let model = Model::builtin().unwrap();
     let mut session = Session::new(&model, &cpu(128)).unwrap();
     let options = sampled(0);
@@ -91,7 +91,7 @@ fn a_cache_that_grows_in_the_middle_of_a_text_changes_nothing() {
 }
 
 #[test]
-fn sessions_on_many_threads_give_the_texts_that_each_gives_alone() {
+fn sessions_on_many_threads_give_the_same_texts_as_alone() {
     let model = Model::builtin().unwrap();
     let want = [0, 1, 2].map(alone);
     std::thread::scope(|scope| {
@@ -108,7 +108,7 @@ fn sessions_on_many_threads_give_the_texts_that_each_gives_alone() {
 }
 
 #[test]
-fn sessions_with_another_cache_or_other_threads_share_weights_and_differ_in_nothing_else() {
+fn sessions_with_other_caches_and_thread_counts_share_weights() {
     let model = Model::builtin().unwrap();
     let want = alone(1);
     let mut sessions: Vec<_> = [(1, DType::F16), (2, DType::F16), (2, DType::F32)]
@@ -126,7 +126,7 @@ fn sessions_with_another_cache_or_other_threads_share_weights_and_differ_in_noth
 }
 
 #[test]
-fn a_device_whose_cache_cannot_grow_gives_a_further_session_an_engine_of_its_own() {
+fn another_session_gets_its_own_engine_if_the_cache_cannot_grow() {
     let model = Model::builtin().unwrap();
     let device = Device::Sim {
         seed: 1,

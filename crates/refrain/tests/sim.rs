@@ -75,7 +75,7 @@ fn caches_of_every_type_give_the_same_text_on_cpu_and_device_and_take_their_byte
 }
 
 #[test]
-fn a_cache_of_blocks_is_refused_and_named() {
+fn a_cache_of_quantised_elements_is_refused_by_name() {
     let model = Model::builtin().unwrap();
     for device in [Device::Cpu { threads: Some(2) }, sim(GraphMode::Auto, Method::Stream, "", false)] {
         let options =
@@ -126,7 +126,7 @@ fn turns(model: &Model, ahead: usize, stop: &str) -> (Vec<String>, u64) {
 }
 
 #[test]
-fn texts_that_are_broken_off_with_steps_under_way_leave_the_next_ones_as_they_are() {
+fn interrupted_texts_with_steps_in_flight_do_not_affect_the_next_ones() {
     let model = Model::builtin().unwrap();
     let (whole, _) = turns(&model, 1, "nothing like this");
     let first = &whole[0];
@@ -139,7 +139,7 @@ fn texts_that_are_broken_off_with_steps_under_way_leave_the_next_ones_as_they_ar
 }
 
 #[test]
-fn graphs_that_are_required_and_cannot_be_had_are_an_error_with_a_hint() {
+fn required_graphs_that_cannot_be_recorded_are_an_error_with_a_hint() {
     let model = Model::builtin().unwrap();
     let device = sim(GraphMode::Require, Method::Stream, "on every instantiate: fail 801", false);
     let options = SessionOptions { device, context: Some(64), ..SessionOptions::default() };

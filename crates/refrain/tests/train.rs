@@ -64,7 +64,7 @@ fn learner(model: TrainedModel) -> StepLearner {
 }
 
 #[test]
-fn a_trained_model_is_the_same_in_both_forms_it_is_exported_in() {
+fn a_trained_model_is_the_same_in_both_export_formats() {
     let folder = tempfile::tempdir().unwrap();
     let trained = refrain::train::TrainedTokenizer::train(
         &[text_file(folder.path())],
@@ -121,7 +121,7 @@ fn options() -> TrainOptions {
 }
 
 #[test]
-fn a_run_from_a_model_keeps_its_tokenizer_and_leaves_both_forms() {
+fn a_run_from_a_model_keeps_its_tokenizer_and_exports_both_formats() {
     let folder = tempfile::tempdir().unwrap();
     // A model to start from, made by a run of its own.
     let fresh = "new = { arch = 'gemma3', n_layers = 1, hidden = 32, ffn = 48, n_heads = 2 }\n\

@@ -61,7 +61,7 @@ fn replayed_steps_in_flight_equal_eager_steps_one_by_one() {
 }
 
 #[test]
-fn the_host_waits_for_no_step_but_the_oldest() {
+fn the_host_waits_only_for_the_oldest_step() {
     let bench = Bench::new();
     let mut run = bench.start(&TrainConfig { steps: 30, ..bench.config("run") }, AHEAD, None);
     run.trainer.advance(&mut |_| {}).unwrap();
@@ -81,7 +81,7 @@ fn the_host_waits_for_no_step_but_the_oldest() {
 }
 
 #[test]
-fn a_stop_finishes_what_is_in_flight_and_the_resumed_run_equals_one_that_did_not_stop() {
+fn a_stop_finishes_the_steps_in_flight_and_the_resumed_run_equals_an_uninterrupted_one() {
     let bench = Bench::new();
     let mut whole = bench.start(&plain(&bench, "whole"), AHEAD, HELD_OUT);
     whole.finish();
@@ -119,7 +119,7 @@ fn runaway(config: TrainConfig) -> TrainConfig {
 }
 
 #[test]
-fn a_loss_that_is_not_finite_ends_the_run_under_its_own_number_though_others_are_in_flight() {
+fn a_non_finite_loss_ends_the_run_and_names_its_step_despite_later_steps_in_flight() {
     let bench = Bench::new();
     let schedule = ScheduleKind::Constant;
     let config = |out: &str| TrainConfig { save_every: Some(4), schedule, ..bench.config(out) };
@@ -192,7 +192,7 @@ fn with_a_bad_token(learner: &mut Learner<CudaBackend>) {
 }
 
 #[test]
-fn a_step_that_is_not_finite_changes_nothing_and_those_behind_it_go_on_as_if_it_had_not_been() {
+fn a_non_finite_step_changes_nothing_and_later_steps_run_as_if_it_had_not_happened() {
     let bench = Bench::new();
     assert!(!bench.model(&bench.config("none")).config().tied_embeddings);
     let rows = |salt: usize, first: i32| OwnRows::new(2, salt, first);
@@ -221,7 +221,7 @@ fn a_step_that_is_not_finite_changes_nothing_and_those_behind_it_go_on_as_if_it_
 }
 
 #[test]
-fn steps_that_are_abandoned_are_done_and_what_comes_next_is_behind_them() {
+fn abandoned_steps_complete_before_any_later_work() {
     let bench = Bench::new();
     let rows: Vec<OwnRows> = (0..4).map(|salt| OwnRows::new(2, salt, 40)).collect();
     let (mut want, mut ahead) = (learner(&bench, ONE_BY_ONE), learner(&bench, AHEAD));

@@ -99,18 +99,18 @@ fn reason(error: &RunError) -> String {
 }
 
 #[test]
-fn a_failed_launch_of_the_graph_makes_a_step_eager_and_the_run_goes_on() {
+fn a_failed_graph_launch_makes_the_step_eager_and_the_run_continues() {
     goes_on("launch-auto", AUTO, "on 70th replay: fail LAUNCH_OUT_OF_RESOURCES");
 }
 
 #[test]
-fn a_graph_that_cannot_be_made_again_is_tried_later_and_the_run_goes_on() {
+fn a_graph_that_cannot_be_recorded_again_is_retried_later_and_the_run_continues() {
     let faults = "on 70th replay: fail LAUNCH_OUT_OF_RESOURCES; on 1st instantiate: out of memory";
     goes_on("lost-auto", AUTO, faults);
 }
 
 #[test]
-fn a_replay_that_comes_out_wrong_is_caught_by_verification_and_the_eager_step_stands() {
+fn a_wrong_replay_is_caught_by_verification_and_the_eager_result_is_used() {
     goes_on("wrong-auto", How { verify_every: Some(70), ..AUTO }, "on 70th replay: wrong byte");
 }
 
@@ -121,14 +121,14 @@ fn a_failed_launch_ends_a_run_that_requires_graphs() {
 }
 
 #[test]
-fn a_replay_that_comes_out_wrong_ends_a_run_that_requires_graphs() {
+fn a_wrong_replay_ends_a_run_that_requires_graphs() {
     let how = How { verify_every: Some(70), ..AHEAD };
     let error = stops("wrong-require", how, "on 70th replay: wrong byte");
     assert!(reason(&error).contains("differ"), "{}", reason(&error));
 }
 
 #[test]
-fn a_lost_context_ends_a_run_whatever_its_graphs() {
+fn a_lost_context_ends_a_run_in_any_graph_mode() {
     for (out, how) in [("lost", AHEAD), ("lost-eager", AUTO)] {
         let error = stops(out, how, "on 70th replay: illegal address");
         assert!(matches!(error, RunError::ContextLost { code: 700, .. }), "{out}: {}", reason(&error));
@@ -136,13 +136,13 @@ fn a_lost_context_ends_a_run_whatever_its_graphs() {
 }
 
 #[test]
-fn inputs_that_do_not_arrive_end_a_run() {
+fn a_failed_upload_of_inputs_ends_a_run() {
     let error = stops("upload", AUTO, "on 70th memcpy_htod_async: fail 999");
     assert!(reason(&error).contains("999"), "{}", reason(&error));
 }
 
 #[test]
-fn results_that_do_not_come_back_end_a_run() {
+fn a_failed_readback_of_results_ends_a_run() {
     let mut run = start("results", AUTO, "");
     // Saving brings states back, too: from here to the failure there is no checkpoint.
     (0..60).for_each(|_| run.trainer.advance(&mut |_| {}).unwrap());
@@ -163,7 +163,7 @@ fn a_launch_that_does_not_return_is_reported_after_its_deadline() {
 }
 
 #[test]
-fn a_failure_between_the_micro_steps_of_a_step_leaves_no_part_of_its_gradients_behind() {
+fn a_failure_between_micro_steps_leaves_no_partial_gradients() {
     let bench = Bench::new();
     let config =
         |out: &str| TrainConfig { steps: 30, accumulate: 2, save_every: Some(10), ..bench.config(out) };

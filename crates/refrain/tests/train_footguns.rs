@@ -110,7 +110,7 @@ fn the_random_state_of_dropout_is_not_frozen_into_the_graph() {
 }
 
 #[test]
-fn accumulated_gradients_are_those_of_the_step_and_are_cleared_behind_it() {
+fn accumulated_gradients_belong_to_one_step_and_are_cleared_after_it() {
     let mut bed = Replayed::new(TrainSpec { accumulates: true, ..SPEC }, 2);
     let rows: Vec<OwnRows> = (0..3).map(|salt| OwnRows::new(2, salt, 30)).collect();
     let both = [rows[0].rows(), rows[1].rows()];
@@ -133,7 +133,7 @@ fn accumulated_gradients_are_those_of_the_step_and_are_cleared_behind_it() {
 }
 
 #[test]
-fn the_optimiser_is_inside_the_graph_which_holds_nothing_but_kernels() {
+fn the_optimiser_is_inside_the_graph_which_contains_only_kernels() {
     for masters in [false, true] {
         let mut bed = Replayed::new(TrainSpec { dtype: DType::BF16, masters, ..SPEC }, 1);
         let plan = bed.learner.plan();
@@ -151,7 +151,7 @@ fn the_optimiser_is_inside_the_graph_which_holds_nothing_but_kernels() {
 }
 
 #[test]
-fn a_run_that_finds_a_number_that_is_not_finite_does_not_apply_the_step() {
+fn a_step_with_a_non_finite_number_is_not_applied() {
     let mut bed = Replayed::new(SPEC, 1);
     let rows = OwnRows::new(2, 1, 30);
     let value = bed.learner.table().params[0].value;

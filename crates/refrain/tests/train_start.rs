@@ -54,7 +54,7 @@ fn device() -> SimDriver {
 }
 
 #[test]
-fn a_start_sends_the_weights_once_and_little_else() {
+fn a_start_uploads_the_weights_once_and_little_else() {
     let [plain, verified] = [ONE_BY_ONE, AHEAD].map(|how| {
         let sim = device();
         let learner = learner(&sim, how);
