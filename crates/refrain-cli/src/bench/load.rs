@@ -51,10 +51,10 @@ pub(super) struct LoadArgs {
     /// Maximum number of sequences that run at once; with --url, the clients that measure the highest rate
     #[arg(long, value_name = "N", default_value = "32", requires = "load")]
     max_seqs: NonZeroUsize,
-    /// A good request has its first token within this time, in milliseconds
+    /// Longest time to the first token of a good request, in milliseconds
     #[arg(long, value_name = "MS", default_value = "1000", requires = "load")]
     ttft_limit: u32,
-    /// A good request has, on average, this time between tokens at most, in milliseconds
+    /// Longest mean time between the tokens of a good request, in milliseconds
     #[arg(long, value_name = "MS", default_value = "100", requires = "load")]
     token_limit: u32,
     /// Seed of lengths and arrivals
