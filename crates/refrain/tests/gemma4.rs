@@ -1,4 +1,4 @@
-//! Where the per-layer embeddings of a Gemma 4 model lie, as a session is told.
+//! Placement of the per-layer embeddings of a Gemma 4 model, as set in the session options.
 
 use refrain::graph::SegmentKind;
 use refrain::{
@@ -28,7 +28,7 @@ fn each_placement_has_the_expected_segments_and_memory() {
         (TablePlacement::Pinned, &[true], table),
         (TablePlacement::Host, &[false, true], 0),
     ] {
-        // Graphs are required: the host step that was asked for is no reason to refuse.
+        // Graphs are required, but the host step of the requested placement is allowed.
         let planner = Planner::new(&files(), &options(GraphMode::Require, table_option)).unwrap();
         let plan = planner.plan(1).unwrap();
         let found: Vec<bool> = plan.segments().iter().map(|s| s.kind == SegmentKind::Recordable).collect();

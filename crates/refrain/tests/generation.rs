@@ -1,4 +1,4 @@
-//! Text from the built-in model: where it ends, what is evaluated, and that it is the same every time.
+//! Text from the built-in model: where it ends, what is evaluated, and that it is reproducible.
 
 use refrain::{Builtin, Device, EngineError, Error, Finish, Generate, Model, Prompt, SamplingParams};
 use refrain::{Session, SessionOptions, StepKind, Summary};
@@ -19,14 +19,14 @@ fn greedy(max_tokens: usize) -> Generate {
     Generate { sampling: Some(SamplingParams::greedy()), max_tokens: Some(max_tokens), ..Generate::default() }
 }
 
-/// All of the text, and what it took.
+/// The whole text and its measurements.
 fn text(session: &mut Session, prompt: &str, options: &Generate) -> (String, Summary) {
     let mut generation = session.generate(Prompt::Text(prompt), options).unwrap();
     let mut text = String::new();
     for piece in generation.by_ref() {
         text += &piece.unwrap().text;
     }
-    assert!(generation.next().is_none(), "what has ended stays ended");
+    assert!(generation.next().is_none(), "an ended generation stays ended");
     (text, generation.summary().clone())
 }
 
@@ -55,7 +55,7 @@ fn the_builtin_model_continues_a_story_for_the_requested_number_of_tokens() {
 fn a_stop_text_ends_the_generation_and_is_not_shown() {
     let mut session = session(SessionOptions::default());
     let (story, _) = text(&mut session, START, &greedy(40));
-    // One that begins and ends inside of tokens, and the first of several.
+    // A stop text that begins and ends within tokens, and the earliest of several.
     let stop = story[10..].char_indices().map(|(i, _)| &story[10 + i..10 + i + 7]).next().unwrap().to_owned();
     let options = Generate { stop: vec!["zzz".into(), String::new(), stop.clone()], ..greedy(40) };
     let (cut, summary) = text(&mut session, START, &options);
@@ -139,7 +139,7 @@ fn a_full_context_ends_the_text_and_a_prompt_that_does_not_fit_is_refused() {
     let mut session = session(SessionOptions { context: Some(16), ..SessionOptions::default() });
     let (_, summary) = text(&mut session, START, &greedy(100));
     assert_eq!(summary.finish, Some(Finish::ContextFull));
-    // The last token needs no place of its own.
+    // The last token needs no position in the cache.
     assert_eq!(summary.n_prompt + summary.n_generated, 17);
     let error = session.generate(Prompt::Text(&long_prompt()), &greedy(1)).err().unwrap();
     assert!(matches!(error, Error::PromptTooLong { context: 16, most: 512, .. }), "{error}");
@@ -202,7 +202,7 @@ fn a_prompt_far_too_long_is_refused_before_it_is_tokenized() {
     let error = session.generate(Prompt::Text(&huge), &greedy(1)).err().unwrap();
     assert!(matches!(error, Error::PromptBytes { n_bytes: 50_000_000, context: 64, .. }), "{error}");
     assert!(began.elapsed().as_secs() < 5, "{:?}", began.elapsed());
-    // The bound is loose: this does not fit either, and the tokens are counted.
+    // The bound on bytes is loose: this prompt passes it, and is refused by its number of tokens.
     let error = session.generate(Prompt::Text(&huge[..8_000]), &greedy(1)).err().unwrap();
     assert!(matches!(error, Error::PromptTooLong { context: 64, .. }), "{error}");
 }
@@ -234,7 +234,7 @@ fn perplexity_is_low_for_stories_and_the_same_on_any_number_of_threads() {
     let one = of(1, &story);
     assert_eq!(of(2, &story), one);
     assert_eq!((one.n_windows, one.n_scored), (2, 30));
-    assert!(one.perplexity < 3.0, "its own words: {one:?}");
+    assert!(one.perplexity < 3.0, "its own text: {one:?}");
     let shuffled: String = story.split(' ').rev().collect::<Vec<_>>().join(" ");
     assert!(of(1, &shuffled).perplexity > 10.0 * one.perplexity);
 

@@ -19,7 +19,7 @@ fn sampled(seed: u64, max_tokens: usize) -> Generate {
 #[test]
 fn each_of_many_replies_equals_that_of_a_session() {
     let model = Model::builtin().unwrap();
-    // Room for about four of them.
+    // Space for about four of them.
     let options = ServiceOptions { session: cpu(), max_seqs: 8, kv_tokens: Some(384), ..Default::default() };
     let service = Service::new(&model, &options).unwrap();
     assert_eq!((service.backend(), service.context()), ("cpu", 96));

@@ -1,4 +1,4 @@
-//! Several sessions of one model on one engine: each gives the text that it would give alone.
+//! Several sessions of one model on one engine: each gives the same text as alone.
 
 use refrain::{DType, Device, FaultScript, Finish, Generate, GraphMode, Method, Model, Prompt};
 use refrain::{SamplingParams, Session, SessionOptions, StepKind};
@@ -19,7 +19,7 @@ fn text(session: &mut Session, prompt: &str, seed: u64) -> String {
     session.generate(Prompt::Text(prompt), &sampled(seed)).unwrap().map(|p| p.unwrap().text).collect()
 }
 
-/// Two turns of a conversation on a session that has the device for itself.
+/// Two turns of a conversation on a session that is alone on the device.
 fn alone(idx: usize) -> [String; 2] {
     let mut session = Session::new(&Model::builtin().unwrap(), &cpu(128)).unwrap();
     turns(&mut session, idx)
@@ -40,7 +40,7 @@ fn sessions_can_move_between_threads() {
 #[test]
 fn interleaved_sessions_give_the_same_texts_as_alone() {
     let model = Model::builtin().unwrap();
-    // Of different lengths: the cache and its tables grow while the first conversation goes on.
+    // Different lengths: the cache and its tables grow during the first conversation.
     let mut sessions = [128, 200, 110].map(|context| Session::new(&model, &cpu(context)).unwrap());
     let options = [0, 1, 2].map(sampled);
     let mut texts = [const { String::new() }; 3];
@@ -168,7 +168,7 @@ fn two_models_on_one_device_share_its_owner() {
         let pieces = session.generate(Prompt::Text(PROMPTS[0]), &generate).unwrap();
         pieces.map(|p| p.unwrap().text).collect()
     };
-    // Models that were opened apart share no engine.
+    // Models that were opened separately share no engine.
     let models = [(); 2].map(|()| Model::builtin().unwrap());
     let mut sessions = models.each_ref().map(|model| Session::new(model, &options).unwrap());
     let texts = sessions.each_mut().map(say);

@@ -1,4 +1,4 @@
-//! The built-in model on the simulated CUDA device: the CPU's text, every decode step replayed.
+//! The built-in model on the simulated CUDA device: the same text as on the CPU, with every decode step replayed.
 
 use refrain::{
     DType, Device, FaultScript, Generate, GraphMode, Method, Model, Prompt, SamplingParams, Session,
@@ -43,8 +43,8 @@ fn replayed_steps_give_the_text_of_the_cpu() {
     }
 }
 
-/// A greedy text with a cache of this type, and the bytes of the cache: what a position takes in the plan, and on a CUDA
-/// device those of all positions.
+/// A greedy text with a cache of this type, and the size of the cache: bytes per position in the plan and, on a CUDA
+/// device, bytes of all positions.
 fn with_cache(model: &Model, device: Device, kv_dtype: DType) -> (String, usize, Option<u64>) {
     let options = SessionOptions { device, context: Some(32), kv_dtype, ..SessionOptions::default() };
     let mut session = Session::new(model, &options).unwrap();
@@ -80,7 +80,7 @@ fn a_cache_of_quantised_elements_is_refused_by_name() {
     for device in [Device::Cpu { threads: Some(2) }, sim(GraphMode::Auto, Method::Stream, "", false)] {
         let options =
             SessionOptions { device, context: Some(64), kv_dtype: DType::Q8_0, ..SessionOptions::default() };
-        let Err(error) = Session::new(&model, &options) else { panic!("a session with such a cache") };
+        let Err(error) = Session::new(&model, &options) else { panic!("a session with a quantised cache") };
         assert_eq!(error.to_string(), "a KV cache cannot have elements of Q8_0");
         assert!(error.hint().unwrap().contains("BF16"), "{error:?}");
     }
@@ -93,7 +93,7 @@ fn session(model: &Model, ahead: usize) -> Session {
     Session::new(model, &options).unwrap()
 }
 
-/// A text that is broken off, by a stop text or by the caller, and the turn behind it.
+/// A text that is interrupted, by a stop text or by the caller, and the turn after it.
 fn turns(model: &Model, ahead: usize, stop: &str) -> (Vec<String>, u64) {
     let mut session = session(model, ahead);
     let cancel = Arc::new(AtomicBool::new(false));
