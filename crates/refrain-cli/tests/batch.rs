@@ -1,4 +1,4 @@
-//! `refrain batch`: order, errors, and going on from where it stopped.
+//! `refrain batch`: order, errors, and continuing an earlier run.
 
 mod common;
 
@@ -79,15 +79,15 @@ fn a_second_run_continues_after_the_existing_lines() {
     assert!(ended.stderr.contains("continuing after 5 lines"), "{}", ended.stderr);
     assert!(ended.stderr.contains("7 lines answered"), "{}", ended.stderr);
     assert_eq!(lines(&cli), whole);
-    // All are there: nothing to do, not even to open the model.
+    // Every line is answered: the model is not even opened.
     assert_eq!(cli.run(&batch(&[])).code, Some(0));
     assert_eq!(lines(&cli), whole);
-    // Of another input.
+    // Answers to another input.
     cli.file("in.jsonl", "{\"prompt\": \"A cat\", \"id\": 7}\n");
     let refused = cli.run(&batch(&[]));
     assert_eq!(refused.code, Some(1));
     assert!(refused.stderr.contains("line 1 of out.jsonl does not answer line 1"), "{}", refused.stderr);
-    assert_eq!(lines(&cli), whole, "nothing was touched");
+    assert_eq!(lines(&cli), whole, "nothing has changed");
     assert_eq!(cli.run(&batch(&["--overwrite"])).code, Some(0));
     assert_eq!(lines(&cli).len(), 1);
 }
@@ -95,7 +95,8 @@ fn a_second_run_continues_after_the_existing_lines() {
 #[test]
 fn the_simulated_device_answers_as_the_cpu_does() {
     let cli = Cli::new();
-    // As stories go on, so that rounded activations decide nothing: the CPU rounds them, the simulated device does not.
+    // Likely continuations of stories, so that rounding changes no choice: the CPU rounds activations, the simulated
+    // device does not.
     let prompts = ["Once upon a time", "One day, the little", "Tom and Anna"];
     let input = prompts.map(|prompt| json!({ "prompt": prompt, "max_tokens": 3 }).to_string() + "\n");
     cli.file("in.jsonl", input.concat());

@@ -83,7 +83,7 @@ fn messages_go_to_standard_error_without_colours() {
     let quiet = cli.run(&["run", "A cat", "-n", "4", "--quiet"]);
     assert_eq!(quiet.stderr, "");
     let verbose = cli.run(&["run", "A cat", "-n", "4", "-v"]);
-    // Why there is no CUDA device is not kept back.
+    // The message says why there is no CUDA device.
     let because = "auto picked cpu, there is no CUDA device: ";
     let said = verbose.stderr.contains(because) || verbose.stderr.contains("auto picked cuda");
     assert!(said, "{}", verbose.stderr);
@@ -138,11 +138,11 @@ fn ctrl_c_ends_a_command_without_a_reply() {
     let cli = Cli::new();
     let mut command = cli.command(&["run"]);
     let mut child = command.stdin(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it runs");
-    // It says that it waits, so it is surely waiting.
+    // It has printed that it is waiting, so it is.
     let mut said = vec![0];
     child.stderr.as_mut().expect("a pipe").read_exact(&mut said).expect("a byte");
     let pid = child.id().to_string();
-    // Waiting would close it, and an empty prompt is an error of its own.
+    // Waiting for the child would close its input, and an empty prompt is another error.
     let _stdin = child.stdin.take();
     assert!(std::process::Command::new("kill").args(["-INT", &pid]).status().expect("kill").success());
     assert_eq!(child.wait().expect("it ends").code(), Some(130));
@@ -155,7 +155,7 @@ fn the_first_ctrl_c_during_a_hang_says_what_to_do() {
     let args = ["run", "A cat", "-n", "40", "--device", "sim", "--faults", "on 9th replay: hang 4 s"];
     let mut child =
         cli.command(&args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it runs");
-    // The first token is out, so the hang follows soon.
+    // The first token has been printed, so the hang follows soon.
     child.stdout.as_mut().expect("a pipe").read_exact(&mut [0]).expect("a byte");
     std::thread::sleep(std::time::Duration::from_millis(600));
     let pid = child.id().to_string();
@@ -336,7 +336,7 @@ fn run_uses_the_chat_template_unless_raw_is_set() {
 fn thinking_is_shown_or_hidden() {
     let cli = Cli::new();
     let model = cli.tiny_chat_model();
-    // A template that opens the thinking part itself, with a model that never closes it.
+    // The template opens the thinking part, and the model never closes it.
     let config = serde_json::json!({ "chat_template": "{{ messages[0].content }}<think>" });
     cli.file("tiny/tokenizer_config.json", config.to_string());
     let reply = |how| {
@@ -436,7 +436,7 @@ fn a_plan_folds_equal_layers_and_its_arena_shows_small_buffers() {
     let text = cli.run(&["plan", "stories", "--dot", "p.dot"]).ok();
     assert!(text.contains("repeat 8 times, up to step"), "{text}");
     assert!(text.contains("blk.0.attention") && !text.contains("blk.3.attention"), "{text}");
-    // The logits are most of a one-token arena; the other buffers still have lines of their own.
+    // The logits take most of a one-token arena; the other buffers still have their own lines.
     let rows =
         text.lines().filter(|line| line.ends_with('|')).map(|line| line.split('|').nth(1).expect("a map"));
     let letters: std::collections::BTreeSet<char> =
@@ -469,7 +469,7 @@ fn plan_shows_launches_kernels_and_memory_of_a_device_and_needs_no_tokenizer() {
 #[test]
 fn attention_that_takes_several_launches_is_reported_with_the_reason() {
     let cli = Cli::new();
-    // The same weights as sixteen heads of four elements: there is no kernel that joins those.
+    // The same weights as sixteen heads of four elements, for which there is no fused kernel.
     let config = std::fs::read_to_string(golden("llama").join("config.json")).expect("a golden");
     let mut config: serde_json::Value = serde_json::from_str(&config).expect("JSON");
     for (key, value) in [("head_dim", 4), ("num_attention_heads", 16), ("num_key_value_heads", 8)] {
@@ -653,7 +653,7 @@ fn only_this_crate_names_flags_in_messages() {
     {
         for path in sources(&crates.join(library).join("src")) {
             let text = std::fs::read_to_string(&path).expect("a source");
-            // Messages are above the tests of a file.
+            // Messages come before the tests in a file.
             let text = text.split("#[cfg(test)]").next().unwrap_or_default();
             for (idx, line) in
                 text.lines().enumerate().filter(|(_, line)| !line.trim_start().starts_with("//"))
@@ -726,7 +726,7 @@ fn a_failed_recording_is_reported_or_ends_the_command() {
     let ended = cli.run(&with(&with(&prompt, &broken), &["--stats"]));
     for step in ["step of 1 token:", "step of 8 tokens:"] {
         let said = ended.stderr.lines().filter(|l| l.contains("WARN") && l.contains(step));
-        // The first failure and each further one, after 4 and 8 eager steps: one line each.
+        // One line for the first failure and for each later one, after 4 and 8 eager steps.
         let told: Vec<&str> = said.collect();
         assert!(!told.is_empty() && told.iter().all(|l| l.contains("eager for")), "{}", ended.stderr);
     }
@@ -750,13 +750,13 @@ fn a_device_lost_during_a_text_keeps_the_partial_text_and_has_its_own_exit_code(
     let json: serde_json::Value = serde_json::from_str(&ended.stdout).expect("one JSON object");
     assert_eq!((&json["finish"], json["text"].as_str()), (&"error".into(), Some(written)), "{json}");
     assert!(json["error"].as_str().is_some_and(|error| error.contains("700")), "{json}");
-    // A kernel that gets a byte wrong makes up a token and then loses the device: that is the error, not the token.
+    // A wrong byte leads to an invalid token, and then the device is lost: the loss is reported, not the token.
     let wrong = ["--graph", "off", "--seed", "1", "-n", "40", "--faults", "on 1222nd launch: wrong byte"];
     let ended = cli.run(&with(&["run", "stories", "Once upon a time", "--device", "sim"], &wrong));
-    assert!(ended.stderr.contains("context is lost"), "another launch has to be named: {}", ended.stderr);
+    assert!(ended.stderr.contains("context is lost"), "the fault must hit another launch: {}", ended.stderr);
     assert_eq!(ended.code, Some(3), "{}", ended.stderr);
     assert!(!ended.stderr.contains("tokenizer"), "{}", ended.stderr);
-    // The same while the first graph is being verified, before there is a text.
+    // The same during the verification of the first graph, before any text.
     let ended = cli.run(&with(&with(&prompt, &SIM), &["--faults", "on 2nd replay: sticky 700"]));
     assert_eq!((ended.code, ended.stdout.as_str()), (Some(3), ""), "{}", ended.stderr);
 }
@@ -821,7 +821,7 @@ fn a_driver_whose_captures_lose_the_context_records_by_nodes_and_says_why() {
     let said =
         cli.run(&["run", "Once upon", "-n", "4", "--device", "sim", "--stats", "--faults", POISON]).stderr;
     assert!(said.contains("method   explicit nodes: an earlier trial"), "{said}");
-    // What was asked for is done, without a trial.
+    // An explicit method is used without a trial.
     let args =
         ["run", "Once upon", "-n", "4", "--device", "sim", "--faults", POISON, "--graph-method", "stream"];
     assert_eq!(cli.run(&args).code, Some(3));
@@ -857,7 +857,7 @@ fn a_stored_trial_that_cannot_be_read_is_repeated() {
 fn the_doctor_reports_where_per_layer_embeddings_would_be_placed() {
     let rows = Cli::new().run(&["doctor", "--device", "sim", "--json"]).json();
     let row = rows["rows"].as_array().unwrap().iter().find(|row| row["name"] == "tables").unwrap();
-    // The simulated card has 4 GiB: too few for what is not the table.
+    // The simulated card has 4 GiB: too little even for the weights other than the table.
     let measured = row["measured"].as_str().unwrap();
     assert!(measured.contains("gemma4-e2b does not fit even without its table"), "{measured}");
     assert!(row["advice"].as_str().unwrap().contains("--ple"), "{row}");

@@ -1,4 +1,4 @@
-//! Models that are not here yet, from a hub on this machine.
+//! Missing models, pulled from a hub on this machine.
 
 mod common;
 
@@ -17,7 +17,7 @@ fn hub(content: Vec<u8>, digest: String) -> String {
     let endpoint = format!("http://{}", listener.local_addr().expect("an address"));
     std::thread::spawn(move || {
         for stream in listener.incoming().flatten() {
-            // The client may go away in the middle; the next one is served all the same.
+            // A client may disconnect halfway; the next one is still served.
             let _ = answer(stream, &content, &digest);
         }
     });
@@ -97,7 +97,7 @@ fn bytes_with_a_wrong_checksum_are_not_kept() {
 #[test]
 fn ctrl_c_ends_a_pull_and_says_how_to_resume() {
     let cli = Cli::new();
-    // A server that takes the request and never answers it in full.
+    // A server that accepts the request and never completes its answer.
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let endpoint = format!("http://{}", listener.local_addr().expect("an address"));
     let mut command = cli.command(&["pull", NAME]);
@@ -108,7 +108,7 @@ fn ctrl_c_ends_a_pull_and_says_how_to_resume() {
     let pid = child.id().to_string();
     let interrupt = || std::process::Command::new("kill").args(["-INT", &pid]).status().expect("kill");
     assert!(interrupt().success());
-    // The second one ends the program if the first finds it waiting for the server.
+    // The second Ctrl-C ends the program if the first arrives while it waits for the server.
     std::thread::sleep(std::time::Duration::from_millis(300));
     interrupt();
     let ended = common::ended(child.wait_with_output().expect("it ends"));

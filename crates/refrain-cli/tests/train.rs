@@ -5,7 +5,7 @@ mod common;
 use common::Cli;
 use std::process::Stdio;
 
-/// A text that a tiny model learns something of in a few steps.
+/// A text that a tiny model starts to learn in a few steps.
 fn story() -> String {
     let (who, what) = (["cat", "dog", "hen"], ["sat", "ran", "ate", "slept"]);
     (0..40)
@@ -44,7 +44,7 @@ const RUN: [&str; 16] = [
 ];
 
 fn with<'a>(tail: &[&'a str]) -> Vec<&'a str> {
-    // A flag of the test takes the place of the usual one.
+    // A flag of the test replaces the default one.
     let mut args = [&RUN[..], &["1"]].concat();
     for flag in tail.iter().filter(|word| word.starts_with("--")) {
         if let Some(at) = args.iter().position(|word| word == flag) {
@@ -101,7 +101,7 @@ fn a_run_exports_a_model_that_run_reads_in_both_formats() {
     let greedy = ["--raw", "--temp", "0", "-n", "8", "--kv", "f32", "the cat"];
     let text = |model| cli.run(&[&["run", model], &greedy[..]].concat()).ok();
     assert_eq!(text("run/model.gguf"), text("run/model"));
-    // An occupied folder is not started over.
+    // A folder that has a run is not overwritten.
     let said = cli.run(&with(&["--steps", "1"])).refused();
     assert!(
         said.contains("run already has checkpoints of another run") && said.contains("--resume"),
@@ -156,7 +156,7 @@ fn every_key_of_the_configuration_is_a_flag() {
     for key in refrain::train::KEYS.iter().filter(|key| key.name != "lora") {
         has_flag("train", &format!("--{}", key.name.replace('_', "-")));
     }
-    // The keys of the table `lora` are those of another command.
+    // The keys of the table `lora` belong to another command.
     for key in refrain::train::LoraTable::KEYS {
         has_flag(
             "finetune",
@@ -189,7 +189,7 @@ fn a_dry_run_reports_the_memory_needed_and_writes_nothing() {
         assert!(table.contains(part), "{part} in {table}");
     }
     assert!(!cli.home.path().join("run").exists());
-    // More than any machine has.
+    // More memory than any machine has.
     let said = cli.run(&with(&["--dry-run", "--batch", "40000000"]));
     assert_eq!(said.code, Some(1), "{}", said.stderr);
     assert!(
@@ -324,7 +324,7 @@ fn replays_are_compared_with_eager_steps_during_a_run() {
     assert_eq!((replayed + eager, compared, differed), (4, 1, 1), "{json}");
     let lines =
         |run| log(&cli, run).into_iter().map(|line| (line["loss"].to_string(), line["step"].to_string()));
-    assert!(lines("good").eq(lines("auto")), "the eager step stands");
+    assert!(lines("good").eq(lines("auto")), "the eager result is used");
     let refused = run("require", "require", &wrong).refused();
     assert!(refused.contains("differ"), "{refused}");
     let on_cpu = cli.run(&with(&["--verify", "every:2", "--out", "cpu"])).refused();
@@ -344,6 +344,6 @@ fn training_speed_on_a_device_is_reported_with_its_host_time() {
     );
     let alone = ["--device", "sim", "--ahead", "1", "--verify", "every:2", "--json"];
     let json = cli.run(&[&args[..], &alone].concat()).json();
-    // Three steps that are not measured count as well.
+    // Three unmeasured steps count as well.
     assert_eq!((&json["steps_in_flight"], &json["compared_steps"]), (&1.into(), &2.into()), "{json}");
 }
