@@ -479,7 +479,7 @@ fn attention_that_takes_several_launches_is_reported_with_the_reason() {
     let weights = std::fs::read(golden("llama").join("model.safetensors")).expect("a golden");
     cli.file("small-heads/model.safetensors", weights);
     let plan = cli.run(&with(&["plan", "./small-heads"], &SIM)).ok();
-    let told: Vec<&str> = plan.lines().filter(|line| line.starts_with("apart ")).collect();
+    let told: Vec<&str> = plan.lines().filter(|line| line.starts_with("unfused ")).collect();
     assert_eq!(told.len(), 2, "{plan}");
     assert!(
         told.iter().all(|line| line.contains("more run as separate steps instead of one launch")),
@@ -490,7 +490,7 @@ fn attention_that_takes_several_launches_is_reported_with_the_reason() {
     let log = cli.run(&with(&["bench", "./small-heads", "-p", "0", "-n", "2", "-r", "1", "-v"], &SIM)).stderr;
     assert!(log.contains(told[0]), "{log}");
     let plain = cli.run(&with(&["plan", "stories"], &SIM)).ok();
-    assert!(!plain.contains("apart "), "{plain}");
+    assert!(!plain.contains("unfused "), "{plain}");
 }
 
 #[test]

@@ -132,7 +132,7 @@ pub(super) fn measure(
     let options = ServiceOptions {
         session,
         max_seqs: load.max_seqs.get(),
-        // An open loop sends on, whatever is waiting.
+        // An open loop keeps sending, no matter how many requests wait.
         max_requests: load.requests.get().max(load.max_seqs.get()),
         kv_tokens: None,
     };
@@ -191,7 +191,7 @@ fn drive(args: &Args, target: &dyn LoadTarget, name: &str, context: &CliContext)
         }
         match report.failed.iter().next() {
             Some((why, _)) if report.n_completed == 0 => {
-                let hint = "try one request by hand first, with the longest lengths of the load";
+                let hint = "try a single request of the longest lengths first";
                 Err(Hinted::new(format!("every request failed: {why}"), hint).into())
             }
             _ => Ok(report),

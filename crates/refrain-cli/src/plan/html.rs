@@ -1,4 +1,4 @@
-//! A plan as a page of its own: no script, no other file.
+//! A plan as a self-contained page, without scripts.
 
 use super::{in_arena, kernel, shapes, writer};
 use refrain::graph::{Plan, SegmentKind};
@@ -88,9 +88,9 @@ fn arena(out: &mut String, plan: &Plan) {
     out.push_str("</p>\n");
 }
 
-/// A colour for each op, in the order in which they appear, as far apart as a wheel of hues allows.
+/// A colour for each op, in order of appearance, with well separated hues.
 fn hue<'a>(ops: &mut Vec<&'a str>, op: &'a str) -> String {
-    // The golden angle keeps neighbours apart however many there are.
+    // Steps of the golden angle separate hues for any number of ops.
     const GOLDEN_ANGLE: f64 = 137.508;
     let idx = ops.iter().position(|known| *known == op).unwrap_or_else(|| {
         ops.push(op);
