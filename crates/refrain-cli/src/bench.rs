@@ -110,7 +110,7 @@ pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {
         LoadEvent::Planned(memory) if verbose => talk!("memory   {}", stats::memory_line(&memory)),
         LoadEvent::Uploaded { done_bytes, total_bytes } => {
             bar.set_message(format!(
-                "sending weights, {} of {}",
+                "uploading weights, {} of {}",
                 ByteSize(done_bytes),
                 ByteSize(total_bytes)
             ));

@@ -309,8 +309,8 @@ fn say_placement(session: &Session, requested: PleArg) {
     }
 }
 
-/// Shows progress while weights are sent and kernels are compiled, now or for a later prompt. With -v it prints the memory
-/// plan before anything is allocated.
+/// Shows progress while weights are uploaded and kernels are compiled, now or for a later prompt. With -v it prints the
+/// memory plan before anything is allocated.
 pub(crate) fn load_listener(phases: Phases, context: &CliContext) -> LoadListener {
     let verbose = context.verbose;
     LoadListener::new(move |event| match event {

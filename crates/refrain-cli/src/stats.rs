@@ -106,14 +106,18 @@ pub(crate) fn print_graphs(status: &Status) {
         );
     }
     for told in &status.apart {
-        talk!("apart    {told}");
+        talk!("unfused  {told}");
     }
 }
 
 /// Upload speed of the weights.
 pub(crate) fn upload_line(upload: &Upload) -> String {
     let rate = upload.bytes_per_second() / 1e9;
-    format!("{} sent in {}, {rate:.1} GB/s", ByteSize(upload.bytes), short_time(upload.took.as_secs_f64()))
+    format!(
+        "{} uploaded in {}, {rate:.1} GB/s",
+        ByteSize(upload.bytes),
+        short_time(upload.took.as_secs_f64())
+    )
 }
 
 /// Memory of a model on a device.

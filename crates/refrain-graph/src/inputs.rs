@@ -1,7 +1,7 @@
 //! Meaning of the inputs of a model's step.
 //!
-//! A step has rows: `n_tokens` tokens of `n_seqs` sequences, `n_choices` of which are followed by sampling. A
-//! single sequence is not a special case. The model builder declares each input here once, together with the
+//! A step processes `n_tokens` rows, one per token, of `n_seqs` sequences, and samples a token after `n_choices`
+//! of them. A single sequence is not a special case. The model builder declares each input here once, together with the
 //! graph. The plan carries this declaration to all code that fills, checks, feeds back or verifies a step; no
 //! code derives the meaning of an input from its name.
 

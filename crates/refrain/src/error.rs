@@ -15,7 +15,7 @@ use refrain_train::learner::LearnError;
 use refrain_train::memory::MemorySize;
 use std::path::PathBuf;
 
-/// Any error of the library, with a hint where there is a way out.
+/// Any error of the library, with a hint where there is a remedy.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {

@@ -1,4 +1,4 @@
-//! Loads: many requests of random lengths, and how a service copes with them.
+//! Loads: how a service performs under many requests of random lengths.
 //!
 //! [`run_load`] sends requests to a [`LoadTarget`] and measures what a user would notice: the time to the first token,
 //! the time between tokens, and what failed. Arrivals are open-loop ([`Arrivals::PerSecond`]: requests come no matter
@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 pub enum Arrivals {
     /// Independently of each other, on average this many per second.
     PerSecond(f64),
-    /// From this many clients, each of which waits for its reply.
+    /// From this many clients, each of which waits for its reply before the next request.
     Clients(usize),
 }
 
@@ -61,7 +61,7 @@ impl Default for LoadOptions {
     }
 }
 
-/// A request of a load. Its reply has exactly `n_reply` tokens, whatever they are.
+/// A request of a load. Its reply has exactly `n_reply` tokens, even past an end-of-turn token.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LoadRequest {
     /// Tokens of the prompt.
@@ -70,7 +70,7 @@ pub struct LoadRequest {
     pub n_reply: usize,
 }
 
-/// What a load is sent to.
+/// Destination of a load.
 pub trait LoadTarget: Sync {
     /// Sends a request and reports its progress. Must not wait for the reply.
     fn send(&self, request: LoadRequest, progress: RequestProgress);
@@ -128,7 +128,7 @@ impl RequestProgress {
     }
 
     fn report(&self, what: Progressed) {
-        // The receiver is gone only when the load was given up.
+        // The receiver is gone only if the load was abandoned.
         let _ = self.events.send(LoadRecord { idx: self.idx, at: Instant::now(), what });
     }
 }
@@ -146,7 +146,7 @@ pub struct LoadMoment {
     pub state: Option<LoadState>,
 }
 
-/// What a load measured.
+/// Measurements of a load.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LoadReport {
     /// Seconds from the first request to the last token.
@@ -202,9 +202,9 @@ struct OpenRequest {
     last: Instant,
 }
 
-/// How often a moment of the load is recorded.
+/// Interval between recorded moments of a load.
 const MOMENT: Duration = Duration::from_millis(100);
-/// Different messages of failed requests that are kept; further ones count as the last of these.
+/// Maximum number of distinct error messages that are kept; further ones count as the last of these.
 const MAX_MESSAGES: usize = 8;
 
 /// Sends a load and waits for every reply. `progress` receives the numbers of ended requests; once `cancel` is set, no
@@ -230,7 +230,7 @@ pub fn run_load(
     run.report
 }
 
-/// What the thread that records moments shares with the one that drives the load.
+/// State shared by the thread that records moments and the one that drives the load.
 #[derive(Default)]
 struct Watched {
     n_tokens: AtomicU64,
