@@ -196,15 +196,19 @@ fn has_grouped(dtype: DType, n: usize, k: usize) -> bool {
 }
 
 impl Kernels {
-    /// Plans an expert layer; `None` if it has too few rows, or the GPU has no kernel for it.
+    /// Minimum number of rows of an expert layer on tensor cores.
+    #[must_use]
+    pub fn grouped_min_rows(&self) -> usize {
+        self.card().tuning.grouped.min_rows
+    }
+
+    /// Plans an expert layer; `None` if the GPU has no kernel for it.
     #[must_use]
     pub fn grouped_plan(&self, sizes: GroupedSizes, gate: DType, down: DType) -> Option<GroupedPlan> {
         let card = self.card();
-        let fits = |dtype: DType, n: usize, k: usize| has_grouped(dtype, n, k);
         let pairs = sizes.pairs();
-        let known = fits(gate, sizes.inner, sizes.k)
-            && fits(down, sizes.n, sizes.inner)
-            && sizes.n_rows >= card.tuning.grouped.min_rows
+        let known = has_grouped(gate, sizes.inner, sizes.k)
+            && has_grouped(down, sizes.n, sizes.inner)
             && sizes.n_choices <= MAX_CHOICES
             && (1..=MAX_EXPERTS).contains(&sizes.n_experts)
             && (1..=65_535).contains(&pairs);
