@@ -226,6 +226,10 @@ impl Lowering<'_> {
                 warm.rehearse(rehearsal);
                 Made { work: vec![Work::Library(product)], left: None }
             }
+            KernelTask::Experts(layer) => {
+                self.expert_layer(layer, &mut launches)?;
+                launches.into()
+            }
             KernelTask::LibraryOfValues(product) => {
                 let Some(blas) = self.blas else { unreachable!("chosen with a library") };
                 let product = self.library_product_of_values(blas, plan.step(*product))?;
@@ -263,6 +267,7 @@ impl Lowering<'_> {
                 attend.appends.iter().chain([&attend.attention]).flat_map(of).collect()
             }
             KernelTask::AttendStored { attend, .. } => of(&attend.attention).collect(),
+            KernelTask::Experts(layer) => of(&layer.summed).collect(),
             KernelTask::RopeKv(group) => group.ropes.iter().chain(&group.appends).flat_map(of).collect(),
         }
     }

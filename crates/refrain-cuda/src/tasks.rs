@@ -6,17 +6,17 @@
 use std::ops::Range;
 
 use refrain_graph::{
-    Attend, AttendStored, BufferId, Group, GroupKind, NodeId, Op, Operand, Place, Plan, Producer,
+    Attend, AttendStored, BufferId, Group, GroupKind, MoeOp, NodeId, Op, Operand, Place, Plan, Producer,
     ProductPart, Products, RopeAppend, Step, TrainOp, Weight,
 };
 use refrain_kernels::{
-    BlasLt, BlasLtShape, GEMM_DTYPES, GemmPlan, Kernels, MAX_FEW_ROWS, MAX_PRODUCTS, attention_scratch_bytes,
-    few_bytes, sample_scratch_bytes, sample_state_bytes, unaligned_rows,
+    BlasLt, BlasLtShape, GEMM_DTYPES, GemmPlan, Kernels, MAX_FEW_ROWS, MAX_PRODUCTS, MIN_SORTED_ROWS,
+    attention_scratch_bytes, few_bytes, sample_scratch_bytes, sample_state_bytes, unaligned_rows,
 };
 use refrain_tensor::{DType, Layout};
 
 use crate::attend::{AttendSizes, NO_CHAIN};
-use crate::experts;
+use crate::experts::{self, ExpertLayer};
 use crate::fused::{SingleRowProducts, is_single, sets};
 use crate::group::n_rows;
 use crate::prefill::{Areas, BatchProducts, GemmShape, NarrowTo};
@@ -59,6 +59,8 @@ pub(crate) enum KernelTask {
     Library { product: NodeId, rows: NarrowTo, decoded: bool },
     /// A matrix product of values by cuBLASLt.
     LibraryOfValues(NodeId),
+    /// An expert layer of many rows, on tensor cores.
+    Experts(ExpertLayer),
 }
 
 /// Tasks of one segment.
@@ -106,6 +108,7 @@ impl Chooser<'_> {
                 out: SegmentTasks::default(),
                 remarks: Vec::new(),
                 held: None,
+                done: None,
             };
             for refusal in plan.refusals() {
                 let label = &plan.step(refusal.node).label;
@@ -147,6 +150,8 @@ struct SegmentChoice<'a> {
     remarks: Vec<Remark>,
     /// Rows that the previous group wrote in 16 bits for the next one, and their buffer.
     held: Option<(BufferId, NarrowTo)>,
+    /// Node of the next group, if the task before it includes it.
+    done: Option<NodeId>,
 }
 
 impl<'a> SegmentChoice<'a> {
@@ -187,8 +192,17 @@ impl<'a> SegmentChoice<'a> {
 
     fn group(&mut self, group: &Group, next: Option<&Group>) {
         let held = self.held.take();
+        let done = self.done.take();
         match &group.kind {
-            GroupKind::One(node) => self.op(*node),
+            GroupKind::One(node) if done == Some(*node) => {}
+            GroupKind::One(node) => match self.expert_layer(*node, next) {
+                Some(layer) => {
+                    self.done = Some(layer.summed);
+                    self.own(layer.plan.scratch_bytes().unwrap_or(u64::MAX));
+                    self.push(KernelTask::Experts(layer));
+                }
+                None => self.op(*node),
+            },
             GroupKind::Products(products)
                 if multiplies_values(self.plan, self.step(products.parts[0].product)) =>
             {
@@ -214,6 +228,57 @@ impl<'a> SegmentChoice<'a> {
             }
             GroupKind::RopeAppend(group) => self.push(KernelTask::RopeKv(*group)),
         }
+    }
+
+    /// The expert layer that begins with `node` and ends with the next group, if tensor cores run it.
+    fn expert_layer(&mut self, node: NodeId, next: Option<&Group>) -> Option<ExpertLayer> {
+        let gated = self.step(node);
+        let Op::Moe(MoeOp::Gated(_)) = gated.op else { return None };
+        let is_wide = gated.inputs[2].dtype == DType::F32;
+        let is_few = gated.inputs[1].layout.shape().dims()[0] < MIN_SORTED_ROWS;
+        if is_few || is_wide || !self.by.rules.by_rows() {
+            return None;
+        }
+        let found = self.grouped_layer(node, next);
+        match found {
+            Ok(layer) => layer,
+            Err(because) => {
+                self.remark(&gated.label, EXACT, because);
+                None
+            }
+        }
+    }
+
+    /// Finds the layer; `None` if it has too few rows, an error if there is no kernel.
+    fn grouped_layer(&self, node: NodeId, next: Option<&Group>) -> Result<Option<ExpertLayer>, String> {
+        let gated = self.step(node);
+        let summed = match next.map(|group| &group.kind) {
+            Some(GroupKind::One(summed)) => *summed,
+            _ => return Err("another step runs between the halves of the experts".to_owned()),
+        };
+        let step = self.step(summed);
+        let sizes = experts::layer_sizes(gated, step, self.by.rules)
+            .filter(|_| !self.is_read_by_others(node, &[summed]));
+        let Some(sizes) = sizes else {
+            return Err(
+                "the next step is not the other half of the experts, or not its only reader".to_owned()
+            );
+        };
+        let (first, second) = (&gated.inputs[2], &step.inputs[3]);
+        let placed = |w: &Operand| !w.dtype.is_quantized() || self.is_packed(w);
+        if sizes.n_rows < self.by.kernels.grouped_min_rows() {
+            return Ok(None);
+        }
+        let plan = match placed(first) && placed(second) {
+            true => self.by.kernels.grouped_plan(sizes, first.dtype, second.dtype),
+            false => None,
+        };
+        plan.map(|plan| Some(ExpertLayer { gated: node, summed, plan })).ok_or_else(|| {
+            format!(
+                "no kernel multiplies experts of {} with {} rows and {} columns, and of {}",
+                first.dtype, sizes.inner, sizes.k, second.dtype
+            )
+        })
     }
 
     fn op(&mut self, node: NodeId) {
