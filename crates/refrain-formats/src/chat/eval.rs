@@ -185,7 +185,7 @@ impl<'b> Interpreter<'b> {
         self.scope = scope;
     }
 
-    /// Runs `work` in a scope of its own.
+    /// Runs `work` in a new scope.
     fn scoped<T>(
         &mut self,
         parent: usize,
