@@ -121,7 +121,7 @@ pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {
             n => format!(", {} with an error", counted(n, "line")),
         };
         let (answered, took) = (counted(tally.n_answered, "line"), short_time(seconds));
-        talk!("{answered} answered{failed}, {} tokens, {rate} tok/s, {took}", thousands(tally.n_tokens));
+        talk!("{answered} answered{failed}, {}, {rate} tok/s, {took}", counted(tally.n_tokens, "token"));
     }
     Ok(())
 }

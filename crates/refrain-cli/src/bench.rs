@@ -342,7 +342,8 @@ fn print(out: &mut Stdout, report: &BenchReport, args: &Args) -> anyhow::Result<
         out.line(format_args!("weights  {}", stats::upload_line(&status.upload)))?;
     }
     if !report.prefill.0.is_empty() {
-        out.line(format_args!("prefill  {:>6} tokens  {}", args.prompt_tokens, spread(&report.prefill)))?;
+        let tokens = counted(args.prompt_tokens, "token");
+        out.line(format_args!("prefill  {tokens:>13}  {}", spread(&report.prefill)))?;
     }
     for decode in &report.decode {
         print_decode(out, report, decode, args)?;
@@ -376,7 +377,8 @@ fn print_decode(
         1 => String::new(),
         _ => format!("  after {}", thousands(decode.depth)),
     };
-    out.line(format_args!("decode   {:>6} tokens  {}{depth}", args.max_tokens, spread(&decode.speed)))?;
+    let tokens = counted(args.max_tokens, "token");
+    out.line(format_args!("decode   {tokens:>13}  {}{depth}", spread(&decode.speed)))?;
     let (per_token, rate) = (decode.bytes_per_token as f64 / 1e9, decode.bandwidth() / 1e9);
     let who = if report.backend == "cpu" { "this machine" } else { "this GPU" };
     let best = report.read_bandwidth.zip(report.bandwidth_share(decode));

@@ -4,7 +4,7 @@ use crate::bars::Delayed;
 use crate::cli::CliContext;
 use crate::fail::Hinted;
 use crate::opts::{DeviceOpts, LoraOpts};
-use crate::out::{Stdout, short_rate, short_time, talk, thousands};
+use crate::out::{Stdout, counted, short_rate, short_time, talk, thousands};
 use crate::{profile, prompt, resolve};
 use serde_json::json;
 use std::num::NonZeroUsize;
@@ -91,9 +91,9 @@ pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {
     }
     out.line(format_args!("perplexity {:.4}", scored.perplexity))?;
     if !context.quiet {
-        let (n_windows, n_scored) = (thousands(scored.n_windows), thousands(scored.n_scored));
+        let (windows, tokens) = (counted(scored.n_windows, "window"), counted(scored.n_scored, "token"));
         let took = short_time(seconds);
-        talk!("{n_windows} windows, {n_scored} tokens scored, {} tok/s, {took}", short_rate(rate));
+        talk!("{windows}, {tokens} scored, {} tok/s, {took}", short_rate(rate));
     }
     Ok(())
 }

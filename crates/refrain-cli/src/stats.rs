@@ -1,6 +1,6 @@
 //! Measurements of a reply, as a summary and as JSON.
 
-use crate::out::{short_rate, short_time, talk, thousands};
+use crate::out::{counted, short_rate, short_time, talk, thousands};
 use crate::reply::ShownReply;
 use refrain::trial::MethodChoice;
 use refrain::{Accounting, Finish, ProcessMemory, Session, Status, StepKind, Tally, Upload};
@@ -26,7 +26,7 @@ pub(crate) fn print(session: &Session, reply: &ShownReply, load: Duration, seed:
     let read = bytes_per_token(session, reply);
     let ledger = session.ledger();
     let decode = ledger.tally(StepKind::Decode);
-    talk!("decode   {:>6} tokens   {}{decode}", thousands(summary.n_generated), speed(decode, read));
+    talk!("decode   {:>13}   {}{decode}", counted(summary.n_generated, "token"), speed(decode, read));
     let prefill = summary.prefill.as_secs_f64();
     let rate = if prefill > 0.0 { summary.n_evaluated as f64 / prefill } else { 0.0 };
     let held = match summary.n_prompt - summary.n_evaluated {

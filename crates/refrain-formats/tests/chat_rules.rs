@@ -254,7 +254,7 @@ fn values_inside_each_other_neither_overflow_nor_hang() {
 }
 
 #[test]
-fn a_namespace_in_itself_is_no_recursion() {
+fn a_namespace_that_contains_itself_does_not_recurse() {
     let own = "{% set ns = namespace() %}{% set ns.ns = ns %}{% set ns.list = [ns] %}";
     for end in [
         "{{ ns }}",

@@ -246,7 +246,7 @@ fn smaller_groups_are_proposed_until_one_has_a_kernel() {
 
 /// A node outside the group that depends on one member and that another member depends on.
 #[test]
-fn nodes_that_depend_on_each_other_through_an_outsider_are_no_group() {
+fn nodes_that_depend_on_each_other_through_an_outsider_form_no_group() {
     let cache = ty(DType::F32, &[4, 1, 4, HEAD_DIM]);
     let states = ["k", "v"].map(|name| State::paged(name, cache)).to_vec();
     let weights = vec![Weight { name: "inv_freq".into(), ty: ty(DType::F32, &[HEAD_DIM / 2]) }];
@@ -311,7 +311,7 @@ fn attention_over_caches_filled_by_another_layer_is_a_group_with_its_queries() {
 
 /// Queries computed from rotated keys, and values that are rotated keys.
 #[test]
-fn members_that_read_each_other_outside_the_chain_are_no_group() {
+fn members_that_read_each_other_outside_the_chain_form_no_group() {
     for values_are_keys in [false, true] {
         let cache = ty(DType::F32, &[4, 1, 4, HEAD_DIM]);
         let states = ["k", "v"].map(|name| State::paged(name, cache)).to_vec();

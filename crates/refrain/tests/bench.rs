@@ -49,7 +49,7 @@ fn the_median_of_an_even_number_of_samples_is_the_mean_of_the_middle_two() {
 }
 
 #[test]
-fn a_measurement_that_does_not_fit_the_context_is_refused_with_what_it_needs() {
+fn a_measurement_that_does_not_fit_the_context_is_refused_with_the_size_it_needs() {
     let model = Model::builtin().unwrap();
     let of = |n_prompt, context| {
         let device = Device::Cpu { threads: Some(1) };

@@ -31,7 +31,7 @@ fn default_render_options_ask_the_model_to_answer() {
 }
 
 #[test]
-fn a_chat_keeps_its_history_and_evaluates_only_what_is_new() {
+fn a_chat_keeps_its_history_and_evaluates_only_new_tokens() {
     let mut chat = chat(256, OnFull::Shift);
     chat.restart(Some("You are kind."));
     let mut reply = chat.send("Hello!", &greedy(12)).unwrap();

@@ -95,7 +95,7 @@ fn cancelling_ends_before_the_next_token() {
 }
 
 #[test]
-fn cancelling_during_a_long_prompt_keeps_what_was_evaluated() {
+fn cancelling_during_a_long_prompt_keeps_the_evaluated_tokens() {
     let (prompt, mut session) = (long_prompt(), session(SessionOptions::default()));
     let (whole, _) = text(&mut session, &prompt, &greedy(6));
     session.reset();

@@ -24,7 +24,7 @@ pub(super) fn segments(plan: &Plan) -> String {
     out
 }
 
-/// A row per step. A step without a kernel of its own runs with the one above it. Of equal layers only the first is
+/// A row per step. A step without its own kernel runs with the one above it. Of equal layers only the first is
 /// listed.
 pub(super) fn steps(plan: &Plan, kernels: &[(usize, Cow<'static, str>)]) -> String {
     let on_host =

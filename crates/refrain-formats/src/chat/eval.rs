@@ -185,7 +185,7 @@ impl<'b> Interpreter<'b> {
         self.scope = scope;
     }
 
-    /// Runs `work` in a scope of its own.
+    /// Runs `work` in a new scope.
     fn scoped<T>(
         &mut self,
         parent: usize,
@@ -588,7 +588,7 @@ impl<'b> Interpreter<'b> {
         let (source, scope) = (source.clone(), *scope);
         if args.positional.len() > source.params.len() {
             let (n, most) = (args.positional.len(), source.params.len());
-            return Err(Stop::failed(format!("{} takes {most} arguments, got {n}", source.name)));
+            return Err(Stop::failed(format!("{} got {n} arguments, its maximum is {most}", source.name)));
         }
         // Parameters are looked up by name.
         self.budget.work(args.named.len().saturating_mul(source.params.len()).saturating_mul(16))?;

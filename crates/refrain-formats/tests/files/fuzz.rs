@@ -117,7 +117,7 @@ proptest! {
     }
 
     #[test]
-    fn random_bytes_behind_a_header_are_read_or_refused(tail in prop::collection::vec(any::<u8>(), 0..200), version in 2u8..4) {
+    fn random_bytes_after_a_header_are_read_or_refused(tail in prop::collection::vec(any::<u8>(), 0..200), version in 2u8..4) {
         let mut bytes = vec![b'G', b'G', b'U', b'F', version, 0, 0, 0];
         bytes.extend(&tail);
         if let Ok(gguf) = read(bytes) {

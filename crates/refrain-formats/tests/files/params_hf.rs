@@ -495,7 +495,7 @@ fn impossible_sizes_of_recurrent_layers_are_refused_with_numbers() {
 }
 
 #[test]
-fn the_feed_forward_size_of_lfm2_is_two_thirds_of_what_the_file_says() {
+fn the_feed_forward_size_of_lfm2_is_two_thirds_of_the_size_in_the_file() {
     let lfm2 = |changes: Value| {
         let mut config = with(json!({
             "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "num_hidden_layers": 3,
