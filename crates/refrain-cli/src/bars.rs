@@ -104,14 +104,14 @@ impl Drop for Delayed {
     }
 }
 
-/// Progress of a device before its first step, with one bar per phase: weights are sent, kernels are compiled.
+/// Progress of a device before its first step, with one bar per phase: uploading weights, compiling kernels.
 #[derive(Clone, Default)]
 pub(crate) struct Phases(Arc<Mutex<Option<(Phase, Delayed)>>>);
 
 /// A phase of starting a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Phase {
-    /// Weights are sent to the device.
+    /// Weights are uploaded to the device.
     Weights,
     /// Kernels are compiled.
     Kernels,
@@ -147,7 +147,7 @@ impl Phases {
 impl Phase {
     fn bar(self, total: u64) -> Delayed {
         match self {
-            Phase::Weights => Delayed::bytes("sending weights to the device"),
+            Phase::Weights => Delayed::bytes("uploading weights to the device"),
             Phase::Kernels => Delayed::bar(total, "compiling kernels for the device, once"),
         }
     }

@@ -110,7 +110,7 @@ pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {
         LoadEvent::Planned(memory) if verbose => talk!("memory   {}", stats::memory_line(&memory)),
         LoadEvent::Uploaded { done_bytes, total_bytes } => {
             bar.set_message(format!(
-                "sending weights, {} of {}",
+                "uploading weights, {} of {}",
                 ByteSize(done_bytes),
                 ByteSize(total_bytes)
             ));
@@ -158,6 +158,10 @@ pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {
         return out.json(&to_json(&report, args));
     }
     print(&mut out, &report, args)?;
+    let status = report.device.as_ref().map(|(status, _)| status);
+    if let Some(line) = stats::bits_line(args.device.reproducible, status) {
+        out.line(line)?;
+    }
     if context.verbose {
         if let Some((status, _)) = &report.device {
             stats::print_graphs(status);
@@ -177,6 +181,10 @@ fn measure_training(
     spinner: &Delayed,
     context: &CliContext,
 ) -> anyhow::Result<()> {
+    if args.device.reproducible {
+        let message = "--reproducible is for generation: all steps of a training run divide their work alike";
+        return Err(Hinted::new(message, "remove it, or remove --train").into());
+    }
     let session = args.device.tried_session(None, context)?;
     let dtype = match args.dtype {
         Precision::F32 => DType::F32,
@@ -412,6 +420,7 @@ fn to_json(report: &BenchReport, args: &Args) -> serde_json::Value {
     json!({
         "model": report.name,
         "backend": report.backend,
+        "reproducible": report.device.as_ref().is_none_or(|(status, _)| status.reproducible),
         "parameters": report.n_parameters,
         "weight_bytes": report.weight_bytes,
         "quant": args.shape.as_ref().map(|_| &args.quant),

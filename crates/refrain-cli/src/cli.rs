@@ -3,7 +3,7 @@
 use crate::interrupt::Interrupt;
 use crate::{
     batch, bench, chat, completions, doctor, finetune, inspect, list, merge, perplexity, plan, pull,
-    reference, rm, run, tokenize, train, trial,
+    quantize, reference, rm, run, tokenize, train, trial,
 };
 use clap::{Args, Parser, Subcommand};
 use refrain_hub::{Env, Store};
@@ -67,6 +67,7 @@ enum Command {
     Train(Box<train::Args>),
     Finetune(Box<finetune::Args>),
     Merge(merge::Args),
+    Quantize(quantize::Args),
     Bench(bench::Args),
     Doctor(doctor::Args),
     Completions(completions::Args),
@@ -152,6 +153,7 @@ impl Cli {
             Command::Train(args) => train::run(*args, &context),
             Command::Finetune(args) => finetune::run(&args, &context),
             Command::Merge(args) => merge::run(&args, &context),
+            Command::Quantize(args) => quantize::run(&args, &context),
             Command::Bench(args) => bench::run(&args, &context),
             Command::Doctor(args) => doctor::run(&args, &context),
             Command::Completions(args) => completions::run(&args),

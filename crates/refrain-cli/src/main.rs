@@ -26,6 +26,7 @@ mod merge;
 mod perplexity;
 mod plan;
 mod pull;
+mod quantize;
 mod reference;
 mod rm;
 mod run;

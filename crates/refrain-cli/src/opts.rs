@@ -40,6 +40,10 @@ pub(crate) struct DeviceOpts {
     /// is used, its graph is discarded, and the summary reports it
     #[arg(long, value_name = "every:N", value_parser = parse_verify)]
     pub(crate) verify: Option<NonZeroU32>,
+    /// Give each request the same bits in any load: they depend neither on other requests nor on the number of sequences
+    /// in a step nor on how prompts are divided. Always so on the CPU; on a CUDA device it costs speed
+    #[arg(long)]
+    pub(crate) reproducible: bool,
     /// Time every kernel: prints a table to standard error and writes a timeline page [default: refrain-profile.html];
     /// steps then run one kernel at a time
     #[arg(long, value_name = "FILE", num_args = 0..=1, require_equals = true)]
@@ -127,6 +131,7 @@ impl DeviceOpts {
             kv_dtype,
             ahead,
             verify_every: self.verify,
+            reproducible: self.reproducible,
             table: match self.ple {
                 PleArg::Auto => TablePlacement::Auto,
                 PleArg::Device => TablePlacement::Device,
@@ -304,8 +309,8 @@ fn say_placement(session: &Session, requested: PleArg) {
     }
 }
 
-/// Shows progress while weights are sent and kernels are compiled, now or for a later prompt. With -v it prints the memory
-/// plan before anything is allocated.
+/// Shows progress while weights are uploaded and kernels are compiled, now or for a later prompt. With -v it prints the
+/// memory plan before anything is allocated.
 pub(crate) fn load_listener(phases: Phases, context: &CliContext) -> LoadListener {
     let verbose = context.verbose;
     LoadListener::new(move |event| match event {

@@ -110,13 +110,14 @@ fn facts(
     let bandwidth = bandwidth.or(peak.map(|peak| (peak, " (the memory's clock and width)")));
     let plan = &planner.plan(n_tokens)?;
     let mut facts = bounds(plan, n_tokens, holds, bandwidth);
+    facts.extend(stats::bits_line(args.device.reproducible, status.as_ref()));
     if let Some(status) = &status {
         facts.extend(cost::kernels(plan, kernels, args.device.graph != GraphArg::Off));
         facts.extend(cost::crossings(plan));
         if let Some((needs, place)) = planner.table() {
             facts.extend(cost::placements(&needs, place));
         }
-        facts.extend(status.apart.iter().map(|told| format!("apart    {told}")));
+        facts.extend(status.apart.iter().map(|told| format!("unfused  {told}")));
         facts.push(format!("memory   {}", stats::memory_line(&status.memory)));
     }
     Ok(facts)

@@ -63,11 +63,15 @@ pub(crate) fn command() -> String {
 pub(crate) fn device_name(device: &DeviceOpts) -> String {
     let ordinal = match device.device {
         DeviceArg::Sim => return "the simulated device".into(),
+        DeviceArg::Cpu => return "the CPU".into(),
         DeviceArg::Cuda(ordinal) => ordinal.unwrap_or(0),
-        DeviceArg::Auto | DeviceArg::Cpu => 0,
+        DeviceArg::Auto => 0,
     };
-    let info = refrain_driver::Device::query(DeviceKind::Cuda(ordinal));
-    info.map_or_else(|_| format!("cuda:{ordinal}"), |info| info.name)
+    match (refrain_driver::Device::query(DeviceKind::Cuda(ordinal)), device.device) {
+        (Ok(info), _) => info.name,
+        (Err(_), DeviceArg::Auto) => "the CPU".into(),
+        (Err(_), _) => format!("cuda:{ordinal}"),
+    }
 }
 
 /// A time as `2026-11-18 22:40 UTC`.

@@ -3,7 +3,7 @@
 use crate::out::{short_rate, short_time, talk, thousands};
 use crate::reply::ShownReply;
 use refrain::trial::MethodChoice;
-use refrain::{Accounting, Finish, ResidentMemory, Session, Status, StepKind, Tally, Upload};
+use refrain::{Accounting, Finish, ProcessMemory, Session, Status, StepKind, Tally, Upload};
 use refrain_hub::ByteSize;
 use serde_json::{Value, json};
 use std::time::Duration;
@@ -35,13 +35,17 @@ pub(crate) fn print(session: &Session, reply: &ShownReply, load: Duration, seed:
     };
     let n_evaluated = thousands(summary.n_evaluated);
     talk!("prefill  {n_evaluated:>6} tokens   {} tok/s  ({}{held})", short_rate(rate), short_time(prefill));
-    if let Some(status) = session.device_status() {
-        print_device(&status);
+    let status = session.device_status();
+    if let Some(status) = &status {
+        print_device(status);
+    }
+    if let Some(line) = bits_line(false, status.as_ref()) {
+        talk!("{line}");
     }
     if let Some(choice) = session.graph_choice() {
         talk!("method   {}: {}", choice.method, choice.because);
     }
-    let resident = ResidentMemory::of_this_process().map_or_else(String::new, |r| {
+    let resident = ProcessMemory::of_this_process().map_or_else(String::new, |r| {
         format!(", {} resident now, {} at most", ByteSize(r.now), ByteSize(r.most))
     });
     let weights = ByteSize(session.model().weight_bytes() as u64);
@@ -65,6 +69,16 @@ fn print_device(status: &Status) {
     }
     talk!("device   {}", memory_line(&status.memory));
     talk!("weights  {}", upload_line(&status.upload));
+}
+
+/// What --reproducible means on this device.
+pub(crate) fn bits_line(is_wanted: bool, status: Option<&Status>) -> Option<String> {
+    let because = match status {
+        Some(status) if status.reproducible => "every number of rows runs the same kernels",
+        None if is_wanted => "on the CPU, results never depend on how work is divided",
+        Some(_) | None => return None,
+    };
+    Some(format!("bits     reproducible: {because}"))
 }
 
 /// Prints the graphs in use and how long it took to make them.
@@ -92,14 +106,18 @@ pub(crate) fn print_graphs(status: &Status) {
         );
     }
     for told in &status.apart {
-        talk!("apart    {told}");
+        talk!("unfused  {told}");
     }
 }
 
 /// Upload speed of the weights.
 pub(crate) fn upload_line(upload: &Upload) -> String {
     let rate = upload.bytes_per_second() / 1e9;
-    format!("{} sent in {}, {rate:.1} GB/s", ByteSize(upload.bytes), short_time(upload.took.as_secs_f64()))
+    format!(
+        "{} uploaded in {}, {rate:.1} GB/s",
+        ByteSize(upload.bytes),
+        short_time(upload.took.as_secs_f64())
+    )
 }
 
 /// Memory of a model on a device.

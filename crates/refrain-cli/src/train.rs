@@ -122,10 +122,10 @@ pub(crate) struct StepOpts {
     /// AdamW's weight decay, on matrices and embeddings only [default: 0.1; finetune: 0]
     #[arg(long, value_name = "X", allow_negative_numbers = true)]
     weight_decay: Option<f64>,
-    /// AdamW's two decay rates of the moments [default: 0.9,0.95]
+    /// AdamW's decay rates of the first and second moment [default: 0.9,0.95]
     #[arg(long, value_name = "B1,B2", value_parser = parse_betas, allow_negative_numbers = true)]
     betas: Option<Betas>,
-    /// AdamW's term in the denominator [default: 1e-8]
+    /// Added to the denominator of AdamW's update [default: 1e-8]
     #[arg(long, value_name = "X", allow_negative_numbers = true)]
     eps: Option<f64>,
     /// Largest global gradient norm, or none [default: 1]
@@ -390,6 +390,7 @@ impl TrainRequest<'_> {
             trial_limit: *trial_limit,
             ahead: None,
             verify: *verify,
+            reproducible: false,
             profile: None,
             faults: faults.clone(),
             threads: *threads,

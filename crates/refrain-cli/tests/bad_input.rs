@@ -44,7 +44,7 @@ fn a_known_name_is_not_pulled_offline() {
 }
 
 #[test]
-fn arguments_that_contradict_are_a_mistake_of_usage() {
+fn contradicting_arguments_are_a_usage_error() {
     let cli = Cli::new();
     cli.run(&["run", "-m", "stories", "-p", "A cat", "another"]).misused();
     cli.run(&["run", "-m", "stories", "one", "two"]).misused();
@@ -56,7 +56,7 @@ fn arguments_that_contradict_are_a_mistake_of_usage() {
 }
 
 #[test]
-fn no_steps_ahead_and_more_than_there_can_be_are_refused() {
+fn steps_ahead_outside_the_range_are_refused() {
     for n in ["0", "33"] {
         let said = Cli::new().run(&["run", "A cat", "--device", "sim", "--ahead", n]).misused();
         assert!(said.contains("1..=32"), "{said}");
@@ -64,7 +64,7 @@ fn no_steps_ahead_and_more_than_there_can_be_are_refused() {
 }
 
 #[test]
-fn no_threads_are_refused() {
+fn zero_threads_are_refused() {
     let said = Cli::new().run(&["run", "A cat", "--threads", "0"]).misused();
     assert!(said.contains("at least 1 thread"), "{said}");
     let said = Cli::new().run(&["run", "A cat", "--threads", "100000"]).misused();
@@ -72,7 +72,7 @@ fn no_threads_are_refused() {
 }
 
 #[test]
-fn what_a_device_cannot_do_is_refused_with_a_hint() {
+fn device_flags_that_cannot_work_are_refused_with_a_hint() {
     let cli = Cli::new();
     let said = cli.run(&["run", "A cat", "--device", "cpu", "--graph", "require"]).refused();
     assert!(said.contains("--graph auto"), "{said}");
@@ -148,7 +148,7 @@ fn sampling_parameters_out_of_range_are_refused() {
         ("--seed", "-2"),
         ("-n", "-2"),
     ] {
-        // Refused before the model is searched: it does not exist.
+        // Refused before the model, which does not exist, is looked up.
         for command in [&["run", "./none.gguf", "A cat"][..], &["chat", "./none.gguf"]] {
             let said = cli.run(&[command, &[flag, value]].concat()).misused();
             assert!(said.contains("must be") && !said.contains("none.gguf"), "{flag}: {said}");
@@ -173,7 +173,7 @@ fn a_prompt_far_too_long_is_refused_by_its_length() {
 fn escape_sequences_in_metadata_do_not_reach_a_terminal() {
     let cli = Cli::new();
     let mut bytes = stories();
-    // As long as the name it replaces: the file's lengths stay right.
+    // As long as the name that it replaces, so the lengths in the file stay valid.
     let name = b"stories";
     let key = b"general.name";
     let key_idx = bytes.windows(key.len()).position(|w| w == key).expect("the key");
@@ -274,7 +274,7 @@ fn an_unknown_architecture_is_refused_with_the_known_ones() {
 fn inspect_builds_no_tokenizer() {
     let cli = Cli::new();
     let mut bytes = stories();
-    // `"` becomes a second `!`: no tokenizer can be built from that.
+    // `"` becomes a second `!`, so no tokenizer can be built.
     let token = b"\x01\0\0\0\0\0\0\0\"";
     let at = bytes.windows(token.len()).position(|w| w == token).expect("the token");
     bytes[at + 8] = b'!';

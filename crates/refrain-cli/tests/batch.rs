@@ -1,4 +1,4 @@
-//! `refrain batch`: order, errors, and going on from where it stopped.
+//! `refrain batch`: order, errors, and continuing an earlier run.
 
 mod common;
 
@@ -17,7 +17,7 @@ fn lines(cli: &Cli) -> Vec<Value> {
 }
 
 #[test]
-fn answers_come_in_order_as_run_gives_them_and_a_bad_line_stops_nobody() {
+fn answers_come_in_order_and_equal_those_of_run_despite_a_bad_line() {
     let cli = Cli::new();
     let input = r#"{"prompt": "Once upon a time"}
 {"prompt": "A cat", "max_tokens": 3, "id": "short"}
@@ -63,7 +63,7 @@ not json
 }
 
 #[test]
-fn it_goes_on_behind_the_lines_that_are_there() {
+fn a_second_run_continues_after_the_existing_lines() {
     let cli = Cli::new();
     let input: String = (0..12).map(|i| format!("{{\"prompt\": \"Number {i}\", \"id\": {i}}}\n")).collect();
     cli.file("in.jsonl", input);
@@ -79,15 +79,15 @@ fn it_goes_on_behind_the_lines_that_are_there() {
     assert!(ended.stderr.contains("continuing after 5 lines"), "{}", ended.stderr);
     assert!(ended.stderr.contains("7 lines answered"), "{}", ended.stderr);
     assert_eq!(lines(&cli), whole);
-    // All are there: nothing to do, not even to open the model.
+    // Every line is answered: the model is not even opened.
     assert_eq!(cli.run(&batch(&[])).code, Some(0));
     assert_eq!(lines(&cli), whole);
-    // Of another input.
+    // Answers to another input.
     cli.file("in.jsonl", "{\"prompt\": \"A cat\", \"id\": 7}\n");
     let refused = cli.run(&batch(&[]));
     assert_eq!(refused.code, Some(1));
     assert!(refused.stderr.contains("line 1 of out.jsonl does not answer line 1"), "{}", refused.stderr);
-    assert_eq!(lines(&cli), whole, "nothing was touched");
+    assert_eq!(lines(&cli), whole, "nothing has changed");
     assert_eq!(cli.run(&batch(&["--overwrite"])).code, Some(0));
     assert_eq!(lines(&cli).len(), 1);
 }
@@ -95,7 +95,8 @@ fn it_goes_on_behind_the_lines_that_are_there() {
 #[test]
 fn the_simulated_device_answers_as_the_cpu_does() {
     let cli = Cli::new();
-    // As stories go on, so that rounded activations decide nothing: the CPU rounds them, the simulated device does not.
+    // Likely continuations of stories, so that rounding changes no choice: the CPU rounds activations, the simulated
+    // device does not.
     let prompts = ["Once upon a time", "One day, the little", "Tom and Anna"];
     let input = prompts.map(|prompt| json!({ "prompt": prompt, "max_tokens": 3 }).to_string() + "\n");
     cli.file("in.jsonl", input.concat());
@@ -107,7 +108,7 @@ fn the_simulated_device_answers_as_the_cpu_does() {
 }
 
 #[test]
-fn files_that_cannot_be_used_are_refused_with_a_way_out() {
+fn unusable_files_are_refused_with_a_hint() {
     let cli = Cli::new();
     let refused = |args: &[&str], text: &str| {
         let ended = cli.run(args);

@@ -72,7 +72,7 @@ fn the_same_seed_gives_the_same_text_and_another_seed_another() {
 }
 
 #[test]
-fn talk_goes_to_standard_error_without_colours() {
+fn messages_go_to_standard_error_without_colours() {
     let cli = Cli::new();
     let ended = cli.run(&["run", "A cat", "-n", "4", "--stats", "--seed", "5"]);
     for expected in ["context 512", "decode", "prefill", "eager", "seed 5", "resident"] {
@@ -83,7 +83,7 @@ fn talk_goes_to_standard_error_without_colours() {
     let quiet = cli.run(&["run", "A cat", "-n", "4", "--quiet"]);
     assert_eq!(quiet.stderr, "");
     let verbose = cli.run(&["run", "A cat", "-n", "4", "-v"]);
-    // Why there is no CUDA device is not kept back.
+    // The message says why there is no CUDA device.
     let because = "auto picked cpu, there is no CUDA device: ";
     let said = verbose.stderr.contains(because) || verbose.stderr.contains("auto picked cuda");
     assert!(said, "{}", verbose.stderr);
@@ -115,7 +115,7 @@ fn a_closed_pipe_ends_quietly() {
 
 #[cfg(unix)]
 #[test]
-fn ctrl_c_stops_the_reply_and_keeps_what_was_said() {
+fn ctrl_c_stops_the_reply_and_keeps_its_text() {
     let cli = Cli::new();
     let mut command = cli.command(&["run", "A cat", "-n", "450", "--stats", "--threads", "1"]);
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it runs");
@@ -134,15 +134,15 @@ fn ctrl_c_stops_the_reply_and_keeps_what_was_said() {
 
 #[cfg(unix)]
 #[test]
-fn ctrl_c_ends_a_command_that_has_no_reply_to_stop() {
+fn ctrl_c_ends_a_command_without_a_reply() {
     let cli = Cli::new();
     let mut command = cli.command(&["run"]);
     let mut child = command.stdin(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it runs");
-    // It says that it waits, so it is surely waiting.
+    // It has printed that it is waiting, so it is.
     let mut said = vec![0];
     child.stderr.as_mut().expect("a pipe").read_exact(&mut said).expect("a byte");
     let pid = child.id().to_string();
-    // Waiting would close it, and an empty prompt is an error of its own.
+    // Waiting for the child would close its input, and an empty prompt is another error.
     let _stdin = child.stdin.take();
     assert!(std::process::Command::new("kill").args(["-INT", &pid]).status().expect("kill").success());
     assert_eq!(child.wait().expect("it ends").code(), Some(130));
@@ -155,7 +155,7 @@ fn the_first_ctrl_c_during_a_hang_says_what_to_do() {
     let args = ["run", "A cat", "-n", "40", "--device", "sim", "--faults", "on 9th replay: hang 4 s"];
     let mut child =
         cli.command(&args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it runs");
-    // The first token is out, so the hang follows soon.
+    // The first token has been printed, so the hang follows soon.
     child.stdout.as_mut().expect("a pipe").read_exact(&mut [0]).expect("a byte");
     std::thread::sleep(std::time::Duration::from_millis(600));
     let pid = child.id().to_string();
@@ -166,7 +166,7 @@ fn the_first_ctrl_c_during_a_hang_says_what_to_do() {
 }
 
 #[test]
-fn of_a_repeated_flag_the_last_one_counts() {
+fn the_last_of_repeated_flags_wins() {
     let cli = Cli::new();
     let json =
         cli.run(&with(&["run", "A cat", "-n", "3", "--seed", "1", "--seed", "9", "--json"], &["-n", "5"]));
@@ -234,7 +234,7 @@ fn chat_answers_line_by_line_and_obeys_commands() {
 }
 
 #[test]
-fn a_chat_is_saved_only_over_nothing_and_loaded_again() {
+fn saving_a_chat_overwrites_no_file_and_a_saved_chat_can_be_loaded() {
     let cli = Cli::new();
     let args = ["chat", "--temp", "0", "-n", "12", "--device", "cpu"];
     cli.file("mine.json", "precious");
@@ -268,7 +268,7 @@ fn settings_of_a_chat_change_its_replies() {
 }
 
 #[test]
-fn a_chat_with_a_full_context_drops_the_oldest_turns_or_stops_as_told() {
+fn a_chat_with_a_full_context_drops_the_oldest_turns_or_stops_as_configured() {
     let cli = Cli::new();
     let input = (0..6).map(|i| format!("Tell me about the number {i}, please.\n")).collect::<String>();
     let chat = |how| {
@@ -309,7 +309,7 @@ fn chat_without_a_model_answers_with_the_built_in_one_and_says_what_it_is() {
 }
 
 #[test]
-fn chat_reads_only_what_is_new() {
+fn chat_evaluates_only_new_tokens() {
     let cli = Cli::new();
     let model = cli.tiny_chat_model();
     let args = ["chat", model.to_str().expect("a path"), "-n", "4", "--temp", "0", "--stats"];
@@ -318,7 +318,7 @@ fn chat_reads_only_what_is_new() {
 }
 
 #[test]
-fn run_uses_the_chat_template_unless_it_is_told_not_to() {
+fn run_uses_the_chat_template_unless_raw_is_set() {
     let cli = Cli::new();
     let model = cli.tiny_chat_model();
     let model = model.to_str().expect("a path");
@@ -336,7 +336,7 @@ fn run_uses_the_chat_template_unless_it_is_told_not_to() {
 fn thinking_is_shown_or_hidden() {
     let cli = Cli::new();
     let model = cli.tiny_chat_model();
-    // A template that opens the thinking part itself, with a model that never closes it.
+    // The template opens the thinking part, and the model never closes it.
     let config = serde_json::json!({ "chat_template": "{{ messages[0].content }}<think>" });
     cli.file("tiny/tokenizer_config.json", config.to_string());
     let reply = |how| {
@@ -364,7 +364,7 @@ fn perplexity_scores_the_second_half_of_each_window() {
 }
 
 #[test]
-fn inspect_tells_what_is_in_the_files() {
+fn inspect_shows_the_contents_of_the_files() {
     let cli = Cli::new();
     let json = cli.run(&["inspect", "stories", "--json", "--tensors"]).json();
     assert_eq!(json["architecture"], "llama");
@@ -400,7 +400,7 @@ fn tokenize_shows_ids_and_pieces() {
     not(feature = "shared-data"),
     ignore = "needs ../shared/data: cargo xtask ci turns it on where it exists"
 )]
-fn files_with_only_a_vocabulary_can_be_inspected_and_tokenized_with() {
+fn files_with_only_a_vocabulary_can_be_inspected_and_used_to_tokenize() {
     let cli = Cli::new();
     for name in ["bert-bge", "falcon", "gpt-2", "llama-spm"] {
         let path = refrain_testkit::require_shared_data(&format!("vocab/ggml-vocab-{name}.gguf"));
@@ -436,7 +436,7 @@ fn a_plan_folds_equal_layers_and_its_arena_shows_small_buffers() {
     let text = cli.run(&["plan", "stories", "--dot", "p.dot"]).ok();
     assert!(text.contains("repeat 8 times, up to step"), "{text}");
     assert!(text.contains("blk.0.attention") && !text.contains("blk.3.attention"), "{text}");
-    // The logits are most of a one-token arena; the other buffers still have lines of their own.
+    // The logits take most of a one-token arena; the other buffers still have their own lines.
     let rows =
         text.lines().filter(|line| line.ends_with('|')).map(|line| line.split('|').nth(1).expect("a map"));
     let letters: std::collections::BTreeSet<char> =
@@ -447,7 +447,7 @@ fn a_plan_folds_equal_layers_and_its_arena_shows_small_buffers() {
 }
 
 #[test]
-fn plan_tells_launches_kernels_and_memory_of_a_device_and_needs_no_tokenizer() {
+fn plan_shows_launches_kernels_and_memory_of_a_device_and_needs_no_tokenizer() {
     let cli = Cli::new();
     let text = cli.run(&with(&["plan", "stories", "--bandwidth", "4000"], &SIM)).ok();
     for expected in ["product_gated_q8_0", "of workspace", "4000.0 GB/s", "(as above)"] {
@@ -467,9 +467,9 @@ fn plan_tells_launches_kernels_and_memory_of_a_device_and_needs_no_tokenizer() {
 }
 
 #[test]
-fn attention_that_takes_several_launches_is_told_with_the_reason() {
+fn attention_that_takes_several_launches_is_reported_with_the_reason() {
     let cli = Cli::new();
-    // The same weights as sixteen heads of four elements: there is no kernel that joins those.
+    // The same weights as sixteen heads of four elements, for which there is no fused kernel.
     let config = std::fs::read_to_string(golden("llama").join("config.json")).expect("a golden");
     let mut config: serde_json::Value = serde_json::from_str(&config).expect("JSON");
     for (key, value) in [("head_dim", 4), ("num_attention_heads", 16), ("num_key_value_heads", 8)] {
@@ -479,7 +479,7 @@ fn attention_that_takes_several_launches_is_told_with_the_reason() {
     let weights = std::fs::read(golden("llama").join("model.safetensors")).expect("a golden");
     cli.file("small-heads/model.safetensors", weights);
     let plan = cli.run(&with(&["plan", "./small-heads"], &SIM)).ok();
-    let told: Vec<&str> = plan.lines().filter(|line| line.starts_with("apart ")).collect();
+    let told: Vec<&str> = plan.lines().filter(|line| line.starts_with("unfused ")).collect();
     assert_eq!(told.len(), 2, "{plan}");
     assert!(
         told.iter().all(|line| line.contains("more run as separate steps instead of one launch")),
@@ -490,11 +490,11 @@ fn attention_that_takes_several_launches_is_told_with_the_reason() {
     let log = cli.run(&with(&["bench", "./small-heads", "-p", "0", "-n", "2", "-r", "1", "-v"], &SIM)).stderr;
     assert!(log.contains(told[0]), "{log}");
     let plain = cli.run(&with(&["plan", "stories"], &SIM)).ok();
-    assert!(!plain.contains("apart "), "{plain}");
+    assert!(!plain.contains("unfused "), "{plain}");
 }
 
 #[test]
-fn caches_of_every_type_are_run_and_told_in_plans() {
+fn caches_of_every_type_run_and_are_shown_in_plans() {
     let cli = Cli::new();
     let cpu = ["--device", "cpu"];
     for device in [&cpu[..], &SIM] {
@@ -538,7 +538,43 @@ fn bench_on_a_device_counts_launches_and_kernels_and_its_json_is_data() {
 }
 
 #[test]
-fn bench_at_several_depths_has_a_decode_line_for_each_and_tells_launches_and_steps_once() {
+fn bench_load_measures_the_highest_rate_then_a_share_of_it_and_draws_a_page() {
+    let cli = Cli::new();
+    let load = ["bench", "stories", "--load", "--requests", "12", "--max-seqs", "4", "--device", "cpu"];
+    let lengths = ["--prompt-range", "4-12", "--reply-range", "2-6"];
+    let ended = cli.run(&with(&with(&load, &lengths), &["--rate", "80%", "--html", "load.html"]));
+    assert!(ended.stderr.contains("highest rate: "), "{}", ended.stderr);
+    assert!(ended.stderr.contains("decode steps: "), "{}", ended.stderr);
+    let text = ended.ok();
+    assert!(text.contains("goodput ") && text.contains("12 of 12 "), "{text}");
+    let page = std::fs::read_to_string(cli.home.path().join("load.html")).expect("a page");
+    for part in ["bench stories --load", "Tokens per second", "KV blocks in use", "waiting"] {
+        assert!(page.contains(part), "{part} is missing");
+    }
+    let json = cli.run(&with(&with(&load, &lengths), &["--clients", "3", "--json"])).json();
+    assert_eq!((&json["completed"], &json["failed"]), (&12.into(), &serde_json::json!({})));
+    assert_eq!(json["clients"], 3);
+    assert!(json["ttft_seconds"]["p99"].as_f64() >= json["ttft_seconds"]["p50"].as_f64(), "{json}");
+    let too_long = cli.run(&with(&load, &["--reply-range", "4000", "-c", "100"]));
+    let message = too_long.stderr;
+    assert!(message.contains("the longest request has 4256 tokens, the context 100"), "{message}");
+    assert!(message.contains("raise -c to 4256"), "{message}");
+}
+
+#[test]
+fn bench_load_needs_a_server_that_answers() {
+    let cli = Cli::new();
+    // The listener is dropped, so nothing answers at its port.
+    let port =
+        std::net::TcpListener::bind("127.0.0.1:0").and_then(|l| l.local_addr()).expect("a port").port();
+    let ended = cli.run(&["bench", "--load", "--url", &format!("http://127.0.0.1:{port}")]);
+    assert!(ended.stderr.contains("cannot read http://127.0.0.1:"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("`refrain serve MODEL` starts one"), "{}", ended.stderr);
+    assert_eq!(ended.code, Some(1));
+}
+
+#[test]
+fn bench_at_several_depths_has_a_decode_line_for_each_and_reports_launches_and_steps_once() {
     let cli = Cli::new();
     let args = with(&["bench", "stories", "-p", "0", "-n", "4", "-r", "1", "--depth", "16,3"], &SIM);
     let text = cli.run(&args).ok();
@@ -616,7 +652,7 @@ fn every_command_has_examples_in_its_help() {
 }
 
 #[test]
-fn help_can_be_asked_for_by_name() {
+fn help_takes_the_name_of_a_command() {
     let cli = Cli::new();
     assert_eq!(cli.run(&["help"]).ok(), cli.run(&["--help"]).ok());
     assert_eq!(cli.run(&["help", "bench"]).ok(), cli.run(&["bench", "--help"]).ok());
@@ -624,7 +660,7 @@ fn help_can_be_asked_for_by_name() {
 }
 
 #[test]
-fn the_reference_pages_are_what_the_program_prints() {
+fn the_reference_pages_match_the_program() {
     let cli = Cli::new();
     for page in ["cli", "environment"] {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("../../docs/reference/{page}.md"));
@@ -653,7 +689,7 @@ fn only_this_crate_names_flags_in_messages() {
     {
         for path in sources(&crates.join(library).join("src")) {
             let text = std::fs::read_to_string(&path).expect("a source");
-            // Messages are above the tests of a file.
+            // Messages come before the tests in a file.
             let text = text.split("#[cfg(test)]").next().unwrap_or_default();
             for (idx, line) in
                 text.lines().enumerate().filter(|(_, line)| !line.trim_start().starts_with("//"))
@@ -683,7 +719,7 @@ fn sources(folder: &Path) -> Vec<std::path::PathBuf> {
 const SIM: [&str; 2] = ["--device", "sim"];
 
 #[test]
-fn the_simulated_device_replays_every_step_and_writes_what_the_cpu_writes() {
+fn the_simulated_device_replays_every_step_and_gives_the_same_text_as_the_cpu() {
     let cli = Cli::new();
     let prompt = ["run", "stories", "Once upon a time"];
     let cpu = cli.run(&with(&with(&prompt, &GREEDY), &["--device", "cpu"])).ok();
@@ -698,7 +734,7 @@ fn the_simulated_device_replays_every_step_and_writes_what_the_cpu_writes() {
 }
 
 #[test]
-fn what_a_model_takes_on_a_device_is_told_with_verbose_and_in_the_summary() {
+fn memory_on_a_device_is_reported_with_verbose_and_in_the_summary() {
     let cli = Cli::new();
     let prompt = with(&with(&["run", "stories", "A cat"], &GREEDY), &SIM);
     let told = |extra: &[&str], row: &str| {
@@ -714,7 +750,7 @@ fn what_a_model_takes_on_a_device_is_told_with_verbose_and_in_the_summary() {
 }
 
 #[test]
-fn a_recording_that_fails_is_told_or_refused_as_asked() {
+fn a_failed_recording_is_reported_or_ends_the_command() {
     let cli = Cli::new();
     let prompt = with(&["run", "stories", "Once upon a time"], &GREEDY);
     let whole = cli.run(&with(&prompt, &["--device", "cpu"])).ok();
@@ -726,7 +762,7 @@ fn a_recording_that_fails_is_told_or_refused_as_asked() {
     let ended = cli.run(&with(&with(&prompt, &broken), &["--stats"]));
     for step in ["step of 1 token:", "step of 8 tokens:"] {
         let said = ended.stderr.lines().filter(|l| l.contains("WARN") && l.contains(step));
-        // The first failure and each further one, after 4 and 8 eager steps: one line each.
+        // One line for the first failure and for each later one, after 4 and 8 eager steps.
         let told: Vec<&str> = said.collect();
         assert!(!told.is_empty() && told.iter().all(|l| l.contains("eager for")), "{}", ended.stderr);
     }
@@ -736,7 +772,7 @@ fn a_recording_that_fails_is_told_or_refused_as_asked() {
 }
 
 #[test]
-fn a_device_that_is_lost_mid_text_keeps_what_was_written_and_has_its_own_exit_code() {
+fn a_device_lost_during_a_text_keeps_the_partial_text_and_has_its_own_exit_code() {
     let cli = Cli::new();
     let prompt = with(&["run", "stories", "Once upon a time"], &GREEDY);
     let whole = cli.run(&with(&prompt, &["--device", "cpu"])).ok();
@@ -750,13 +786,13 @@ fn a_device_that_is_lost_mid_text_keeps_what_was_written_and_has_its_own_exit_co
     let json: serde_json::Value = serde_json::from_str(&ended.stdout).expect("one JSON object");
     assert_eq!((&json["finish"], json["text"].as_str()), (&"error".into(), Some(written)), "{json}");
     assert!(json["error"].as_str().is_some_and(|error| error.contains("700")), "{json}");
-    // A kernel that gets a byte wrong makes up a token and then loses the device: that is the error, not the token.
+    // A wrong byte leads to an invalid token, and then the device is lost: the loss is reported, not the token.
     let wrong = ["--graph", "off", "--seed", "1", "-n", "40", "--faults", "on 1222nd launch: wrong byte"];
     let ended = cli.run(&with(&["run", "stories", "Once upon a time", "--device", "sim"], &wrong));
-    assert!(ended.stderr.contains("context is lost"), "another launch has to be named: {}", ended.stderr);
+    assert!(ended.stderr.contains("context is lost"), "the fault must hit another launch: {}", ended.stderr);
     assert_eq!(ended.code, Some(3), "{}", ended.stderr);
     assert!(!ended.stderr.contains("tokenizer"), "{}", ended.stderr);
-    // The same while the first graph is being verified, before there is a text.
+    // The same during the verification of the first graph, before any text.
     let ended = cli.run(&with(&with(&prompt, &SIM), &["--faults", "on 2nd replay: sticky 700"]));
     assert_eq!((ended.code, ended.stdout.as_str()), (Some(3), ""), "{}", ended.stderr);
 }
@@ -821,7 +857,7 @@ fn a_driver_whose_captures_lose_the_context_records_by_nodes_and_says_why() {
     let said =
         cli.run(&["run", "Once upon", "-n", "4", "--device", "sim", "--stats", "--faults", POISON]).stderr;
     assert!(said.contains("method   explicit nodes: an earlier trial"), "{said}");
-    // What was asked for is done, without a trial.
+    // An explicit method is used without a trial.
     let args =
         ["run", "Once upon", "-n", "4", "--device", "sim", "--faults", POISON, "--graph-method", "stream"];
     assert_eq!(cli.run(&args).code, Some(3));
@@ -838,7 +874,7 @@ fn a_trial_that_hangs_is_ended_and_its_driver_records_by_nodes() {
 }
 
 #[test]
-fn what_is_remembered_of_a_driver_and_cannot_be_read_is_tried_again() {
+fn a_stored_trial_that_cannot_be_read_is_repeated() {
     let cli = Cli::new();
     required(&cli, POISON);
     let folder = cli.home.path().join("refrain/drivers");
@@ -854,10 +890,10 @@ fn what_is_remembered_of_a_driver_and_cannot_be_read_is_tried_again() {
 }
 
 #[test]
-fn the_doctor_tells_where_per_layer_embeddings_would_go() {
+fn the_doctor_reports_where_per_layer_embeddings_would_be_placed() {
     let rows = Cli::new().run(&["doctor", "--device", "sim", "--json"]).json();
     let row = rows["rows"].as_array().unwrap().iter().find(|row| row["name"] == "tables").unwrap();
-    // The simulated card has 4 GiB: too few for what is not the table.
+    // The simulated card has 4 GiB: too little even for the weights other than the table.
     let measured = row["measured"].as_str().unwrap();
     assert!(measured.contains("gemma4-e2b does not fit even without its table"), "{measured}");
     assert!(row["advice"].as_str().unwrap().contains("--ple"), "{row}");
@@ -877,7 +913,7 @@ fn a_plan_shows_every_place_of_per_layer_embeddings() {
 }
 
 #[test]
-fn the_doctor_tells_how_graphs_are_recorded() {
+fn the_doctor_reports_how_graphs_are_recorded() {
     let rows = Cli::new().run(&["doctor", "--device", "sim", "--json"]).json();
     let rows = rows["rows"].as_array().expect("rows");
     let row = rows.iter().find(|row| row["name"] == "graph method").expect("a row");

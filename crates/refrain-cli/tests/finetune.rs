@@ -52,7 +52,7 @@ fn an_adapter_is_trained_resumed_used_and_merged() {
     assert!(ended.stderr.contains("try it   refrain run --lora tuned/adapter stories"), "{}", ended.stderr);
     assert_eq!(ended.ok().trim(), "tuned/adapter");
 
-    // More steps by the checkpoint's own configuration.
+    // More steps, with the checkpoint's configuration.
     let report = cli.run(&["finetune", "--resume=tuned", "--steps", "5", "--json"]).json();
     assert_eq!((report["steps"].as_u64(), report["adapter"].as_str()), (Some(5), Some("tuned/adapter")));
     cli.run(&with(&["--steps", "5", "--out", "whole"])).ok();
@@ -60,7 +60,7 @@ fn an_adapter_is_trained_resumed_used_and_merged() {
         let path = cli.home.path().join(run).join("adapter/adapter_model.safetensors");
         std::fs::read(path).expect("an adapter")
     };
-    assert!(file("tuned") == file("whole"), "a resumed run leaves another adapter");
+    assert!(file("tuned") == file("whole"), "a resumed run gives another adapter");
 
     let base = perplexity(&cli, &["stories"]);
     let tuned = perplexity(&cli, &["stories", "--lora", "tuned/adapter"]);
@@ -75,7 +75,7 @@ fn an_adapter_is_trained_resumed_used_and_merged() {
     assert!((merged / tuned - 1.0).abs() < 0.03, "{merged} {tuned}");
     assert!(cli.run(&merge).refused().contains("merged.gguf already exists"));
 
-    // Every command that generates takes it.
+    // Every command that generates text takes an adapter.
     let greedy = ["--temp", "0", "-n", "8", "--device", "cpu"];
     let run =
         |args: &[&str]| cli.run(&[&["run", "--raw", "stories", "The clock"], args, &greedy].concat()).ok();
@@ -91,7 +91,7 @@ fn an_adapter_is_trained_resumed_used_and_merged() {
 }
 
 #[test]
-fn a_file_may_ask_for_adapters_and_flags_change_them() {
+fn a_file_configures_adapters_and_flags_override_it() {
     let cli = cli();
     let keys = "from = 'stories'\ndata = 'text.txt'\nsteps = 1\ncontext = 16\nbatch = 1\ndevice = 'cpu'\n";
     cli.file("run.toml", format!("{keys}[lora]\nrank = 2\ntargets = ['q_proj', 'v_proj']\n"));
@@ -102,19 +102,19 @@ fn a_file_may_ask_for_adapters_and_flags_change_them() {
     };
     assert_eq!(config("a")["r"], 3);
     assert_eq!(config("a")["target_modules"], serde_json::json!(["q_proj", "v_proj"]));
-    // `train` takes the same file; `finetune` needs no table.
+    // `train` takes the same file; `finetune` does not need the table.
     cli.run(&["train", "run.toml", "--out", "b"]).ok();
     assert_eq!(config("b")["r"], 2);
     cli.file("plain.toml", keys);
     cli.run(&["finetune", "plain.toml", "--out", "c"]).ok();
     assert_eq!((&config("c")["r"], &config("c")["lora_alpha"]), (&16.into(), &32.0.into()));
-    // All of the model, whatever the file says.
+    // `--full` trains the whole model, even if the file has a table.
     let full = ["finetune", "run.toml", "--full", "--export", "gguf", "--out", "d"];
     assert_eq!(cli.run(&full).ok().trim(), "d/model.gguf");
 }
 
 #[test]
-fn what_cannot_be_done_is_refused_with_a_way_out() {
+fn unusable_adapters_and_flags_are_refused_with_a_hint() {
     let cli = cli();
     let golden = golden("llama").join("lora");
     let golden = golden.to_str().expect("a path");

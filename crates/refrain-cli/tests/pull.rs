@@ -1,4 +1,4 @@
-//! Models that are not here yet, from a hub on this machine.
+//! Missing models, pulled from a hub on this machine.
 
 mod common;
 
@@ -17,7 +17,7 @@ fn hub(content: Vec<u8>, digest: String) -> String {
     let endpoint = format!("http://{}", listener.local_addr().expect("an address"));
     std::thread::spawn(move || {
         for stream in listener.incoming().flatten() {
-            // The client may go away in the middle; the next one is served all the same.
+            // A client may disconnect halfway; the next one is still served.
             let _ = answer(stream, &content, &digest);
         }
     });
@@ -58,7 +58,7 @@ fn online(cli: &Cli, endpoint: &str, args: &[&str]) -> Ended {
 }
 
 #[test]
-fn a_model_that_is_not_here_is_pulled_after_saying_so_listed_and_removed() {
+fn a_missing_model_is_announced_pulled_listed_and_removed() {
     let cli = Cli::new();
     let content = stories();
     let endpoint = hub(content.clone(), sha256(&content));
@@ -95,9 +95,9 @@ fn bytes_with_a_wrong_checksum_are_not_kept() {
 
 #[cfg(unix)]
 #[test]
-fn ctrl_c_ends_a_pull_and_tells_how_to_go_on() {
+fn ctrl_c_ends_a_pull_and_says_how_to_resume() {
     let cli = Cli::new();
-    // A server that takes the request and never answers it in full.
+    // A server that accepts the request and never completes its answer.
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let endpoint = format!("http://{}", listener.local_addr().expect("an address"));
     let mut command = cli.command(&["pull", NAME]);
@@ -108,7 +108,7 @@ fn ctrl_c_ends_a_pull_and_tells_how_to_go_on() {
     let pid = child.id().to_string();
     let interrupt = || std::process::Command::new("kill").args(["-INT", &pid]).status().expect("kill");
     assert!(interrupt().success());
-    // The second one ends the program if the first finds it waiting for the server.
+    // The second Ctrl-C ends the program if the first arrives while it waits for the server.
     std::thread::sleep(std::time::Duration::from_millis(300));
     interrupt();
     let ended = common::ended(child.wait_with_output().expect("it ends"));

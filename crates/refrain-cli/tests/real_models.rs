@@ -7,7 +7,7 @@ const SMOLLM2: &str = "smollm2";
 const GEMMA: &str = "gemma3:270m-base";
 const GREEDY: [&str; 5] = ["run", "--temp", "0", "-n", "8"];
 
-/// Runs the binary with the store of the person who runs the test, and without a network.
+/// Runs the binary with the store of the user who runs the test, and without a network.
 #[track_caller]
 fn refrain(args: &[&str]) -> String {
     let mut command = Command::new(env!("CARGO_BIN_EXE_refrain"));
@@ -49,7 +49,7 @@ fn smollm2_answers_through_its_chat_template() {
     ignore = "needs real models and ../shared/data: cargo xtask models, then cargo xtask ci"
 )]
 fn gemmas_ids_of_a_long_text_are_those_of_a_list_of_all_merges() {
-    // The digest was taken when every way to make every token was a merge in a list.
+    // The digest was recorded with an older implementation, which used an explicit list of merges.
     let text = refrain_testkit::require_shared_data("tinyshakespeare.txt");
     let text = std::fs::read_to_string(text).expect("a text");
     let ids = refrain(&["tokenize", GEMMA, "--ids", &text[..100_000]]);
@@ -81,7 +81,7 @@ fn real_models_write_the_same_text_on_any_number_of_threads() {
     }
 }
 
-/// `llama_cpp` is what `tools/perplexity_llama.py` gives for the same file and the same text.
+/// `llama_cpp` is the perplexity that `tools/perplexity_llama.py` measures for the same file and text.
 fn assert_perplexity(model: &str, llama_cpp: f64) {
     let text = refrain_testkit::require_shared_data("tinyshakespeare.txt");
     let text = text.to_str().expect("a path in UTF-8");
@@ -89,7 +89,7 @@ fn assert_perplexity(model: &str, llama_cpp: f64) {
     let json: serde_json::Value = serde_json::from_str(&json).expect("one JSON object");
     assert_eq!((&json["n_windows"], &json["n_scored"]), (&2.into(), &510.into()));
     let got = json["perplexity"].as_f64().expect("a number");
-    assert!((got / llama_cpp - 1.0).abs() < 0.01, "{model}: {got}, llama.cpp has {llama_cpp}");
+    assert!((got / llama_cpp - 1.0).abs() < 0.01, "{model}: {got}, llama.cpp: {llama_cpp}");
 }
 
 #[test]

@@ -5,7 +5,7 @@ mod common;
 use common::Cli;
 use std::process::Stdio;
 
-/// A text that a tiny model learns something of in a few steps.
+/// A text that a tiny model starts to learn in a few steps.
 fn story() -> String {
     let (who, what) = (["cat", "dog", "hen"], ["sat", "ran", "ate", "slept"]);
     (0..40)
@@ -44,7 +44,7 @@ const RUN: [&str; 16] = [
 ];
 
 fn with<'a>(tail: &[&'a str]) -> Vec<&'a str> {
-    // A flag of the test takes the place of the usual one.
+    // A flag of the test replaces the default one.
     let mut args = [&RUN[..], &["1"]].concat();
     for flag in tail.iter().filter(|word| word.starts_with("--")) {
         if let Some(at) = args.iter().position(|word| word == flag) {
@@ -66,7 +66,7 @@ fn log(cli: &Cli, run: &str) -> Vec<serde_json::Value> {
 }
 
 #[test]
-fn a_run_leaves_a_model_that_run_reads_in_both_forms() {
+fn a_run_exports_a_model_that_run_reads_in_both_formats() {
     let cli = cli();
     let ended = cli.run(&with(&[
         "--steps",
@@ -101,7 +101,7 @@ fn a_run_leaves_a_model_that_run_reads_in_both_forms() {
     let greedy = ["--raw", "--temp", "0", "-n", "8", "--kv", "f32", "the cat"];
     let text = |model| cli.run(&[&["run", model], &greedy[..]].concat()).ok();
     assert_eq!(text("run/model.gguf"), text("run/model"));
-    // An occupied folder is not started over.
+    // A folder that has a run is not overwritten.
     let said = cli.run(&with(&["--steps", "1"])).refused();
     assert!(
         said.contains("run already has checkpoints of another run") && said.contains("--resume"),
@@ -156,7 +156,7 @@ fn every_key_of_the_configuration_is_a_flag() {
     for key in refrain::train::KEYS.iter().filter(|key| key.name != "lora") {
         has_flag("train", &format!("--{}", key.name.replace('_', "-")));
     }
-    // The keys of the table `lora` are those of another command.
+    // The keys of the table `lora` belong to another command.
     for key in refrain::train::LoraTable::KEYS {
         has_flag(
             "finetune",
@@ -182,14 +182,14 @@ fn a_file_and_flags_make_one_configuration() {
 }
 
 #[test]
-fn a_dry_run_tells_what_memory_is_needed_and_writes_nothing() {
+fn a_dry_run_reports_the_memory_needed_and_writes_nothing() {
     let cli = cli();
     let table = cli.run(&with(&["--dry-run", "--save-every", "1"])).ok();
     for part in ["weights", "moments", "gradients", "activations", "needed", "free"] {
         assert!(table.contains(part), "{part} in {table}");
     }
     assert!(!cli.home.path().join("run").exists());
-    // More than any machine has.
+    // More memory than any machine has.
     let said = cli.run(&with(&["--dry-run", "--batch", "40000000"]));
     assert_eq!(said.code, Some(1), "{}", said.stderr);
     assert!(
@@ -201,7 +201,7 @@ fn a_dry_run_tells_what_memory_is_needed_and_writes_nothing() {
 
 #[cfg(unix)]
 #[test]
-fn ctrl_c_finishes_the_step_and_saves_and_resume_goes_on() {
+fn ctrl_c_finishes_the_step_and_saves_and_resume_continues() {
     let cli = cli();
     let mut command = cli.command(&with(&["--steps", "100000", "--out", "long", "--schedule", "constant"]));
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it runs");
@@ -226,7 +226,7 @@ fn ctrl_c_finishes_the_step_and_saves_and_resume_goes_on() {
 }
 
 #[test]
-fn bad_input_is_told_with_its_place() {
+fn bad_input_is_reported_with_its_location() {
     let cli = cli();
     cli.file("empty.txt", "");
     cli.file("binary.txt", [0xff, 0xfe, 0, 1]);
@@ -306,7 +306,7 @@ fn training_speed_is_measured_and_its_json_is_data() {
 }
 
 #[test]
-fn replays_are_compared_with_eager_steps_while_a_run_goes_on() {
+fn replays_are_compared_with_eager_steps_during_a_run() {
     let cli = cli();
     let run = |out, graph, more: &[&'static str]| {
         let tail = ["--device", "sim", "--steps", "4", "--out", out, "--graph", graph, "--export", "none"];
@@ -324,7 +324,7 @@ fn replays_are_compared_with_eager_steps_while_a_run_goes_on() {
     assert_eq!((replayed + eager, compared, differed), (4, 1, 1), "{json}");
     let lines =
         |run| log(&cli, run).into_iter().map(|line| (line["loss"].to_string(), line["step"].to_string()));
-    assert!(lines("good").eq(lines("auto")), "the eager step stands");
+    assert!(lines("good").eq(lines("auto")), "the eager result is used");
     let refused = run("require", "require", &wrong).refused();
     assert!(refused.contains("differ"), "{refused}");
     let on_cpu = cli.run(&with(&["--verify", "every:2", "--out", "cpu"])).refused();
@@ -332,7 +332,7 @@ fn replays_are_compared_with_eager_steps_while_a_run_goes_on() {
 }
 
 #[test]
-fn the_speed_of_training_on_a_device_is_told_with_what_it_costs_the_host() {
+fn training_speed_on_a_device_is_reported_with_its_host_time() {
     let cli = Cli::new();
     let args = ["bench", "--train", "llama-1m", "--batch", "1", "--context", "4", "--steps", "2"];
     let json = cli.run(&[&args[..], &["--device", "sim", "--graph", "require", "--json"]].concat()).json();
@@ -344,6 +344,6 @@ fn the_speed_of_training_on_a_device_is_told_with_what_it_costs_the_host() {
     );
     let alone = ["--device", "sim", "--ahead", "1", "--verify", "every:2", "--json"];
     let json = cli.run(&[&args[..], &alone].concat()).json();
-    // Three steps that are not measured count as well.
+    // Three unmeasured steps count as well.
     assert_eq!((&json["steps_in_flight"], &json["compared_steps"]), (&1.into(), &2.into()), "{json}");
 }

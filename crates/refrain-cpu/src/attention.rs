@@ -17,11 +17,13 @@ pub(crate) struct BlockPages<'a> {
 }
 
 impl<'a> BlockPages<'a> {
-    /// Refuses positions, sequences and blocks that are out of range.
+    /// Refuses positions, sequences and blocks that are out of range. Each row accesses the last `reach` positions up to its
+    /// own, or all if `None`; earlier blocks may be gone.
     pub(crate) fn new(
         paging: &'a Paging,
         control: &'a [i32],
         label: &str,
+        reach: Option<usize>,
     ) -> Result<BlockPages<'a>, RunError> {
         let (positions, seqs) = (&control[paging.positions.clone()], &control[paging.seqs.clone()]);
         let pages = BlockPages { paging, positions, seqs, tables: &control[paging.tables.clone()] };
@@ -38,7 +40,8 @@ impl<'a> BlockPages<'a> {
             if n_needed > paging.max_blocks {
                 return refuse("position", position, paging.max_blocks * paging.kv_block);
             }
-            let table = &pages.tables[seq as usize * paging.max_blocks..][..n_needed];
+            let first = reach.map_or(0, |reach| (position_idx + 1).saturating_sub(reach) / paging.kv_block);
+            let table = &pages.tables[seq as usize * paging.max_blocks..][first..n_needed];
             if let Some(&block) =
                 table.iter().find(|&&b| usize::try_from(b).map_or(true, |b| b >= paging.n_blocks))
             {

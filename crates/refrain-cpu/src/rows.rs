@@ -16,6 +16,7 @@ pub(crate) fn unary(level: Level, f: Unary, x: &mut [f32]) {
         Unary::Sigmoid => each(x, |v| 1.0 / (1.0 + (-v).exp())),
         Unary::Silu => each(x, silu),
         Unary::GeluTanh => each(x, gelu_tanh),
+        Unary::GeluErf => simd::gelu_erf_inplace(level, x),
         Unary::Affine { mul, add: 0.0 } => simd::scale_inplace(level, x, mul),
         Unary::Affine { mul, add } => x.iter_mut().for_each(|v| *v = *v * mul + add),
         Unary::SoftCap(cap) => x.iter_mut().for_each(|v| *v = cap * (*v / cap).tanh()),
@@ -67,6 +68,18 @@ pub(crate) fn binary(
         }
         (Some(a), None) => out.iter_mut().zip(a).for_each(|(o, a)| *o = of(*a, *o)),
         (None, None) => out.iter_mut().for_each(|o| *o = of(*o, *o)),
+    }
+}
+
+/// `out = f(a, b)` for one `b`.
+pub(crate) fn with_scalar(f: Binary, a: &[f32], b: f32, out: &mut [f32]) {
+    let pairs = out.iter_mut().zip(a);
+    match f {
+        Binary::Add => pairs.for_each(|(o, a)| *o = a + b),
+        Binary::Sub => pairs.for_each(|(o, a)| *o = a - b),
+        Binary::Mul => pairs.for_each(|(o, a)| *o = a * b),
+        Binary::Div => pairs.for_each(|(o, a)| *o = a / b),
+        Binary::Max => pairs.for_each(|(o, a)| *o = a.max(b)),
     }
 }
 
@@ -127,6 +140,11 @@ pub(crate) fn derivative(f: Unary, x: f32) -> f32 {
             let twice = 1.595_769 * (x + 0.044_715 * x * x * x);
             let slope = 1.595_769 * (1.0 + 3.0 * 0.044_715 * x * x);
             sigmoid(twice) + x * sigmoid(twice) * sigmoid(-twice) * slope
+        }
+        Unary::GeluErf => {
+            // `1 / sqrt(2 pi)`
+            const DENSITY: f32 = 0.398_942_3;
+            0.5 * libm::erfcf(-x * std::f32::consts::FRAC_1_SQRT_2) + x * DENSITY * (-0.5 * x * x).exp()
         }
         Unary::Affine { mul, .. } => mul,
         Unary::SoftCap(cap) => 1.0 - (x / cap).tanh().powi(2),

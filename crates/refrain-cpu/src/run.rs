@@ -220,11 +220,11 @@ impl Executor<'_> {
             }
             Kernel::KvAppend { state, dtype, x, paging } => {
                 let words: &[i32] = bytemuck::cast_slice(self.control);
-                let pages = BlockPages::new(paging, words, label)?;
+                let pages = BlockPages::new(paging, words, label, Some(1))?;
                 kv_append(level, &pages, *dtype, &arena[x.clone()], self.states.get_mut(*state));
             }
             Kernel::Attention { attention, q, out, states, dtype, n_heads, paging } => {
-                let pages = BlockPages::new(paging, self.words(), label)?;
+                let pages = BlockPages::new(paging, self.words(), label, attention.window)?;
                 let carved = carve(arena, std::slice::from_ref(out));
                 let Some(q) = carved.read(q) else { unreachable!("attention never overwrites its input") };
                 let caches = states.map(|s| self.states.get(s));

@@ -23,6 +23,7 @@ use crate::profile::{SharedTimeline, Timeline};
 use crate::pump::Pump;
 use crate::queue::{COLLECT, ControlPool, MAX_QUEUED};
 use crate::resident::{matrix, packs};
+use crate::rules::ChoiceRules;
 use crate::status::{KernelUnits, Status};
 use crate::{group, lower};
 
@@ -340,7 +341,10 @@ impl Backend for CudaBackend {
     }
 
     fn fuses(&self, query: &GroupQuery<'_>) -> Fusion {
-        group::fuses(query, self.worker.device().info())
+        group::fuses(
+            query,
+            ChoiceRules { card: self.worker.device().info(), reproducible: self.options.reproducible },
+        )
     }
 
     fn load(&self, weights: &[Weight], tensors: Vec<HostTensor>) -> Result<CudaWeights, RunError> {

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use refrain_driver::{Buf, Context, DriverError, Launch, Stream};
+use refrain_driver::{Buf, Context, Device, DriverError, Launch, Stream};
 use refrain_graph::{
     BufferId, ByteEdit, Feedback, Op, OutOfBounds, Place, Plan, Ran, Reason, Segment, SegmentKind,
 };
@@ -22,12 +22,13 @@ use crate::host;
 use crate::lower::Lowering;
 use crate::options::CudaOptions;
 use crate::owner::Supplies;
-use crate::prefill::{self, Areas};
+use crate::prefill::{self, Areas, PromptProducts};
 use crate::profile::{Profile, ProfileRow, SharedTimeline};
 use crate::progress::LoadEvent;
 use crate::pump::Pump;
 use crate::queue::SentSteps;
 use crate::resident::{HostModel, Places, ResidentMemory, RetainedModel, StepMemory, fitting_memory};
+use crate::rules::{ChoiceRules, NO_LIBRARY};
 use crate::states;
 use crate::status::{GraphLine, KernelUnits, Status};
 use crate::tasks::{Chooser, Tasks};
@@ -437,15 +438,17 @@ impl DeviceModel {
     /// Chooses the kernels of a plan's groups.
     fn choose(&self, plan: &Plan) -> Tasks {
         let device = self.ctx.device();
-        let info = device.info();
         let chooser = Chooser {
             kernels: &self.supplies.kernels,
             blas: self.supplies.products.blas.as_deref(),
             weights: &self.model.weights,
-            n_sms: info.n_sms,
-            card: info,
+            rules: self.rules(&device),
         };
         chooser.choose(plan)
+    }
+
+    fn rules<'d>(&self, device: &'d Device) -> ChoiceRules<'d> {
+        ChoiceRules { card: device.info(), reproducible: self.options.reproducible }
     }
 
     /// Lowers a plan and loads all its kernels, so that no step ever waits for a compilation.
@@ -477,7 +480,7 @@ impl DeviceModel {
         feedback: Option<&Feedback>,
         tasks: &Tasks,
     ) -> Result<Lowered, CudaError> {
-        let n_sms = self.ctx.device().info().n_sms;
+        let device = self.ctx.device();
         // A self-feeding step's choice is read on the device and reaches the host through the ring. Steps
         // that train are queued, so the next one would overwrite results at a fixed pinned address.
         let results = match feedback {
@@ -490,7 +493,7 @@ impl DeviceModel {
             plan,
             resident,
             results: &results,
-            n_sms,
+            rules: self.rules(&device),
             overlaps: !self.options.profile,
             blas: self.supplies.products.blas.as_ref(),
             areas: tasks.areas.place(resident.scratch).map_err(CudaError::driver("placing workspaces"))?,
@@ -659,8 +662,8 @@ impl DeviceModel {
         let scratch = needed.scratch.saturating_add(reserve.min(SCRATCH_RESERVE));
         // Uploading the weights again would cost more than the workspace of prompts, which a small step does
         // not show.
-        let n_sms = self.ctx.device().info().n_sms;
-        let prompts = Areas::of_prompts(plan, largest, n_sms, self.supplies.products.blas.is_some()).bytes();
+        let (device, blas) = (self.ctx.device(), self.supplies.products.blas.is_some());
+        let prompts = Areas::of_prompts(plan, largest, self.rules(&device), blas).bytes();
         let scratch = scratch.max(prompts.next_multiple_of(GRAIN));
         // A step without sampling may come before those that sample.
         let choices = needed.choices.max(sample_state_bytes(CHOICES_RESERVE));
@@ -893,7 +896,11 @@ impl DeviceModel {
             compared: self.compared,
             queued: self.queued.stats,
             kernels: Some(self.supplies.kernels.origin()),
-            prompt_products: Some(self.supplies.products.choice.clone()),
+            prompt_products: Some(match self.options.reproducible {
+                true => PromptProducts::Own { because: NO_LIBRARY.to_owned() },
+                false => self.supplies.products.choice.clone(),
+            }),
+            reproducible: self.options.reproducible,
             apart,
             profile,
             peak_bytes_per_second: self.ctx.device().info().peak_bytes_per_second(),

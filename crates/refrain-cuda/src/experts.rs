@@ -1,14 +1,17 @@
 //! Lowers mixture-of-experts ops to launches.
 
 use refrain_driver::{Buf, Launch};
-use refrain_graph::{ExpertGate, MoeOp, Operand, Place, Step, TensorType};
+use refrain_graph::{ExpertGate, MoeOp, NodeId, Op, Operand, Place, Step, TensorType};
 use refrain_kernels::{
-    ExpertGateArgs, ExpertSizes, ExpertSumArgs, ExpertWeight, KernelError, MAX_CHOICES, MAX_EXPERTS,
-    MAX_ROUTE_GROUPS, PACKED_DTYPES, RouteArgs, expert_scratch_bytes, has_experts,
+    ExpertGateArgs, ExpertSizes, ExpertSumArgs, ExpertWeight, GroupedArgs, GroupedPlan, GroupedSizes,
+    KernelError, MAX_CHOICES, MAX_EXPERTS, MAX_ROUTE_GROUPS, PACKED_DTYPES, RouteArgs, expert_scratch_bytes,
+    has_experts,
 };
 use refrain_tensor::DType;
 
 use crate::lower::Lowering;
+use crate::prefill::labels;
+use crate::rules::ChoiceRules;
 
 /// The reason why no kernel supports an op with these inputs.
 pub(crate) fn unsupported(op: &MoeOp, ins: &[TensorType]) -> Option<&'static str> {
@@ -42,7 +45,7 @@ pub(crate) fn unsupported(op: &MoeOp, ins: &[TensorType]) -> Option<&'static str
         .or(no(ins[weights.end..].iter().any(|ty| ty.dtype != DType::F32), "biases of experts must be F32"))
 }
 
-fn sizes(op: &MoeOp, step: &Step) -> ExpertSizes {
+fn sizes(op: &MoeOp, step: &Step, rules: ChoiceRules<'_>) -> ExpertSizes {
     let (x, ids) = (step.inputs[0].layout.shape(), step.inputs[1].layout.shape());
     let weight = match op {
         MoeOp::Summed { .. } => &step.inputs[3],
@@ -54,20 +57,85 @@ fn sizes(op: &MoeOp, step: &Step) -> ExpertSizes {
         n_experts: weight.layout.shape().dims()[0],
         n: step.outputs[0].layout.shape().dim_back(0),
         k: x.dim_back(0),
+        is_fixed: rules.reproducible,
     }
 }
 
 /// Scratch that the launches of a step share.
-pub(crate) fn scratch_bytes(op: &MoeOp, step: &Step) -> u64 {
+pub(crate) fn scratch_bytes(op: &MoeOp, step: &Step, rules: ChoiceRules<'_>) -> u64 {
     let n_products = match op {
         MoeOp::Route(_) => return 0,
         MoeOp::Gated(_) => 2,
         MoeOp::Summed { .. } => 1,
     };
-    expert_scratch_bytes(&sizes(op, step), n_products).unwrap_or(u64::MAX)
+    expert_scratch_bytes(&sizes(op, step, rules), n_products).unwrap_or(u64::MAX)
+}
+
+/// An expert layer of many rows, from the router's choices to their weighted sum.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ExpertLayer {
+    pub(crate) gated: NodeId,
+    pub(crate) summed: NodeId,
+    pub(crate) plan: GroupedPlan,
+}
+
+/// Sizes of the layer that two steps form, if they are its halves.
+pub(crate) fn layer_sizes(gated: &Step, summed: &Step, rules: ChoiceRules<'_>) -> Option<GroupedSizes> {
+    let (Op::Moe(gate @ MoeOp::Gated(_)), Op::Moe(sum @ MoeOp::Summed { .. })) = (&gated.op, &summed.op)
+    else {
+        return None;
+    };
+    let same = |a: &Operand, b: &Operand| a.buffer == b.buffer && a.layout == b.layout;
+    let joins = same(&gated.outputs[0], &summed.inputs[0]) && same(&gated.inputs[1], &summed.inputs[1]);
+    let (first, second) = (sizes(gate, gated, rules), sizes(sum, summed, rules));
+    let ExpertSizes { n_rows, n_choices, n_experts, n: inner, k, .. } = first;
+    let is_one = joins && second.n_experts == n_experts && second.k == inner;
+    is_one.then_some(GroupedSizes { n_rows, n_choices, n_experts, k, inner, n: second.n })
 }
 
 impl Lowering<'_> {
+    /// An expert layer on tensor cores.
+    pub(crate) fn expert_layer(
+        &self,
+        layer: &ExpertLayer,
+        launches: &mut Vec<Launch>,
+    ) -> Result<(), KernelError> {
+        let (gated, summed) = (self.plan.step(layer.gated), self.plan.step(layer.summed));
+        let (Op::Moe(MoeOp::Gated(gate)), Op::Moe(MoeOp::Summed { biased })) = (&gated.op, &summed.op) else {
+            unreachable!("chosen for these ops")
+        };
+        let (first, second) = self.gate_weights(gated, gate)?;
+        let bytes = layer.plan.scratch_bytes().unwrap_or(u64::MAX);
+        let args = GroupedArgs {
+            plan: layer.plan,
+            activation: gate.activation,
+            x: self.dense(gated, &gated.inputs[0])?,
+            ids: self.dense(gated, &gated.inputs[1])?,
+            weights: self.dense(summed, &summed.inputs[2])?,
+            gate: first,
+            up: second,
+            down: self.expert_weight(summed, 3, biased.then_some(4))?,
+            y: self.dense(summed, &summed.outputs[0])?,
+            scratch: self.areas.own.slice(0, bytes)?,
+            step: &labels(&[gated, summed]),
+        };
+        self.kernels.grouped(&args, launches)
+    }
+
+    /// Gate and up of a step.
+    fn gate_weights(
+        &self,
+        step: &Step,
+        gate: &ExpertGate,
+    ) -> Result<(ExpertWeight, ExpertWeight), KernelError> {
+        let bias = |i: usize| if gate.biased { Some(2 + gate.n_weights() + i) } else { None };
+        let first = self.expert_weight(step, 2, bias(0))?;
+        Ok(match gate.joined {
+            true => (first, ExpertWeight { first: first.rows / 2, ..first }),
+            false => (first, self.expert_weight(step, 3, bias(1))?),
+        })
+    }
+
     pub(crate) fn experts(
         &self,
         step: &Step,
@@ -98,19 +166,12 @@ impl Lowering<'_> {
             })?);
             return Ok(());
         }
-        let sizes = sizes(op, step);
-        let bytes = scratch_bytes(op, step);
+        let sizes = sizes(op, step, self.rules);
+        let bytes = scratch_bytes(op, step, self.rules);
         let scratch = if bytes > 0 { Some(self.areas.own.slice(0, bytes)?) } else { None };
         match op {
             MoeOp::Gated(gate) => {
-                let bias = |i: usize| if gate.biased { Some(2 + gate.n_weights() + i) } else { None };
-                let (first, second) = match gate.joined {
-                    true => {
-                        let both = self.expert_weight(step, 2, bias(0))?;
-                        (both, ExpertWeight { first: sizes.n, ..both })
-                    }
-                    false => (self.expert_weight(step, 2, bias(0))?, self.expert_weight(step, 3, bias(1))?),
-                };
+                let (first, second) = self.gate_weights(step, gate)?;
                 let args = ExpertGateArgs {
                     activation: gate.activation,
                     x: dense(0)?,

@@ -28,7 +28,8 @@ impl Lowering<'_> {
             let n = step.inputs[1].layout.shape().dims()[1];
             weights.push((self.weight(step)?, self.dense(step, &step.outputs[0])?, n, step.label.as_str()));
         }
-        if m == 1 {
+        let is_fixed = self.rules.reproducible;
+        if m == 1 && !is_fixed {
             for (w, y, n, step) in weights {
                 launches.push(self.one_row(x, ProductWeight { w, dtype, bias: None, y, n }, k, step)?);
             }
@@ -39,16 +40,24 @@ impl Lowering<'_> {
         };
         for start in (0..m).step_by(MAX_FEW_ROWS) {
             let m = (m - start).min(MAX_FEW_ROWS);
-            let rows = scratch.slice(0, few_bytes(m, k).unwrap_or(usize::MAX) as u64)?;
+            let at_once = if is_fixed { MAX_FEW_ROWS } else { m };
+            let rows = scratch.slice(0, few_bytes(at_once, k).unwrap_or(usize::MAX) as u64)?;
             let x = row(x, start, m, k)?;
-            launches.push(self.kernels.few_rows(&FewRowsArgs { x, rows, m, k, step: &first.label })?);
+            launches.push(self.kernels.few_rows(&FewRowsArgs {
+                x,
+                rows,
+                m,
+                k,
+                is_fixed,
+                step: &first.label,
+            })?);
             for set in weights.chunks(MAX_FEW_PARTS) {
                 let part = |&(w, y, n, _): &(Buf, Buf, usize, &str)| {
                     Ok::<_, KernelError>(FewPart { w, y: row(y, start, m, n)?, n })
                 };
                 let parts = set.iter().map(part).collect::<Result<Vec<_>, _>>()?;
                 let label = set.iter().map(|(_, _, _, label)| *label).collect::<Vec<_>>().join(" + ");
-                let args = FewArgs { rows, dtype, parts: &parts, m, k, step: &label };
+                let args = FewArgs { rows, dtype, parts: &parts, m, k, is_fixed, step: &label };
                 launches.push(self.kernels.few(&args)?);
             }
         }

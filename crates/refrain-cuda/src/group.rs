@@ -1,20 +1,24 @@
 //! Which groups of nodes have kernels.
 
-use refrain_driver::api::DeviceInfo;
 use refrain_graph::{Fusion, GroupKind, GroupQuery, Op, Products, Seen};
 use refrain_tensor::Layout;
 
+use crate::rules::{ChoiceRules, ONE_ATTENTION};
 use crate::{attend, fused, prefill, train_products};
 
 /// Implements [`refrain_graph::Backend::fuses`].
-pub(crate) fn fuses(query: &GroupQuery<'_>, card: &DeviceInfo) -> Fusion {
+pub(crate) fn fuses(query: &GroupQuery<'_>, rules: ChoiceRules<'_>) -> Fusion {
+    let card = rules.card;
     match query.kind {
         GroupKind::One(_) => Fusion::Smaller,
         GroupKind::Products(products) if train_products::multiply_values(query, products) => Fusion::Smaller,
-        GroupKind::Products(products) if n_rows(&rows_of(query, products).layout) == 1 => {
+        GroupKind::Products(products) if rules.by_rows() && n_rows(&rows_of(query, products).layout) == 1 => {
             fused::fuses(query, products, card)
         }
-        GroupKind::Products(products) => prefill::fuses(query, products, card),
+        GroupKind::Products(products) => prefill::fuses(query, products, rules),
+        GroupKind::Attend(_) | GroupKind::AttendStored(_) if !rules.by_rows() => {
+            Fusion::No(ONE_ATTENTION.to_owned())
+        }
         GroupKind::Attend(attend) => attend::fuses(query, attend, card),
         GroupKind::AttendStored(attend) => attend::fuses_stored(query, attend, card),
         // In-place rope is allowed: the thread that reads an element also writes it.

@@ -44,6 +44,7 @@ mod options; // backend options
 mod pump; // hand-off between the caller's thread and the device thread
 mod feed; // device memory of steps that feed themselves
 mod resident; // weights, states and working memory on the device
+mod rules; // how the number of rows may decide which kernels run
 mod group; // which node groups have kernels
 mod fused; // fused matrix products of one row
 mod attend; // fused attention for one token of each sequence

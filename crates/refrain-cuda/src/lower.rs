@@ -21,6 +21,7 @@ use crate::error::CudaError;
 use crate::experts;
 use crate::prefill::{BatchProducts, PlacedAreas};
 use crate::resident::{COUNTER_BYTES, ResidentMemory};
+use crate::rules::ChoiceRules;
 use crate::tasks::{KernelTask, SegmentTasks, splits};
 use crate::train_products;
 use crate::warm::{WarmPlan, Work};
@@ -134,7 +135,7 @@ pub(crate) struct Lowering<'a> {
     pub(crate) resident: &'a ResidentMemory,
     /// Outputs outside the arena.
     pub(crate) results: &'a HashMap<BufferId, Buf>,
-    pub(crate) n_sms: u32,
+    pub(crate) rules: ChoiceRules<'a>,
     /// Whether launches may overlap; false when each of them is timed.
     pub(crate) overlaps: bool,
     /// cuBLASLt for products of many rows, if available.
@@ -225,6 +226,10 @@ impl Lowering<'_> {
                 warm.rehearse(rehearsal);
                 Made { work: vec![Work::Library(product)], left: None }
             }
+            KernelTask::Experts(layer) => {
+                self.expert_layer(layer, &mut launches)?;
+                launches.into()
+            }
             KernelTask::LibraryOfValues(product) => {
                 let Some(blas) = self.blas else { unreachable!("chosen with a library") };
                 let product = self.library_product_of_values(blas, plan.step(*product))?;
@@ -262,6 +267,7 @@ impl Lowering<'_> {
                 attend.appends.iter().chain([&attend.attention]).flat_map(of).collect()
             }
             KernelTask::AttendStored { attend, .. } => of(&attend.attention).collect(),
+            KernelTask::Experts(layer) => of(&layer.summed).collect(),
             KernelTask::RopeKv(group) => group.ropes.iter().chain(&group.appends).flat_map(of).collect(),
         }
     }
@@ -706,7 +712,7 @@ impl Lowering<'_> {
         let ((k_cache, n_blocks), (v_cache, _)) = (self.cache(step, &ins[1])?, self.cache(step, &ins[2])?);
         let (q, cache, tables) = (ins[0].layout.shape(), ins[1].layout.shape(), ins[5].layout.shape());
         let [n, n_heads, head_dim] = [q.dims()[0], q.dims()[1], q.dims()[2]];
-        let n_splits = splits(step, self.n_sms);
+        let n_splits = splits(step, self.rules);
         Ok(AttentionArgs {
             attention,
             q: self.view(&ins[0])?,

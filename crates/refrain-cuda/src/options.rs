@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use refrain_driver::Method;
-use refrain_kernels::LoadOptions;
+use refrain_kernels::KernelLoadOptions;
 
 use crate::cache::{CacheOptions, GraphMode};
 use crate::progress::LoadListener;
@@ -36,9 +36,13 @@ pub struct CudaOptions {
     /// Whether to time every launch with events; steps then run eagerly.
     pub profile: bool,
     /// Where to load kernels from.
-    pub kernels: LoadOptions,
+    pub kernels: KernelLoadOptions,
     /// Whether cuBLASLt runs the matrix products of prompts.
     pub cublaslt: CublasLt,
+    /// Whether the bits of a row must depend on its own sequence alone: not on the other rows, on the bucket, or
+    /// on how a prompt is divided into steps. Every number of rows then runs the same kernels with the same
+    /// order of additions, at a cost.
+    pub reproducible: bool,
     /// Maximum arena bytes reserved for steps larger than the first one compiled.
     pub arena_reserve_bytes: u64,
     /// Maximum arena bytes of a plan; `None` for whatever fits.
@@ -73,8 +77,9 @@ impl Default for CudaOptions {
             model: "another model".into(),
             graphs: CacheOptions::default(),
             profile: false,
-            kernels: LoadOptions::default(),
+            kernels: KernelLoadOptions::default(),
             cublaslt: CublasLt::default(),
+            reproducible: false,
             arena_reserve_bytes: 256 << 20,
             arena_limit_bytes: None,
             buckets: vec![1, 8, 32, 128, 256, 512],

@@ -17,7 +17,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use refrain_driver::{Context, Device, DeviceKind, DriverError, WeakDevice, WeakWorker, Worker};
-use refrain_kernels::{Kernels, LoadOptions};
+use refrain_kernels::{KernelLoadOptions, Kernels};
 
 use crate::device_model::DeviceModel;
 use crate::error::{CudaError, HeldBytes};
@@ -40,7 +40,7 @@ pub(crate) struct DeviceOwner {
 
 /// Kernels and libraries, shared by models with the same load options.
 pub(crate) struct Supplies {
-    wanted: (LoadOptions, CublasLt),
+    wanted: (KernelLoadOptions, CublasLt),
     pub(crate) kernels: Kernels,
     pub(crate) products: ProductLibrary,
 }

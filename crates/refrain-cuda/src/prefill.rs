@@ -9,7 +9,6 @@ use std::collections::HashSet;
 use std::fmt;
 use std::sync::Arc;
 
-use refrain_driver::api::DeviceInfo;
 use refrain_driver::{Buf, Context, DriverError, Launch, Lease, Stream};
 use refrain_graph::{
     Fusion, GroupKind, GroupQuery, NodeId, Op, Plan, Producer, Products as ProductGroup, Step,
@@ -25,11 +24,9 @@ use crate::error::CudaError;
 use crate::group::n_rows;
 use crate::lower::Lowering;
 use crate::options::CublasLt;
+use crate::rules::ChoiceRules;
 use crate::warm::{Rehearsal, WarmPlan};
 
-/// Minimum number of rows, except for 16-bit weights, which need no decoding. Smaller numbers of rows of
-/// quantised weights, and F32 weights, have kernels that read the weights once for several rows.
-pub(crate) const MIN_ROWS: usize = 16;
 /// Largest matrix that is decoded as a whole. Larger ones, such as a vocabulary's, are multiplied a few rows
 /// at a time.
 const MAX_DECODED: u64 = 512 << 20;
@@ -128,7 +125,7 @@ fn area(a: usize, b: usize, size: u64) -> u64 {
 impl Areas {
     /// What the products of a plan would need if all of them except the last, which is the head, had `m`
     /// rows. Sizes the memory of prompts when only a small step of the model is known.
-    pub(crate) fn of_prompts(plan: &Plan, m: usize, n_sms: u32, blas: bool) -> Areas {
+    pub(crate) fn of_prompts(plan: &Plan, m: usize, rules: ChoiceRules<'_>, blas: bool) -> Areas {
         let mut areas = Areas::default();
         let is_product = |step: &&Step| matches!(step.op, Op::MatMul);
         let head = plan.steps().iter().rfind(is_product).map(|step| step.node);
@@ -137,19 +134,19 @@ impl Areas {
             let steps = products.parts.iter().filter(|part| Some(part.product) != head);
             let shapes = steps.filter_map(|part| GemmShape::of(plan.step(part.product)));
             let mut sets: Vec<Vec<GemmShape>> = Vec::new();
-            for shape in shapes.map(|shape| GemmShape { m, ..shape }).filter(GemmShape::is_many) {
+            for shape in shapes.map(|shape| GemmShape { m, ..shape }).filter(|shape| shape.is_many(rules)) {
                 match sets.iter_mut().find(|set| set[0].dtype == shape.dtype && set.len() < MAX_PRODUCTS) {
                     Some(set) => set.push(shape),
                     None => sets.push(vec![shape]),
                 }
             }
-            sets.iter().for_each(|set| areas.add_all(set, n_sms, blas));
+            sets.iter().for_each(|set| areas.add_all(set, rules, blas));
         }
         areas
     }
 
     /// Adds products of the same rows with weights of one dtype, for any subset that cuBLASLt may refuse.
-    fn add_all(&mut self, shapes: &[GemmShape], n_sms: u32, blas: bool) {
+    fn add_all(&mut self, shapes: &[GemmShape], rules: ChoiceRules<'_>, blas: bool) {
         let GemmShape { dtype, m, k, .. } = shapes[0];
         self.add_rows(m, k);
         let ns: Vec<usize> = shapes.iter().map(|shape| shape.n).collect();
@@ -161,7 +158,7 @@ impl Areas {
             // Fewer columns are split further.
             let any: Vec<Vec<usize>> = if blas { subsets(ns) } else { vec![ns.to_vec()] };
             for ns in any {
-                self.add_sums(GemmPlan::new(m, &ns, k, n_sms).scratch_bytes(m, ns.iter().sum()));
+                self.add_sums(rules.gemm_plan(m, &ns, k).scratch_bytes(m, ns.iter().sum()));
             }
             if blas {
                 ns.iter().for_each(|&n| self.add_library(m, n));
@@ -248,24 +245,21 @@ impl GemmShape {
     }
 
     /// Shape of a product that has enough rows for tensor cores.
-    pub(crate) fn of_many(step: &Step) -> Option<GemmShape> {
-        GemmShape::of(step).filter(GemmShape::is_many)
+    pub(crate) fn of_many(step: &Step, rules: ChoiceRules<'_>) -> Option<GemmShape> {
+        GemmShape::of(step).filter(|shape| shape.is_many(rules))
     }
 
     /// Whether there are enough rows to decode the weight for them, if it needs decoding, and the weight is
     /// small enough.
-    fn is_many(&self) -> bool {
+    fn is_many(&self, rules: ChoiceRules<'_>) -> bool {
         let bytes = 2 * (self.n as u64).saturating_mul(self.k as u64);
-        self.m >= self.min_rows() && (!self.dtype.is_quantized() || bytes <= MAX_DECODED)
+        rules.min_rows(self.dtype).is_some_and(|min| self.m >= min)
+            && (!self.dtype.is_quantized() || bytes <= MAX_DECODED)
     }
 
     /// Whether there are as many rows as in a step of several sequences, and the device has kernels for that.
-    pub(crate) fn is_batch(&self, card: &DeviceInfo) -> bool {
-        self.m > 1 && has_batch(self.dtype, self.m, self.k, card)
-    }
-
-    fn min_rows(&self) -> usize {
-        if GEMM_DTYPES.contains(&self.dtype) { 2 } else { MIN_ROWS }
+    pub(crate) fn is_batch(&self, rules: ChoiceRules<'_>) -> bool {
+        rules.by_rows() && self.m > 1 && has_batch(self.dtype, self.m, self.k, rules.card)
     }
 
     /// Dtype that the rows are converted to.
@@ -276,11 +270,11 @@ impl GemmShape {
 
 /// Whether products of many rows are fused with the producer of their rows, which then writes rows in 16 bits
 /// if they take those. Biases and gates are separate launches.
-pub(crate) fn fuses(query: &GroupQuery<'_>, products: &ProductGroup, card: &DeviceInfo) -> Fusion {
+pub(crate) fn fuses(query: &GroupQuery<'_>, products: &ProductGroup, rules: ChoiceRules<'_>) -> Fusion {
     if products.parts.iter().any(|part| part.bias.is_some()) {
         return Fusion::Smaller;
     }
-    if products.gate.is_some() && !joins_gate(query, products, card) {
+    if products.gate.is_some() && !joins_gate(query, products, rules) {
         return Fusion::Smaller;
     }
     match products.producer {
@@ -297,21 +291,21 @@ pub(crate) fn fuses(query: &GroupQuery<'_>, products: &ProductGroup, card: &Devi
         let (y, w) = (query.output(part.product, 0), query.input(part.product, 1));
         GemmShape::new(n_rows(&y.layout), &w.layout, w.dtype)
     });
-    match products.gate.is_some() || shapes.any(|shape| shape.is_many() || shape.is_batch(card)) {
+    match products.gate.is_some() || shapes.any(|shape| shape.is_many(rules) || shape.is_batch(rules)) {
         true => Fusion::Staged,
         false => Fusion::Smaller,
     }
 }
 
 /// Whether one launch of a batch's products also runs their gate.
-fn joins_gate(query: &GroupQuery<'_>, products: &ProductGroup, card: &DeviceInfo) -> bool {
+fn joins_gate(query: &GroupQuery<'_>, products: &ProductGroup, rules: ChoiceRules<'_>) -> bool {
     let shapes = products.parts.iter().map(|part| {
         let (y, w) = (query.output(part.product, 0), query.input(part.product, 1));
         GemmShape::new(n_rows(&y.layout), &w.layout, w.dtype)
     });
     let Some(shapes) = shapes.collect::<Option<Vec<GemmShape>>>() else { return false };
     let (first, readable) = (shapes[0], unaligned_rows(&query.input(products.parts[0].product, 0).layout));
-    shapes.iter().all(|&shape| shape == first) && readable.is_none() && first.is_batch(card)
+    shapes.iter().all(|&shape| shape == first) && readable.is_none() && first.is_batch(rules)
 }
 
 /// Rows in 16 bits, at the start of their area.

@@ -87,6 +87,8 @@ pub struct Status {
     pub kernels: Option<KernelOrigin>,
     /// What runs the matrix products of prompts.
     pub prompt_products: Option<PromptProducts>,
+    /// Whether the bits of a row depend on its own sequence alone ([`crate::CudaOptions::reproducible`]).
+    pub reproducible: bool,
     /// Groups that run as several launches where one was possible, each with the label of its step and the
     /// reason.
     pub apart: Vec<String>,

@@ -5,23 +5,23 @@
 
 use std::ops::Range;
 
-use refrain_driver::api::DeviceInfo;
 use refrain_graph::{
-    Attend, AttendStored, BufferId, Group, GroupKind, NodeId, Op, Operand, Place, Plan, Producer,
+    Attend, AttendStored, BufferId, Group, GroupKind, MoeOp, NodeId, Op, Operand, Place, Plan, Producer,
     ProductPart, Products, RopeAppend, Step, TrainOp, Weight,
 };
 use refrain_kernels::{
-    BlasLt, BlasLtShape, GEMM_DTYPES, GemmPlan, Kernels, MAX_FEW_ROWS, MAX_PRODUCTS, attention_scratch_bytes,
-    attention_splits, few_bytes, sample_scratch_bytes, sample_state_bytes, unaligned_rows,
+    BlasLt, BlasLtShape, GEMM_DTYPES, GemmPlan, Kernels, MAX_FEW_ROWS, MAX_PRODUCTS, MIN_SORTED_ROWS,
+    attention_scratch_bytes, few_bytes, sample_scratch_bytes, sample_state_bytes, unaligned_rows,
 };
 use refrain_tensor::{DType, Layout};
 
 use crate::attend::{AttendSizes, NO_CHAIN};
-use crate::experts;
+use crate::experts::{self, ExpertLayer};
 use crate::fused::{SingleRowProducts, is_single, sets};
 use crate::group::n_rows;
-use crate::prefill::{Areas, BatchProducts, GemmShape, MIN_ROWS, NarrowTo};
+use crate::prefill::{Areas, BatchProducts, GemmShape, NarrowTo};
 use crate::resident::packs;
+use crate::rules::{ChoiceRules, MIN_ROWS};
 use crate::train;
 use crate::train_products::{attention_grad_scratch, multiplies_values, refused_by_library};
 
@@ -59,6 +59,8 @@ pub(crate) enum KernelTask {
     Library { product: NodeId, rows: NarrowTo, decoded: bool },
     /// A matrix product of values by cuBLASLt.
     LibraryOfValues(NodeId),
+    /// An expert layer of many rows, on tensor cores.
+    Experts(ExpertLayer),
 }
 
 /// Tasks of one segment.
@@ -87,11 +89,15 @@ pub(crate) struct Chooser<'a> {
     pub(crate) blas: Option<&'a BlasLt>,
     /// The model's weights, which determine what is packed.
     pub(crate) weights: &'a [Weight],
-    pub(crate) n_sms: u32,
-    pub(crate) card: &'a DeviceInfo,
+    pub(crate) rules: ChoiceRules<'a>,
 }
 
 impl Chooser<'_> {
+    /// cuBLASLt, if its choice of algorithms by shape is allowed.
+    fn library(&self) -> Option<&BlasLt> {
+        self.blas.filter(|_| self.rules.by_rows())
+    }
+
     pub(crate) fn choose(&self, plan: &Plan) -> Tasks {
         let mut tasks = Tasks { segments: Vec::new(), areas: Areas::default(), choice_bytes: 0 };
         for segment in plan.segments() {
@@ -102,6 +108,7 @@ impl Chooser<'_> {
                 out: SegmentTasks::default(),
                 remarks: Vec::new(),
                 held: None,
+                done: None,
             };
             for refusal in plan.refusals() {
                 let label = &plan.step(refusal.node).label;
@@ -143,6 +150,8 @@ struct SegmentChoice<'a> {
     remarks: Vec<Remark>,
     /// Rows that the previous group wrote in 16 bits for the next one, and their buffer.
     held: Option<(BufferId, NarrowTo)>,
+    /// Node of the next group, if the task before it includes it.
+    done: Option<NodeId>,
 }
 
 impl<'a> SegmentChoice<'a> {
@@ -183,8 +192,17 @@ impl<'a> SegmentChoice<'a> {
 
     fn group(&mut self, group: &Group, next: Option<&Group>) {
         let held = self.held.take();
+        let done = self.done.take();
         match &group.kind {
-            GroupKind::One(node) => self.op(*node),
+            GroupKind::One(node) if done == Some(*node) => {}
+            GroupKind::One(node) => match self.expert_layer(*node, next) {
+                Some(layer) => {
+                    self.done = Some(layer.summed);
+                    self.own(layer.plan.scratch_bytes().unwrap_or(u64::MAX));
+                    self.push(KernelTask::Experts(layer));
+                }
+                None => self.op(*node),
+            },
             GroupKind::Products(products)
                 if multiplies_values(self.plan, self.step(products.parts[0].product)) =>
             {
@@ -192,24 +210,75 @@ impl<'a> SegmentChoice<'a> {
             }
             GroupKind::Products(products) => {
                 match n_rows(&self.step(products.parts[0].product).inputs[0].layout) {
-                    1 => self.one_row(products),
+                    1 if self.by.rules.by_rows() => self.one_row(products),
                     _ => self.many_rows(products, held, next),
                 }
             }
             GroupKind::Attend(attend) => {
                 let sizes = AttendSizes::of_step(self.step(attend.attention));
-                self.own(sizes.map_or(0, |sizes| sizes.scratch_bytes(self.by.n_sms)));
+                self.own(sizes.map_or(0, |sizes| sizes.scratch_bytes(self.by.rules.card.n_sms)));
                 let narrow = self.narrow_for_next(attend.attention, next, false);
                 self.push(KernelTask::Attend { attend: *attend, narrow });
             }
             GroupKind::AttendStored(attend) => {
                 let sizes = AttendSizes::of_step(self.step(attend.attention));
-                self.own(sizes.map_or(0, |sizes| sizes.scratch_bytes(self.by.n_sms)));
+                self.own(sizes.map_or(0, |sizes| sizes.scratch_bytes(self.by.rules.card.n_sms)));
                 let narrow = self.narrow_for_next(attend.attention, next, false);
                 self.push(KernelTask::AttendStored { attend: *attend, narrow });
             }
             GroupKind::RopeAppend(group) => self.push(KernelTask::RopeKv(*group)),
         }
+    }
+
+    /// The expert layer that begins with `node` and ends with the next group, if tensor cores run it.
+    fn expert_layer(&mut self, node: NodeId, next: Option<&Group>) -> Option<ExpertLayer> {
+        let gated = self.step(node);
+        let Op::Moe(MoeOp::Gated(_)) = gated.op else { return None };
+        let is_wide = gated.inputs[2].dtype == DType::F32;
+        let is_few = gated.inputs[1].layout.shape().dims()[0] < MIN_SORTED_ROWS;
+        if is_few || is_wide || !self.by.rules.by_rows() {
+            return None;
+        }
+        let found = self.grouped_layer(node, next);
+        match found {
+            Ok(layer) => layer,
+            Err(because) => {
+                self.remark(&gated.label, EXACT, because);
+                None
+            }
+        }
+    }
+
+    /// Finds the layer; `None` if it has too few rows, an error if there is no kernel.
+    fn grouped_layer(&self, node: NodeId, next: Option<&Group>) -> Result<Option<ExpertLayer>, String> {
+        let gated = self.step(node);
+        let summed = match next.map(|group| &group.kind) {
+            Some(GroupKind::One(summed)) => *summed,
+            _ => return Err("another step runs between the halves of the experts".to_owned()),
+        };
+        let step = self.step(summed);
+        let sizes = experts::layer_sizes(gated, step, self.by.rules)
+            .filter(|_| !self.is_read_by_others(node, &[summed]));
+        let Some(sizes) = sizes else {
+            return Err(
+                "the next step is not the other half of the experts, or not its only reader".to_owned()
+            );
+        };
+        let (first, second) = (&gated.inputs[2], &step.inputs[3]);
+        let placed = |w: &Operand| !w.dtype.is_quantized() || self.is_packed(w);
+        if sizes.n_rows < self.by.kernels.grouped_min_rows() {
+            return Ok(None);
+        }
+        let plan = match placed(first) && placed(second) {
+            true => self.by.kernels.grouped_plan(sizes, first.dtype, second.dtype),
+            false => None,
+        };
+        plan.map(|plan| Some(ExpertLayer { gated: node, summed, plan })).ok_or_else(|| {
+            format!(
+                "no kernel multiplies experts of {} with {} rows and {} columns, and of {}",
+                first.dtype, sizes.inner, sizes.k, second.dtype
+            )
+        })
     }
 
     fn op(&mut self, node: NodeId) {
@@ -232,7 +301,7 @@ impl<'a> SegmentChoice<'a> {
                 self.push(KernelTask::Op(node));
             }
             Op::Moe(op) => {
-                self.own(experts::scratch_bytes(op, step));
+                self.own(experts::scratch_bytes(op, step, self.by.rules));
                 self.push(KernelTask::Op(node));
             }
             Op::SpanAttention(_) => self.span_attention(node, 0..3),
@@ -269,7 +338,7 @@ impl<'a> SegmentChoice<'a> {
 
     fn product_of_values(&mut self, node: NodeId) {
         let step = self.step(node);
-        match self.by.blas.map(|blas| refused_by_library(blas, step)) {
+        match self.by.library().map(|blas| refused_by_library(blas, step)) {
             Some(None) => {
                 self.tasks.areas.add_workspace();
                 self.push(KernelTask::LibraryOfValues(node));
@@ -297,13 +366,14 @@ impl<'a> SegmentChoice<'a> {
         let GroupKind::Products(Products { producer: None, parts, .. }) = &next?.kind else { return None };
         let products: Vec<NodeId> = parts.iter().map(|part| part.product).collect();
         let x = &self.step(products[0]).inputs[0];
-        if x.buffer != rows.buffer || !x.layout.is_contiguous() || n_rows(&x.layout) == 1 {
+        let is_one_row = self.by.rules.by_rows() && n_rows(&x.layout) == 1;
+        if x.buffer != rows.buffer || !x.layout.is_contiguous() || is_one_row {
             return None;
         }
         let plane_rows = self.batch_rows(&products);
         let shape = |&node: &NodeId| match plane_rows {
             Some(_) => GemmShape::of(self.step(node)),
-            None => GemmShape::of_many(self.step(node)),
+            None => GemmShape::of_many(self.step(node), self.by.rules),
         };
         let shapes: Option<Vec<GemmShape>> = products.iter().map(shape).collect();
         let shapes = shapes.filter(|s| s.windows(2).all(|w| w[0].rows_dtype() == w[1].rows_dtype()))?;
@@ -321,7 +391,7 @@ impl<'a> SegmentChoice<'a> {
             products.iter().map(|&node| GemmShape::of(self.step(node))).collect::<Option<_>>()?;
         let is_one = shapes
             .iter()
-            .all(|shape| shape.rows_dtype() == shapes[0].rows_dtype() && shape.is_batch(self.by.card));
+            .all(|shape| shape.rows_dtype() == shapes[0].rows_dtype() && shape.is_batch(self.by.rules));
         let rows = &self.step(products[0]).inputs[0];
         let is_placed = |&node: &NodeId| {
             let w = &self.step(node).inputs[1];
@@ -355,7 +425,7 @@ impl<'a> SegmentChoice<'a> {
         let step = self.step(node);
         let q = step.inputs[0].layout.shape();
         let [n, n_heads, head_dim] = [q.dims()[0], q.dims()[1], q.dims()[2]];
-        self.own(attention_scratch_bytes(n, n_heads, head_dim, splits(step, self.by.n_sms)));
+        self.own(attention_scratch_bytes(n, n_heads, head_dim, splits(step, self.by.rules)));
         if n == 1 && !self.plan.refusals().iter().any(|refusal| refusal.node == node) {
             self.remark(&step.label, APART, NO_CHAIN.to_owned());
         }
@@ -366,7 +436,10 @@ impl<'a> SegmentChoice<'a> {
     fn takes_flash(&mut self, step: &Step) -> bool {
         let (q, cache) = (&step.inputs[0], &step.inputs[1]);
         let head_dim = q.layout.shape().dim_back(0);
-        if q.layout.shape().dims()[0] < MIN_ROWS || !GEMM_DTYPES.contains(&cache.dtype) {
+        if !self.by.rules.by_rows()
+            || q.layout.shape().dims()[0] < MIN_ROWS
+            || !GEMM_DTYPES.contains(&cache.dtype)
+        {
             return false;
         }
         let because = match self.by.kernels.has_flash(cache.dtype, head_dim) {
@@ -390,8 +463,9 @@ impl<'a> SegmentChoice<'a> {
         };
         // Groups with a producer or gate were checked as a whole.
         let is_joined = products.producer.is_some() || products.gate.is_some();
-        let fits =
-            |part: &&ProductPart| is_joined || is_single(self.plan, self.step(part.product), self.by.card);
+        let fits = |part: &&ProductPart| {
+            is_joined || is_single(self.plan, self.step(part.product), self.by.rules.card)
+        };
         let (fitting, others): (Vec<&ProductPart>, Vec<&ProductPart>) = products.parts.iter().partition(fits);
         let tasks = row(&fitting.into_iter().copied().collect::<Vec<_>>());
         tasks.into_iter().for_each(|task| self.push(task));
@@ -409,8 +483,10 @@ impl<'a> SegmentChoice<'a> {
                 continue;
             }
             let (m, k) = (n_rows(&step.outputs[0].layout), w.layout.shape().dims()[0]);
-            if m > 1 {
-                self.own(few_bytes(m.min(MAX_FEW_ROWS), k).unwrap_or(0) as u64);
+            let is_fixed = self.by.rules.reproducible;
+            if m > 1 || is_fixed {
+                let at_once = if is_fixed { MAX_FEW_ROWS } else { m.min(MAX_FEW_ROWS) };
+                self.own(few_bytes(at_once, k).unwrap_or(0) as u64);
             }
             self.push(KernelTask::Few(set));
         }
@@ -484,7 +560,8 @@ impl<'a> SegmentChoice<'a> {
         if let Some(plane_rows) = self.batch_rows(&products) {
             return self.batch(group, plane_rows, held, next);
         }
-        let on_tensor_cores = |&node: &NodeId| GemmShape::of_many(self.step(node)).map(|shape| (node, shape));
+        let on_tensor_cores =
+            |&node: &NodeId| GemmShape::of_many(self.step(node), self.by.rules).map(|shape| (node, shape));
         let narrow: Vec<(NodeId, GemmShape)> = products.iter().filter_map(on_tensor_cores).collect();
         let mut wide: Vec<NodeId> =
             products.iter().copied().filter(|node| narrow.iter().all(|(n, _)| n != node)).collect();
@@ -607,7 +684,7 @@ impl<'a> SegmentChoice<'a> {
                 continue;
             }
             let ns: Vec<usize> = own.iter().map(|&node| self.n_columns(node)).collect();
-            let plan = GemmPlan::new(rows.m, &ns, rows.k, self.by.n_sms);
+            let plan = self.by.rules.gemm_plan(rows.m, &ns, rows.k);
             self.tasks.areas.add_sums(plan.scratch_bytes(rows.m, ns.iter().sum()));
             self.push(KernelTask::Gemm { products: own, rows, decoded, plan });
         }
@@ -618,7 +695,7 @@ impl<'a> SegmentChoice<'a> {
     }
 
     fn by_library(&mut self, product: NodeId, rows: NarrowTo, decoded: bool) -> bool {
-        let Some(blas) = self.by.blas else { return false };
+        let Some(blas) = self.by.library() else { return false };
         let n = self.n_columns(product);
         let shape = BlasLtShape::of_rows(rows.dtype, rows.m, n, rows.k);
         if let Err(error) = blas.check(shape) {
@@ -632,9 +709,9 @@ impl<'a> SegmentChoice<'a> {
 }
 
 /// Number of splits of an attention step, fixed when the plan is built and independent of sequence lengths.
-pub(crate) fn splits(step: &Step, n_sms: u32) -> usize {
+pub(crate) fn splits(step: &Step, rules: ChoiceRules<'_>) -> usize {
     let (q, cache, tables) =
         (step.inputs[0].layout.shape(), step.inputs[1].layout.shape(), step.inputs[5].layout.shape());
     let context = tables.dims()[1] * cache.dims()[2];
-    attention_splits(q.dims()[0], cache.dims()[1], context, n_sms)
+    rules.attention_splits(q.dims()[0], cache.dims()[1], context)
 }

@@ -401,7 +401,8 @@ mod on_a_gpu {
     #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
     fn any_load_gives_each_request_the_tokens_that_it_gets_alone() {
         let _turn = gpu_turn();
-        any_load(gpu, 6);
+        any_load(gpu, "llama", 6);
+        any_load(gpu, "mistral-window", 3);
     }
 
     #[test]
@@ -489,13 +490,13 @@ fn any_request(random: &mut Random) -> Request {
 }
 
 /// Joins, ends, cancellations, pauses, forks, preemptions and prefix hits, with 1 to 40 requests at once.
-fn any_load(device: impl Fn() -> Device, n_rounds: u64) {
+fn any_load(device: impl Fn() -> Device, case: &str, n_rounds: u64) {
     let engine_of = |n_positions: usize, row_buckets: Vec<usize>| {
         let device = device();
         let options = CudaOptions { row_buckets, ..cuda_options(GraphMode::Require) };
         let runner = RunnerOptions { n_positions, ..runner_options() };
         let runner =
-            BackendRunner::new(CudaBackend::on(&device, options).unwrap(), model("llama"), runner).unwrap();
+            BackendRunner::new(CudaBackend::on(&device, options).unwrap(), model(case), runner).unwrap();
         (Engine::new(Box::new(runner), EngineOptions::default()).unwrap(), device)
     };
     let token = |event: Result<TokenEvent, EngineError>| match event.unwrap() {
@@ -565,7 +566,8 @@ fn any_load(device: impl Fn() -> Device, n_rounds: u64) {
 
 #[test]
 fn any_load_gives_each_request_the_tokens_that_it_gets_alone() {
-    any_load(|| sim("").1, 6);
+    any_load(|| sim("").1, "llama", 6);
+    any_load(|| sim("").1, "mistral-window", 3);
 }
 
 #[test]

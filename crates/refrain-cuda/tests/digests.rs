@@ -8,7 +8,7 @@ use refrain_driver::{
     Baked, Buf, Device, Graph, LaunchBuilder, Lease, Memory, MemoryLayout, Method, Module, RecordOptions,
     Stream, probe,
 };
-use refrain_kernels::{Kernels, LoadOptions, register_twins};
+use refrain_kernels::{KernelLoadOptions, Kernels, register_twins};
 
 /// Words of the large buffer: 2 MiB, so that digests are used.
 const N: u32 = 1 << 19;
@@ -30,7 +30,7 @@ fn bed(seed: u64) -> Bed {
     register_twins(&sim);
     let device = Device::simulated(&sim).unwrap();
     let ctx = device.context().unwrap();
-    let kernels = Kernels::load(&ctx, &LoadOptions::default()).unwrap();
+    let kernels = Kernels::load(&ctx, &KernelLoadOptions::default()).unwrap();
     // SAFETY: the driver crate's own PTX text.
     let module = unsafe { Module::load(&ctx, "probe", probe::PROBE_PTX) }.unwrap();
     let add = module.function("refrain_probe_add").unwrap();

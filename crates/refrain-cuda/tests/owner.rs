@@ -140,8 +140,11 @@ fn models_that_share_a_gpu_give_the_same_output_as_alone() {
     }
     assert_eq!(speakers.each_ref().map(|speaker| speaker.said.clone()), want);
     // A model that is dropped with steps in flight leaves the others alone.
-    let [goes, stays, _] = speakers;
+    let [goes, mut stays, _] = speakers;
     drop(goes);
+    // A status is as old as the model's last step.
+    stays.step().unwrap();
+    stays.rig.engine.drain();
     let held = |rig: &Rig| rig.monitor.status().others.iter().map(|o| o.model.clone()).collect::<Vec<_>>();
     assert!(!held(&stays.rig).iter().any(|model| model == "llama"), "{:?}", held(&stays.rig));
     // Each on a thread of its own, at the same time.
@@ -176,6 +179,23 @@ fn a_lost_device_is_reported_by_every_model_on_it() {
         let reason = format!("{:?}", error.reason());
         assert!(reason.contains("ContextLost"), "{reason}");
     }
+}
+
+#[test]
+fn a_status_shows_what_other_models_hold_at_the_last_step() {
+    let (_, device) = sim("");
+    let mut stays = Speaker::begin(Speaker::open(&device, "llama", "stays"));
+    let mut others_after_a_step = || {
+        stays.step().unwrap();
+        stays.rig.engine.drain();
+        let others = stays.rig.monitor.status().others;
+        others.into_iter().map(|held| held.model).collect::<Vec<_>>()
+    };
+    assert!(others_after_a_step().is_empty());
+    let goes = Speaker::begin(Speaker::open(&device, "gemma3", "goes"));
+    assert_eq!(others_after_a_step(), ["goes"]);
+    drop(goes);
+    assert!(others_after_a_step().is_empty());
 }
 
 #[test]

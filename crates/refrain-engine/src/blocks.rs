@@ -159,7 +159,7 @@ impl BlockPool {
     pub fn shrink(&mut self, table: &mut Vec<u32>, n_positions: usize) {
         let keep = n_positions.div_ceil(self.kv_block).min(table.len());
         // Last block first, so that a block stays cached longer than the blocks whose content depends on it.
-        for block in table.drain(keep..).rev() {
+        for block in table.drain(keep..).rev().filter(|block| *block != GONE) {
             self.release(block);
         }
     }
@@ -242,6 +242,9 @@ impl BlockPool {
     }
 }
 
+/// Entry of a table for a block that the attention window has left: no step may read it.
+pub(crate) const GONE: u32 = u32::MAX;
+
 /// Slots of a sequence that has none.
 pub(crate) const NO_SLOTS: [i32; 2] = [-1, -1];
 
@@ -273,6 +276,8 @@ struct PoolState {
     max_blocks: usize,
     /// Slots of recurrent layers, if the model has any.
     slots: SlotPool,
+    /// The most positions that any layer attends to, if no layer attends to all.
+    window: Option<usize>,
 }
 
 impl PoolState {
@@ -298,13 +303,22 @@ impl SharedPool {
             n_reserved_held: 0,
             max_blocks,
             slots,
+            window: None,
         })))
+    }
+
+    /// The same pool for a model whose layers attend to at most `window` positions.
+    #[must_use]
+    pub(crate) fn windowed(self, window: Option<usize>) -> SharedPool {
+        self.lock().window = window;
+        self
     }
 
     /// An empty table without a reservation: it allocates from the unreserved blocks.
     pub(crate) fn table(&self) -> BlockTable {
         BlockTable {
             blocks: Vec::new(),
+            n_gone: 0,
             names: Vec::new(),
             root: 0,
             n_reserved: None,
@@ -384,6 +398,13 @@ impl SharedPool {
         self.lock().slots.counts()
     }
 
+    /// The first block that a step attends to after `n_tokens` tokens.
+    fn first_seen(&self, n_tokens: usize) -> usize {
+        let pool_state = self.lock();
+        let first = pool_state.window.map_or(0, |window| (n_tokens + 1).saturating_sub(window));
+        first / pool_state.pool.kv_block()
+    }
+
     pub(crate) fn is(&self, other: &SharedPool) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
@@ -398,6 +419,8 @@ impl SharedPool {
 #[derive(Debug)]
 pub(crate) struct BlockTable {
     blocks: Vec<u32>,
+    /// Number of leading blocks that the attention window has left; their entries are [`GONE`].
+    n_gone: usize,
     /// Names of the leading blocks' contents, as far as they were published or found.
     names: Vec<ContentName>,
     root: u64,
@@ -423,8 +446,25 @@ impl BlockTable {
         match &self.slots {
             Some(slots) => slots.max_kept(n_shared, n_tokens),
             None if self.has_slots() => 0,
+            // The next step would attend to positions that are gone.
+            None if n_shared < n_tokens && self.pool.first_seen(n_shared) < self.n_gone => 0,
             None => n_shared,
         }
+    }
+
+    /// Releases the blocks that no step after the first `n_tokens` tokens attends to. Steps in flight may be later ones.
+    /// Tables with a reservation keep them: nobody else could use them, and their sequence may be cut at an earlier token.
+    pub(crate) fn leave_window(&mut self, n_tokens: usize) {
+        let first = self.pool.first_seen(n_tokens).min(self.blocks.len());
+        if first <= self.n_gone || self.is_reserved() {
+            return;
+        }
+        self.update(|table, pool_state| {
+            for block in &mut table.blocks[table.n_gone..first] {
+                pool_state.pool.release(std::mem::replace(block, GONE));
+            }
+            table.n_gone = first;
+        });
     }
 
     /// Whether its recurrent state, if any, is the state after `n_tokens`.
@@ -471,7 +511,7 @@ impl BlockTable {
     /// write past it.
     pub(crate) fn fit(&mut self, n_positions: usize) -> Result<(), OutOfBlocks> {
         self.update(|table, pool_state| {
-            pool_state.pool.shrink(&mut table.blocks, n_positions);
+            table.shrink(pool_state, n_positions);
             table.names.truncate(table.blocks.len());
             if n_positions == 0 {
                 table.release_slots(pool_state);
@@ -502,12 +542,12 @@ impl BlockTable {
     pub(crate) fn write_from(&mut self, position: usize) -> usize {
         self.update(|table, pool_state| {
             let kv_block = pool_state.pool.kv_block();
-            pool_state.pool.shrink(&mut table.blocks, position);
+            table.shrink(pool_state, position);
             table.names.truncate(position / kv_block);
             let start = position / kv_block * kv_block;
             match table.blocks.get(position / kv_block) {
                 Some(&block) if !pool_state.pool.own(block) => {
-                    pool_state.pool.shrink(&mut table.blocks, start);
+                    table.shrink(pool_state, start);
                     start
                 }
                 _ => position,
@@ -547,7 +587,7 @@ impl BlockTable {
                 let Some((block, name)) = pool_state.pool.find(before, tokens) else { break };
                 // The part past its full blocks is a prefix of the block that was found.
                 let end = table.names.len() * kv_block;
-                pool_state.pool.shrink(&mut table.blocks, end);
+                table.shrink(pool_state, end);
                 pool_state.pool.share(block);
                 table.blocks.push(block);
                 table.names.push(name);
@@ -561,7 +601,9 @@ impl BlockTable {
     pub(crate) fn fork(&self, n_positions: usize, into: &mut BlockTable) -> usize {
         let n_positions = into.update(|to, pool_state| {
             let n_full = (n_positions / pool_state.pool.kv_block()).min(self.blocks.len());
-            pool_state.pool.shrink(&mut to.blocks, 0);
+            // Without its first blocks, the copy could not be cut.
+            let n_full = if self.n_gone > 0 { 0 } else { n_full };
+            to.shrink(pool_state, 0);
             self.blocks[..n_full].iter().for_each(|&block| pool_state.pool.share(block));
             to.blocks.extend_from_slice(&self.blocks[..n_full]);
             to.names = self.names[..n_full.min(self.names.len())].to_vec();
@@ -569,6 +611,11 @@ impl BlockTable {
         });
         into.root = self.root;
         n_positions
+    }
+
+    fn shrink(&mut self, pool_state: &mut PoolState, n_positions: usize) {
+        pool_state.pool.shrink(&mut self.blocks, n_positions);
+        self.n_gone = self.n_gone.min(self.blocks.len());
     }
 
     fn release_slots(&mut self, pool_state: &mut PoolState) {
@@ -597,7 +644,7 @@ impl Drop for BlockTable {
     fn drop(&mut self) {
         let reserved = self.n_reserved.unwrap_or(0);
         self.update(|table, pool_state| {
-            pool_state.pool.shrink(&mut table.blocks, 0);
+            table.shrink(pool_state, 0);
             table.release_slots(pool_state);
         });
         let pool = self.pool.clone();

@@ -127,7 +127,8 @@ impl Core {
     pub fn new(runner: Box<dyn Runner>, context: usize) -> Core {
         let kv = *runner.kv();
         let pool = BlockPool::new(kv.n_blocks, kv.kv_block);
-        let blocks = SharedPool::with_slots(pool, kv.max_blocks, kv.n_slots);
+        let blocks = SharedPool::with_slots(pool, kv.max_blocks, kv.n_slots)
+            .windowed(runner.model().attention_window());
         let context = context.min(kv.max_blocks * kv.kv_block);
         let out = StepOut::default();
         Core { runner, blocks, ledger: Ledger::new(), context, out, active_run: None }

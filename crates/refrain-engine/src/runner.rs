@@ -89,7 +89,8 @@ pub trait Runner: Send {
     /// Makes a row padding, starting with the next launched step.
     fn clear_row(&mut self, row: usize) -> Result<(), EngineError>;
     /// Sets a row's block table for the steps launched from here on. Its previous table must be a prefix of
-    /// the new one.
+    /// the new one, except for leading blocks that are gone from the new one because no later step attends to
+    /// them; their entries are out of range.
     fn set_table(&mut self, row: usize, table: &[u32]) -> Result<(), EngineError>;
     /// Launches `n` more steps of the run; the tables must cover their positions as far as the rows can
     /// advance.
@@ -230,6 +231,9 @@ impl<B: Backend> BackendRunner<B> {
         weights: Arc<B::Weights>,
         options: RunnerOptions,
     ) -> Result<BackendRunner<B>, EngineError> {
+        if model.config().arch.is_encoder() {
+            return Err(EngineError::Encoder { arch: model.config().arch.name() });
+        }
         let max_blocks = options.context.div_ceil(options.kv_block);
         let n_blocks = options.n_positions.div_ceil(options.kv_block).max(max_blocks);
         let most = |buckets: &[usize]| buckets.last().copied().unwrap_or(usize::MAX).max(1);

@@ -73,9 +73,10 @@ impl SamplingError {
             "top-p" => "1 keeps all tokens, 0.9 to 0.95 is usual",
             "min-p" => "0 keeps all tokens, 0.05 is usual",
             "repeat penalty" => "1 has no effect, 1.05 to 1.2 is usual",
+            "frequency or presence penalty" => "0 has no effect, 0.1 to 1 is usual",
             _ => return format!("use a {} that is {}", self.name, self.want),
         };
-        format!("for the {}, {usual}", self.name)
+        usual.into()
     }
 }
 

@@ -231,6 +231,7 @@ impl Scheduler {
         if active.shares {
             active.state.table.publish(&active.state.tokens);
         }
+        active.state.table.leave_window(active.state.tokens.len());
         active.tokens.extend(chosen);
     }
 

@@ -27,7 +27,8 @@ pub struct StepRequest<'a> {
     pub tokens: &'a [u32],
     /// Position of the first token.
     pub start: usize,
-    /// The sequence's KV blocks.
+    /// The sequence's KV blocks, in order of position. Leading entries are out of range if the attention window has left
+    /// their blocks.
     pub table: &'a [u32],
     /// Its slots in recurrent states, in the format of [`refrain_graph::Recurrent`]; negative if it has none.
     pub slots: [i32; 2],

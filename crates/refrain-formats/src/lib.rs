@@ -4,6 +4,7 @@
 #![deny(unsafe_code)] // except in `mmap`
 
 mod aligned;
+mod atomic;
 mod display;
 mod error;
 pub mod gguf;
@@ -13,6 +14,7 @@ pub mod params;
 mod source;
 mod table;
 
+pub use atomic::AtomicFile;
 pub use display::display_name;
 pub use error::FormatError;
 pub use source::ModelFiles;

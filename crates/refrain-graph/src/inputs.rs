@@ -1,7 +1,7 @@
 //! Meaning of the inputs of a model's step.
 //!
-//! A step has rows: `n_tokens` tokens of `n_seqs` sequences, `n_choices` of which are followed by sampling. A
-//! single sequence is not a special case. The model builder declares each input here once, together with the
+//! A step processes `n_tokens` rows, one per token, of `n_seqs` sequences, and samples a token after `n_choices`
+//! of them. A single sequence is not a special case. The model builder declares each input here once, together with the
 //! graph. The plan carries this declaration to all code that fills, checks, feeds back or verifies a step; no
 //! code derives the meaning of an input from its name.
 
@@ -21,12 +21,20 @@ pub enum StepKind {
     Verify,
     /// Forward, loss, backward and update.
     Train,
+    /// Whole texts, each reduced to one vector.
+    Embed,
 }
 
 impl StepKind {
     /// All kinds, in the order of [`StepKind::idx`].
-    pub const ALL: [StepKind; 5] =
-        [StepKind::Decode, StepKind::Prompt, StepKind::Mixed, StepKind::Verify, StepKind::Train];
+    pub const ALL: [StepKind; 6] = [
+        StepKind::Decode,
+        StepKind::Prompt,
+        StepKind::Mixed,
+        StepKind::Verify,
+        StepKind::Train,
+        StepKind::Embed,
+    ];
 
     /// Index in [`StepKind::ALL`].
     pub fn idx(self) -> usize {
@@ -36,6 +44,7 @@ impl StepKind {
             StepKind::Mixed => 2,
             StepKind::Verify => 3,
             StepKind::Train => 4,
+            StepKind::Embed => 5,
         }
     }
 
@@ -47,6 +56,7 @@ impl StepKind {
             StepKind::Mixed => "mixed",
             StepKind::Verify => "verify",
             StepKind::Train => "train",
+            StepKind::Embed => "embed",
         }
     }
 }

@@ -446,6 +446,8 @@ pub enum Unary {
     Silu,
     /// The tanh approximation of GELU.
     GeluTanh,
+    /// GELU, `x / 2 * (1 + erf(x / sqrt(2)))`.
+    GeluErf,
     /// `mul * x + add`
     Affine {
         /// Factor.
@@ -469,6 +471,7 @@ impl Unary {
             Unary::Sigmoid => "sigmoid",
             Unary::Silu => "silu",
             Unary::GeluTanh => "gelu_tanh",
+            Unary::GeluErf => "gelu_erf",
             Unary::Affine { .. } => "affine",
             Unary::SoftCap(_) => "softcap",
         }

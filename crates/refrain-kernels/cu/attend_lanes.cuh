@@ -1,8 +1,7 @@
 // attend_lanes.cuh: attention in f32 in the lanes of a warp, for f32 caches and the largest heads
 //
 // LANES lanes share a row of the caches, eight elements each, so one load instruction reads 32 / LANES rows.
-// A tile is everything that the warp's loads in flight cover. Rows of more than 256 elements are CHUNKS of
-// 256.
+// A tile is the set of rows that the warp has in flight. Rows of more than 256 elements are CHUNKS of 256.
 #pragma once
 #include "attend_seen.cuh"
 
@@ -232,8 +231,8 @@ template <typename T, int DIMS, int HEADS> struct Lanes {
         }
     }
 
-    // Of 2 N sums, each lane keeps the first or the last N and adds its others to the partner lane that keeps
-    // those.
+    // Butterfly step over 2 N sums: each lane keeps one half and sends the other half to its partner, which adds
+    // it to its own. Returns the index of the first sum kept.
     template <int N, int STEP> inline u32 halve() {
         bool upper = (lane & STEP) != 0;
 #pragma unroll

@@ -53,6 +53,7 @@ UNARY(tanh, tanhf(x))
 UNARY(sigmoid, sigmoid(x))
 UNARY(silu, silu(x))
 UNARY(gelu_tanh, gelu_tanh(x))
+UNARY(gelu_erf, gelu_erf(x))
 UNARY(affine, __fmaf_rn(p0, x, p1))
 UNARY(softcap, p0 * tanhf(x / p0))
 

@@ -28,6 +28,7 @@
 // Determinism  same bits every run: each lane adds its sub-blocks in order, then four lanes are added;
 //              choices are added in order. A row has the same bits for any n and in both forms
 // Capture      safe
+#include "joined.cuh"
 #include "overlap.cuh"
 #include "packed.cuh"
 #include "plain.cuh"
@@ -42,9 +43,7 @@ struct Params {
     u32 n_pairs;      // choices of all rows
     u32 bias_stride;
     u32 x_stride;     // floats between rows of x
-    u32 activation;   // 0: SiLU, 1: GELU (tanh), 2: clamped SiLU
-    float alpha;
-    float limit;
+    Activation activation;
 };
 
 struct RouteParams {
@@ -61,17 +60,6 @@ struct RouteParams {
 const u32 MAX_CHOICES = 64, MAX_GROUPS = 64;
 
 inline bool is_nan(float x) { return !(x == x); }
-
-inline float joined(float gate, float up, const Params& p) {
-    if (p.activation == 2) {
-        float g = gate > p.limit ? p.limit : gate;
-        float u = up > p.limit ? p.limit : up < -p.limit ? -p.limit : up;
-        return __fdividef(g, 1.0f + __expf(-p.alpha * g)) * (u + 1.0f);
-    }
-    // SiLU is x / (1 + e^-x). GELU is 0.5 x (1 + tanh u) = x / (1 + e^-2u).
-    float u = p.activation == 0 ? gate : 1.5957691216057308f * __fmaf_rn(0.044715f * gate * gate, gate, gate);
-    return __fdividef(gate, 1.0f + __expf(-u)) * up;
-}
 
 inline bool is_chosen(i32 id, const Params& p) { return id >= 0 && (u32)id < p.n_experts; }
 
@@ -227,7 +215,7 @@ inline void expert_gate(float* y, const float* x, const i32* ids, const u8* gate
         sum += gate_bias[(u64)id * p.bias_stride + row];
         other += up_bias[(u64)id * p.bias_stride + row];
     }
-    to[row] = joined(sum, other, p);
+    to[row] = joined(sum, other, p.activation);
 }
 
 template <typename X>
@@ -465,7 +453,7 @@ extern "C" __global__ __launch_bounds__(256) void expert_join_f32(float* y, cons
             gate += gate_bias[(u64)id * p.bias_stride + row];
             up += up_bias[(u64)id * p.bias_stride + row];
         }
-        sum = joined(gate, up, p);
+        sum = joined(gate, up, p.activation);
     }
     y[at] = sum;
 }

@@ -17,6 +17,9 @@ inline float gelu_tanh(float x) {
     return times_sigmoid(x, 2.0f * (0.7978845608028654f * (x + 0.044715f * x * x * x)));
 }
 
+// x times the standard normal distribution function. The complement avoids cancellation for negative x.
+inline float gelu_erf(float x) { return 0.5f * x * erfcf(-0.70710678118654752f * x); }
+
 // sigmoid(x) sigmoid(-x), which avoids cancellation.
 inline float sigmoid_slope(float x) {
     float e = expf(-fabsf(x)), sum = 1.0f + e;
@@ -32,6 +35,11 @@ inline float gelu_tanh_slope(float x) {
     const float c = 0.7978845608028654f;
     float u2 = 2.0f * (c * (x + 0.044715f * x * x * x)), slope = 2.0f * c * (1.0f + 3.0f * 0.044715f * x * x);
     return times_sigmoid(1.0f, u2) + x * sigmoid_slope(u2) * slope;
+}
+
+inline float gelu_erf_slope(float x) {
+    const float density = 0.3989422804014327f;  // 1 / sqrt(2 pi)
+    return 0.5f * erfcf(-0.70710678118654752f * x) + x * density * expf(-0.5f * x * x);
 }
 
 #ifndef REFRAIN_ON_HOST  // the tests that run kernels on the host define it

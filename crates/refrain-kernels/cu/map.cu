@@ -145,7 +145,8 @@ inline void unary(u32 f, float p0, float p1, float* v, const float* x) {
         case 5: return each(v, x, [](float x) { return sigmoid(x); });
         case 6: return each(v, x, [](float x) { return silu(x); });
         case 7: return each(v, x, [](float x) { return gelu_tanh(x); });
-        case 8: return each(v, x, [=](float x) { return __fmaf_rn(p0, x, p1); });
+        case 8: return each(v, x, [](float x) { return gelu_erf(x); });
+        case 9: return each(v, x, [=](float x) { return __fmaf_rn(p0, x, p1); });
         default: return each(v, x, [=](float x) { return p0 * tanhf(x / p0); });
     }
 }
@@ -160,7 +161,8 @@ inline void unary_slope(u32 f, float p0, float* v, const float* x) {
         case 5: return each(v, x, [](float x) { return sigmoid_slope(x); });
         case 6: return each(v, x, [](float x) { return silu_slope(x); });
         case 7: return each(v, x, [](float x) { return gelu_tanh_slope(x); });
-        case 8: return each(v, x, [=](float) { return p0; });
+        case 8: return each(v, x, [](float x) { return gelu_erf_slope(x); });
+        case 9: return each(v, x, [=](float) { return p0; });
         default: return each(v, x, [=](float x) { return tanh_slope(x / p0); });
     }
 }

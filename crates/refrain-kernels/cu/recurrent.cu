@@ -16,6 +16,7 @@
 // Determinism  same bits every run, however a prompt is split into chunks: additions are in a fixed order
 // Capture      safe: positions, sequences and slots are read at each run
 #include "functions.cuh"
+#include "mma.cuh"
 #include "reduce.cuh"
 #include "view.cuh"
 
@@ -127,24 +128,22 @@ extern "C" __global__ __launch_bounds__(128) void recurrent_short_conv_f32(
 //   decay    [n_heads], dt_bias [n_heads]    f32
 //   y        [n_tokens, n_heads, v_dim]      f32
 //
-// A warp keeps DELTA_COLUMNS rows of a head's state in registers, each spread over its lanes, and walks
-// through the rows of a sequence. All sums of a row are reduced at once, because the output does not need the
-// updated state S':
+// A block has DELTA_BLOCK rows of a head's state in registers; eight lanes share one of them, and lane j has
+// elements 32 r + 4 j .. 32 r + 4 j + 3 of it. The block walks through the rows of a sequence, DELTA_ROWS at a
+// time: while it walks, the next ones are copied to shared memory. What does not depend on the state (norms of
+// q and k, their product, decay and step) is computed for all rows of a group at once, so that a row of the
+// walk is two short sums over eight lanes. Both are of the state before the row:
 //   S' q = keep (S q) + change (k q), with change = beta (v - keep (S k)).
+// A row's arithmetic is the same wherever its group begins.
 //
 // Launch       grid (ceil(v_dim / DELTA_BLOCK), n_heads, n_seqs), block (128), shared 0
 // Requires     k_dim <= 32 * N, n_heads a multiple of n_key_heads
-const int DELTA_COLUMNS = 4;
-const u32 DELTA_BLOCK = 4 * DELTA_COLUMNS;
+const u32 DELTA_LANES = 8;
+const u32 DELTA_BLOCK = 128 / DELTA_LANES;
 
 struct DeltaSizes {
     u32 n_key_heads, n_heads, k_dim, v_dim, is_tiled;
     float scale, eps;
-};
-
-// One row's operands, as held by a lane.
-template <int N> struct DeltaRow {
-    float q[N], k[N], v[DELTA_COLUMNS], a, b;
 };
 
 struct DeltaInputs {
@@ -155,103 +154,186 @@ struct DeltaStrides {
     Rows q, k, v, a, b;
 };
 
-template <int N>
-inline void load_row(DeltaRow<N>& to, const DeltaInputs& in, const DeltaStrides& at, const DeltaSizes& s, u32 row, u32 head,
-                     u32 key_head, u32 column) {
-    u32 lane = threadIdx.x % 32;
-    const float* q = in.q + at.q.start(row * s.n_key_heads + key_head);
-    const float* k = in.k + at.k.start(row * s.n_key_heads + key_head);
-    const float* v = in.v + at.v.start(row * s.n_heads + head);
-#pragma unroll
-    for (int r = 0; r < N; r++) {
-        u32 i = lane + 32 * r;
-        to.q[r] = i < s.k_dim ? q[i] : 0.0f;
-        to.k[r] = i < s.k_dim ? k[i] : 0.0f;
+// What a row's update takes besides q, k and v.
+struct __align__(16) DeltaFactors {
+    float keep;     // factor on the state
+    float of_k;     // keep / |k|
+    float change;   // beta / |k|
+    float of_q;     // scale / |q|
+    float kq;       // k . q
+    float unused[3];
+};
+
+// A group of rows in shared memory. q and k are padded with zeros.
+template <int N> struct DeltaGroup {
+    static const u32 ROWS = N == 8 ? 8 : 16, PITCH = 32 * N;
+    float q[ROWS * PITCH], k[ROWS * PITCH], v[ROWS * DELTA_BLOCK], a[ROWS], b[ROWS];
+};
+
+// Copies four elements of which n are there, and zeros.
+inline void copy_four(float* to, const float* from, u32 n) {
+    if (((u64)from & 15) == 0 && n > 0) {
+        copy_async_bytes(to, from, 4 * min(n, 4u));
+        return;
     }
 #pragma unroll
-    for (int c = 0; c < DELTA_COLUMNS; c++) to.v[c] = column + c < s.v_dim ? v[column + c] : 0.0f;
-    to.a = in.a[at.a.start(row) + head];
-    to.b = in.b[at.b.start(row) + head];
+    for (u32 e = 0; e < 4; e++) to[e] = e < n ? from[e] : 0.0f;
+}
+
+inline float dot_four(float4 a, float4 b) { return fmaf(a.w, b.w, fmaf(a.z, b.z, fmaf(a.y, b.y, a.x * b.x))); }
+
+// Sum over the eight lanes of a state row.
+inline float sum_lanes(float x) {
+#pragma unroll
+    for (u32 step = 1; step < DELTA_LANES; step *= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
+    return x;
 }
 
 template <int N>
 inline void gated_delta(float* y, float* state, const DeltaInputs& in, const float* decay, const float* dt_bias,
                         const i32* positions, const i32* seqs, const i32* slots, const DeltaStrides& at,
                         const SlotSizes& sizes, const DeltaSizes& s) {
+    typedef DeltaGroup<N> Group;
+    const u32 ROWS = Group::ROWS, PITCH = Group::PITCH, VALUES = ROWS * DELTA_BLOCK / 128, EACH = ROWS / 4;
+    __shared__ __align__(16) Group groups[2];
+    __shared__ DeltaFactors factors[ROWS];
     let_next_start();
-    u32 lane = threadIdx.x % 32, head = blockIdx.y, seq = blockIdx.z;
-    u32 column = blockIdx.x * DELTA_BLOCK + threadIdx.x / 32 * DELTA_COLUMNS;
+    u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, head = blockIdx.y, seq = blockIdx.z;
+    u32 own = threadIdx.x / DELTA_LANES, part = 4 * (threadIdx.x % DELTA_LANES);
+    u32 first_column = blockIdx.x * DELTA_BLOCK, column = first_column + own;
     u32 key_head = s.is_tiled ? head % s.n_key_heads : head / (s.n_heads / s.n_key_heads);
     float rate = decay[head], bias = dt_bias[head];
     wait_for_previous();
     SeqChunk chunk = find_chunk(positions, seqs, slots, sizes, seq);
-    if (column >= s.v_dim) return;
-    u32 n_columns = min((u32)DELTA_COLUMNS, s.v_dim - column);
+    bool is_there = column < s.v_dim;
     for (u32 row = seq; row < sizes.n_tokens; row += sizes.n_seqs) {
-        if (positions[row] < 0 && lane < n_columns) y[((u64)row * s.n_heads + head) * s.v_dim + column + lane] = 0.0f;
+        if (positions[row] < 0 && part == 0 && is_there) y[((u64)row * s.n_heads + head) * s.v_dim + column] = 0.0f;
     }
     if (chunk.n_rows == 0) return;
-    u64 head_len = (u64)s.v_dim * s.k_dim, slot_len = s.n_heads * head_len;
-    float held[DELTA_COLUMNS][N];
+    u64 state_row = ((u64)head * s.v_dim + column) * s.k_dim, slot_len = (u64)s.n_heads * s.v_dim * s.k_dim;
+    bool in_fours = s.k_dim % 4 == 0 && ((u64)state & 15) == 0;
+    float4 held[N];
 #pragma unroll
-    for (int c = 0; c < DELTA_COLUMNS; c++) {
-#pragma unroll
-        for (int r = 0; r < N; r++) {
-            u32 i = lane + 32 * r;
-            bool is_there = chunk.read >= 0 && i < s.k_dim && column + c < s.v_dim;
-            held[c][r] = is_there ? state[chunk.read * slot_len + head * head_len + (u64)(column + c) * s.k_dim + i] : 0.0f;
+    for (int r = 0; r < N; r++) {
+        held[r] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        u32 i = 32 * r + part;
+        if (chunk.read < 0 || !is_there || i >= s.k_dim) continue;
+        const float* from = state + chunk.read * slot_len + state_row + i;
+        if (in_fours) {
+            held[r] = *(const float4*)from;
+        } else {
+            held[r].x = from[0];
+            if (i + 1 < s.k_dim) held[r].y = from[1];
+            if (i + 2 < s.k_dim) held[r].z = from[2];
+            if (i + 3 < s.k_dim) held[r].w = from[3];
         }
     }
-    DeltaRow<N> now, next;
-    load_row<N>(next, in, at, s, chunk.first, head, key_head, column);
-    for (u32 row = chunk.first; row < chunk.first + chunk.n_rows; row++) {
-        now = next;
-        if (row + 1 < chunk.first + chunk.n_rows) load_row<N>(next, in, at, s, row + 1, head, key_head, column);
-        float kk = 0.0f, qq = 0.0f, kq = 0.0f, sk[DELTA_COLUMNS], sq[DELTA_COLUMNS];
-#pragma unroll
-        for (int r = 0; r < N; r++) {
-            kk = fmaf(now.k[r], now.k[r], kk);
-            qq = fmaf(now.q[r], now.q[r], qq);
-            kq = fmaf(now.k[r], now.q[r], kq);
+    // Values and gates of the next group, on their way to shared memory.
+    float values[VALUES], gate_a = 0.0f, gate_b = 0.0f;
+    auto load = [&](u32 begin) {
+        Group& to = groups[begin / ROWS % 2];
+        u32 n = chunk.n_rows - min(begin, chunk.n_rows);
+        for (u32 i = threadIdx.x; i < ROWS * PITCH / 4; i += 128) {
+            u32 of = i / (PITCH / 4), e = 4 * (i % (PITCH / 4)), row = (chunk.first + begin + of) * s.n_key_heads + key_head;
+            if (of >= n) break;
+            u32 left = e < s.k_dim ? s.k_dim - e : 0;
+            copy_four(to.q + of * PITCH + e, in.q + at.q.start(row) + e, left);
+            copy_four(to.k + of * PITCH + e, in.k + at.k.start(row) + e, left);
         }
+        copies_end_group();
 #pragma unroll
-        for (int c = 0; c < DELTA_COLUMNS; c++) {
-            sk[c] = sq[c] = 0.0f;
+        for (u32 i = 0; i < VALUES; i++) {
+            u32 of = (threadIdx.x + 128 * i) / DELTA_BLOCK, c = first_column + threadIdx.x % DELTA_BLOCK;
+            values[i] = 0.0f;
+            if (of < n && c < s.v_dim) values[i] = in.v[at.v.start((chunk.first + begin + of) * s.n_heads + head) + c];
+        }
+        if (threadIdx.x < min(n, ROWS)) {
+            u32 row = chunk.first + begin + threadIdx.x;
+            gate_a = in.a[at.a.start(row) + head];
+            gate_b = in.b[at.b.start(row) + head];
+        }
+    };
+    load(0);
+#pragma unroll 1
+    for (u32 begin = 0; begin < chunk.n_rows; begin += ROWS) {
+        Group& group = groups[begin / ROWS % 2];
+        u32 n = min(ROWS, chunk.n_rows - begin);
+#pragma unroll
+        for (u32 i = 0; i < VALUES; i++) group.v[threadIdx.x + 128 * i] = values[i];
+        if (threadIdx.x < ROWS) {
+            group.a[threadIdx.x] = gate_a;
+            group.b[threadIdx.x] = gate_b;
+        }
+        copies_wait<0>();
+        __syncthreads();
+        // Every thread is done with the other group now.
+        load(begin + ROWS);
+        // Each warp adds the products of EACH rows; then a lane has each of them.
+        float kk = 0.0f, qq = 0.0f, kq = 0.0f;
+#pragma unroll
+        for (u32 i = 0; i < EACH; i++) {
+            u32 of = warp * EACH + i;
+            if (of >= n) break;
+            const float *q = group.q + of * PITCH + lane, *k = group.k + of * PITCH + lane;
+            float of_kk = 0.0f, of_qq = 0.0f, of_kq = 0.0f;
 #pragma unroll
             for (int r = 0; r < N; r++) {
-                sk[c] = fmaf(held[c][r], now.k[r], sk[c]);
-                sq[c] = fmaf(held[c][r], now.q[r], sq[c]);
+                of_kk = fmaf(k[32 * r], k[32 * r], of_kk);
+                of_qq = fmaf(q[32 * r], q[32 * r], of_qq);
+                of_kq = fmaf(k[32 * r], q[32 * r], of_kq);
+            }
+            of_kk = warp_reduce(of_kk, Add());
+            of_qq = warp_reduce(of_qq, Add());
+            of_kq = warp_reduce(of_kq, Add());
+            if (lane == i) kk = of_kk, qq = of_qq, kq = of_kq;
+        }
+        u32 of_lane = warp * EACH + lane;
+        if (lane < EACH && of_lane < n) {
+            float dt = group.a[of_lane] + bias, beta = sigmoid(group.b[of_lane]);
+            float keep = expf(rate * (fmaxf(dt, 0.0f) + log1pf(expf(-fabsf(dt)))));
+            float k_unit = 1.0f / sqrtf(kk + s.eps), q_unit = s.scale / sqrtf(qq + s.eps);
+            factors[of_lane] = DeltaFactors{keep, keep * k_unit, k_unit * beta, q_unit, kq, {}};
+        }
+        __syncthreads();
+        float* to = y + ((u64)(chunk.first + begin) * s.n_heads + head) * s.v_dim + column;
+#pragma unroll 2
+        for (u32 of = 0; of < n; of++) {
+            const float *q = group.q + of * PITCH + part, *k = group.k + of * PITCH + part;
+            DeltaFactors f = factors[of];
+            float4 key[N];
+            float sk = 0.0f, sq = 0.0f;
+#pragma unroll
+            for (int r = 0; r < N; r++) {
+                key[r] = *(const float4*)(k + 32 * r);
+                sk += dot_four(held[r], key[r]);
+                sq += dot_four(held[r], *(const float4*)(q + 32 * r));
+            }
+            sk = sum_lanes(sk);
+            sq = sum_lanes(sq);
+            float change = f.change * (group.v[of * DELTA_BLOCK + own] - f.of_k * sk);
+            if (part == 0 && is_there) to[(u64)of * s.n_heads * s.v_dim] = f.of_q * fmaf(change, f.kq, f.keep * sq);
+#pragma unroll
+            for (int r = 0; r < N; r++) {
+                held[r].x = fmaf(change, key[r].x, f.keep * held[r].x);
+                held[r].y = fmaf(change, key[r].y, f.keep * held[r].y);
+                held[r].z = fmaf(change, key[r].z, f.keep * held[r].z);
+                held[r].w = fmaf(change, key[r].w, f.keep * held[r].w);
             }
         }
-        kk = warp_reduce(kk, Add());
-        qq = warp_reduce(qq, Add());
-        kq = warp_reduce(kq, Add());
-#pragma unroll
-        for (int c = 0; c < DELTA_COLUMNS; c++) {
-            sk[c] = warp_reduce(sk[c], Add());
-            sq[c] = warp_reduce(sq[c], Add());
-        }
-        float k_unit = 1.0f / sqrtf(kk + s.eps), q_unit = s.scale / sqrtf(qq + s.eps);
-        float dt = now.a + bias, softplus = fmaxf(dt, 0.0f) + log1pf(expf(-fabsf(dt)));
-        float keep = expf(rate * softplus), beta = sigmoid(now.b), out = 0.0f;
-#pragma unroll
-        for (int c = 0; c < DELTA_COLUMNS; c++) {
-            float change = k_unit * beta * (now.v[c] - keep * k_unit * sk[c]);
-            float sum = q_unit * fmaf(change, kq, keep * sq[c]);
-            out = lane == (u32)c ? sum : out;
-#pragma unroll
-            for (int r = 0; r < N; r++) held[c][r] = fmaf(change, now.k[r], keep * held[c][r]);
-        }
-        if (lane < n_columns) y[((u64)row * s.n_heads + head) * s.v_dim + column + lane] = out;
     }
-    if (chunk.write < 0) return;
+    if (chunk.write < 0 || !is_there) return;
 #pragma unroll
-    for (int c = 0; c < DELTA_COLUMNS; c++) {
-#pragma unroll
-        for (int r = 0; r < N; r++) {
-            u32 i = lane + 32 * r;
-            if (i < s.k_dim && column + c < s.v_dim)
-                state[chunk.write * slot_len + head * head_len + (u64)(column + c) * s.k_dim + i] = held[c][r];
+    for (int r = 0; r < N; r++) {
+        u32 i = 32 * r + part;
+        if (i >= s.k_dim) continue;
+        float* out = state + chunk.write * slot_len + state_row + i;
+        if (in_fours) {
+            *(float4*)out = held[r];
+        } else {
+            out[0] = held[r].x;
+            if (i + 1 < s.k_dim) out[1] = held[r].y;
+            if (i + 2 < s.k_dim) out[2] = held[r].z;
+            if (i + 3 < s.k_dim) out[3] = held[r].w;
         }
     }
 }

@@ -30,14 +30,14 @@
 // arrive finds the keys of the cuts and of the choice on the list (sample_large.cuh).
 //
 // The most probable tokens are listed after the choice, in the same scratch: sample_list writes the keys of
-// all tokens, whatever the parameters, with the best of each 64. sample_top takes the best of these and
-// replaces it by the next best of its 64 keys, n_top times.
+// all tokens, independently of the parameters, with the best of each 64. n_top times, sample_top takes the
+// best of these and replaces it by the next best of its 64 keys.
 //
 // Launch       sample_chunks, sample_list, and their masked forms: grid (C, n), block (512), shared 0.
 //              sample_top: grid (n), block (512), shared 0. sample_select: grid (ceil(C / 4), n), block
 //              (512), shared_bytes, at least 96 KiB
-// Requires     vocab at most 2^20; scratch and states 16-byte aligned. Nothing else uses states; one that the
-//              last choice did not leave in order is detected by its count of chunks, which costs time
+// Requires     vocab at most 2^20; scratch and states 16-byte aligned. Nothing else uses states. A state that an
+//              interrupted choice left inconsistent is detected by its chunk count and costs only time
 // Aliasing     none
 // Accumulation adjusted logits are rounded as on the CPU, so the best token is the same to the bit. The
 //              weights in a bin are 32-bit integers and their sums exact; everything derived from them is f64

@@ -6,7 +6,7 @@
 //
 // On compute capability 9.0 and for 32 or more columns, this is one asynchronous warpgroup instruction
 // (wgmma). Elsewhere, each warp multiplies by itself and synchronously. Both follow the same protocol:
-//   begin()     before the first of a few, after the last write to their registers
+//   begin()     before a group of multiplications, after the last write to their registers
 //   multiply()  up to four times
 //   end()       after the last; until then their registers must not be written, nor shared memory refilled
 #pragma once

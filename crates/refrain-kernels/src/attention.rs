@@ -217,27 +217,30 @@ pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     all.push(entry.unit("combine"));
 }
 
-/// Computes everything in the first split; the other splits hold the neutral element.
+/// Rounds the partial result of each split to F32, so that results depend on the division of the context as they do
+/// on a GPU.
 fn split(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
     let s: AttentionSizes = k.arg(9)?;
     let [n_heads, head_dim, n_splits] = [s.n_heads as usize, s.head_dim as usize, s.n_splits as usize];
     let n = k.config().grid[0] as usize;
     let q = read_rows(k, k.ptr(2)?, k.arg(8)?, n * n_heads, head_dim)?;
     let pointers = [k.ptr(3)?, k.ptr(4)?, k.ptr(5)?, k.ptr(6)?, k.ptr(7)?];
-    let positions = k.read::<i32>(k.ptr(5)?, n)?;
-    let y = unsplit(k, &s, dtype, &q, pointers)?;
     if n_splits == 1 {
+        let y = unsplit(k, &s, dtype, &q, pointers)?;
         return k.write(k.ptr(0)?, &y);
     }
     let mut partials = vec![0.0_f32; n * n_heads * n_splits * head_dim];
     let mut scales = vec![[f32::NEG_INFINITY, 0.0]; n * n_heads * n_splits];
-    for head in 0..n * n_heads {
-        if positions[head / n_heads] >= 0 {
-            partials[head * n_splits * head_dim..][..head_dim]
-                .copy_from_slice(&y[head * head_dim..][..head_dim]);
-            scales[head * n_splits] = [0.0, 1.0];
+    each_head(k, &s, dtype, &q, pointers, |head, q, keys, values| {
+        let part = (keys.len() / head_dim).div_ceil(n_splits).max(MIN_SPLIT) * head_dim;
+        for (split, (keys, values)) in keys.chunks(part).zip(values.chunks(part)).enumerate() {
+            let Partial { max, sum, weighted } = attend(&s, q, keys, values);
+            let at = head * n_splits + split;
+            scales[at] = [max as f32, sum as f32];
+            let to = &mut partials[at * head_dim..][..head_dim];
+            to.iter_mut().zip(weighted).for_each(|(to, v)| *to = v as f32);
         }
-    }
+    })?;
     let scratch = k.ptr(1)?;
     k.write(scratch, &partials)?;
     k.write(scratch.add(4 * partials.len() as u64), &scales)
@@ -251,6 +254,25 @@ pub(crate) fn unsplit(
     q: &[f32],
     pointers: [DevicePtr; 5],
 ) -> KernelResult<Vec<f32>> {
+    let mut y = vec![0.0_f32; q.len()];
+    each_head(k, s, dtype, q, pointers, |head, q, keys, values| {
+        let Partial { sum, weighted, .. } = attend(s, q, keys, values);
+        let to = &mut y[head * q.len()..][..q.len()];
+        to.iter_mut().zip(weighted).for_each(|(to, v)| *to = (v / sum) as f32);
+    })?;
+    Ok(y)
+}
+
+/// Calls `with` for each head of each row that has a position: its index over all rows, its query, and the keys and
+/// values that it attends to.
+fn each_head(
+    k: &SimKernel<'_>,
+    s: &AttentionSizes,
+    dtype: DType,
+    q: &[f32],
+    pointers: [DevicePtr; 5],
+    mut with: impl FnMut(usize, &[f32], &[f32], &[f32]),
+) -> KernelResult {
     let [n_heads, head_dim] = [s.n_heads as usize, s.head_dim as usize];
     let n = q.len() / (n_heads * head_dim);
     let [k_cache, v_cache, positions, seqs, tables] = pointers;
@@ -262,7 +284,6 @@ pub(crate) fn unsplit(
         kv_block: s.kv_block as usize,
     };
     let (positions, seqs) = (k.read::<i32>(positions, n)?, k.read::<i32>(seqs, n)?);
-    let mut y = vec![0.0_f32; q.len()];
     for (row, &position) in positions.iter().enumerate() {
         let Ok(position) = usize::try_from(position) else { continue };
         let kv = Rows1 { s, pages: &pages, seq: seqs[row], position, dtype };
@@ -270,12 +291,11 @@ pub(crate) fn unsplit(
             let (keys, values) = (kv.read(k, k_cache, kv_head)?, kv.read(k, v_cache, kv_head)?);
             let group = n_heads / s.n_kv_heads as usize;
             for head in row * n_heads + kv_head * group..row * n_heads + (kv_head + 1) * group {
-                let at = head * head_dim..(head + 1) * head_dim;
-                attend(s, &q[at.clone()], &keys, &values, &mut y[at]);
+                with(head, &q[head * head_dim..][..head_dim], &keys, &values);
             }
         }
     }
-    Ok(y)
+    Ok(())
 }
 
 /// The rows of one cache that a position attends to.
@@ -309,7 +329,17 @@ impl Rows1<'_> {
     }
 }
 
-fn attend(s: &AttentionSizes, q: &[f32], keys: &[f32], values: &[f32], y: &mut [f32]) {
+/// Attention over a part of the context, before it is divided by the sum of the weights.
+struct Partial {
+    /// The largest score, to which weights are relative.
+    max: f64,
+    /// Sum of the weights.
+    sum: f64,
+    /// Weighted sum of the values.
+    weighted: Vec<f64>,
+}
+
+fn attend(s: &AttentionSizes, q: &[f32], keys: &[f32], values: &[f32]) -> Partial {
     let score = |key: &[f32]| {
         let dot: f64 = q.iter().zip(key).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum();
         let score = dot * f64::from(s.scale);
@@ -318,11 +348,10 @@ fn attend(s: &AttentionSizes, q: &[f32], keys: &[f32], values: &[f32], y: &mut [
     let scores: Vec<f64> = keys.chunks_exact(q.len()).map(score).collect();
     let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let weights: Vec<f64> = scores.iter().map(|s| (s - max).exp()).collect();
-    let total: f64 = weights.iter().sum();
-    for (i, y) in y.iter_mut().enumerate() {
-        let sum: f64 = values.chunks_exact(q.len()).zip(&weights).map(|(v, w)| w * f64::from(v[i])).sum();
-        *y = (sum / total) as f32;
-    }
+    let weighted = |i: usize| -> f64 {
+        values.chunks_exact(q.len()).zip(&weights).map(|(v, w)| w * f64::from(v[i])).sum()
+    };
+    Partial { max, sum: weights.iter().sum(), weighted: (0..q.len()).map(weighted).collect() }
 }
 
 fn combine(k: &mut SimKernel<'_>) -> KernelResult {
@@ -334,7 +363,7 @@ fn combine(k: &mut SimKernel<'_>) -> KernelResult {
     for row in 0..n_rows {
         let scales = &scales[row * n_splits..][..n_splits];
         let max = scales.iter().map(|s| s[0]).fold(f32::NEG_INFINITY, f32::max);
-        if max == f32::NEG_INFINITY {
+        if scales.iter().all(|s| s[1] == 0.0) {
             continue;
         }
         let weights: Vec<f64> = scales.iter().map(|s| (f64::from(s[0]) - f64::from(max)).exp()).collect();

@@ -36,13 +36,13 @@ const HEAD_BYTES: usize = 256;
 
 /// Division of a kernel's block into rows, ring slots and threads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Division {
+pub(crate) struct Division {
     /// Maximum number of rows of x.
-    m: usize,
+    pub(crate) m: usize,
     /// Weight rows per block.
-    rows: usize,
+    pub(crate) rows: usize,
     /// Planes of x per unit of weights.
-    planes: usize,
+    pub(crate) planes: usize,
     /// Bytes of a slot in the weight ring, which holds one unit of every row.
     w_bytes: usize,
     /// Slots of the ring of x, one plane each.
@@ -51,17 +51,26 @@ struct Division {
 
 impl Division {
     /// The division of the kernel for up to `m` rows; `None` if no kernel supports the dtype.
-    fn of(m: usize, dtype: DType) -> Option<Division> {
-        let rows = if m == 128 { 256 } else { 128 };
+    pub(crate) fn of(m: usize, dtype: DType) -> Option<Division> {
         let unit = Unit::of(dtype)?;
-        let planes = unit.cols / PLANE;
+        Some(Division::of_rows(m, unit.cols / PLANE, unit.bytes / TILE_ROWS))
+    }
+
+    /// The division for weights of 16 bits, a plane at a time; rows are padded in shared memory.
+    pub(crate) fn of_16_bits(m: usize) -> Division {
+        Division::of_rows(m, 1, 2 * PLANE + 16)
+    }
+
+    /// The division for weights with `row_bytes` bytes of a unit per row.
+    fn of_rows(m: usize, planes: usize, row_bytes: usize) -> Division {
+        let rows = if m == 128 { 256 } else { 128 };
         let x_slots = match m {
             8 | 16 => 4 * planes,
             32 => 4,
-            64 if unit.bytes / TILE_ROWS >= 210 => 2,
+            64 if row_bytes >= 210 => 2,
             _ => 3,
         };
-        Some(Division { m, rows, planes, w_bytes: rows / TILE_ROWS * unit.bytes, x_slots })
+        Division { m, rows, planes, w_bytes: rows * row_bytes, x_slots }
     }
 
     /// The division for `m` rows on a GPU.
@@ -70,13 +79,13 @@ impl Division {
         Division::of(size, dtype).filter(|division| m <= MAX_BATCH_ROWS && division.fits(card))
     }
 
-    fn shared_bytes(&self, tuning: BatchTuning) -> u32 {
+    pub(crate) fn shared_bytes(&self, tuning: BatchTuning) -> u32 {
         let budget = if self.m == 128 { 2 * tuning.shared_bytes } else { tuning.shared_bytes };
         let x_bytes = HEAD_BYTES + self.x_slots * self.m * 2 * PLANE;
         (x_bytes + (budget.saturating_sub(x_bytes) / self.w_bytes).clamp(2, 6) * self.w_bytes) as u32
     }
 
-    fn fits(&self, card: &Card) -> bool {
+    pub(crate) fn fits(&self, card: &Card) -> bool {
         let has_registers = self.m <= 64 || card.is_hopper;
         has_registers && self.shared_bytes(card.tuning.batch) as usize <= card.shared_limit
     }
@@ -88,7 +97,7 @@ impl Division {
 
     /// One producer warp issues the copies, next to the compute warps. Where warps trade registers, that
     /// takes a whole warpgroup.
-    const fn threads(&self) -> u32 {
+    pub(crate) const fn threads(&self) -> u32 {
         32 * (WARPS as u32 + if self.m == 128 { 4 } else { 1 })
     }
 
@@ -368,7 +377,7 @@ pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
 }
 
 /// Unpacks a row into the 16-bit numbers that the kernel multiplies.
-fn packed_row(dtype: DType, packed: &[u8], row: usize, out: &mut [f32]) -> KernelResult {
+pub(crate) fn packed_row(dtype: DType, packed: &[u8], row: usize, out: &mut [f32]) -> KernelResult {
     let k = out.len();
     if matches!(dtype, DType::Q4_0 | DType::Q4_1 | DType::Q4_K) {
         four_bits_row(dtype, packed, row, out);
@@ -382,7 +391,7 @@ fn packed_row(dtype: DType, packed: &[u8], row: usize, out: &mut [f32]) -> Kerne
 /// 4-bit quants: the distance from the centre 8 is exact; the scale and the remaining minimum are rounded.
 fn four_bits_row(dtype: DType, packed: &[u8], row: usize, out: &mut [f32]) {
     let Some(unit) = Unit::of(dtype) else { unreachable!("{dtype} is packed") };
-    let tile = row / TILE_ROWS * (out.len() / unit.cols);
+    let tile = row / TILE_ROWS * out.len().div_ceil(unit.cols);
     for (i, out) in out.chunks_exact_mut(32).enumerate() {
         let (of_unit, sub) = (32 * i / unit.cols, i % (unit.cols / 32));
         let unit = &packed[(tile + of_unit) * unit.bytes..][..unit.bytes];

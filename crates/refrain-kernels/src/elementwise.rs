@@ -84,7 +84,8 @@ impl Kernels {
             | Unary::Tanh
             | Unary::Sigmoid
             | Unary::Silu
-            | Unary::GeluTanh => [0.0; 2],
+            | Unary::GeluTanh
+            | Unary::GeluErf => [0.0; 2],
         };
         Ok(self
             .launch(&unary_name(a.f), n.div_ceil(BLOCK) as u32, BLOCK as u32)?
@@ -139,7 +140,7 @@ impl Kernels {
     }
 }
 
-const UNARY: [Unary; 10] = [
+const UNARY: [Unary; 11] = [
     Unary::Neg,
     Unary::Exp,
     Unary::Log,
@@ -148,6 +149,7 @@ const UNARY: [Unary; 10] = [
     Unary::Sigmoid,
     Unary::Silu,
     Unary::GeluTanh,
+    Unary::GeluErf,
     Unary::Affine { mul: 1.0, add: 0.0 },
     Unary::SoftCap(1.0),
 ];
@@ -207,7 +209,8 @@ fn unary(k: &mut SimKernel<'_>, f: Unary) -> KernelResult {
         | Unary::Tanh
         | Unary::Sigmoid
         | Unary::Silu
-        | Unary::GeluTanh => f,
+        | Unary::GeluTanh
+        | Unary::GeluErf => f,
     };
     let x: Vec<f32> = walked(k, 1, n, |i| walk.at(i).0)?;
     let y = run_f32(&Op::Unary(f), &[&Dense::f32(&x, &[n])?], &[n])?;

@@ -84,6 +84,15 @@ pub struct ExpertSizes {
     pub n: usize,
     /// Columns of a matrix.
     pub k: usize,
+    /// Never sorts choices by expert, so that the same kernels run for any number of rows.
+    pub is_fixed: bool,
+}
+
+impl ExpertSizes {
+    /// Whether choices are sorted by expert, so that each expert is read once for all of its rows.
+    const fn is_sorted(&self) -> bool {
+        !self.is_fixed && self.n_rows >= MIN_SORTED_ROWS
+    }
 }
 
 /// `y[row, choice] = f(x[row] . gate[expert]^T, x[row] . up[expert]^T)`.
@@ -134,7 +143,7 @@ pub struct ExpertSumArgs<'a> {
 /// are not sorted. `None` on overflow.
 #[must_use]
 pub fn expert_scratch_bytes(s: &ExpertSizes, n_products: usize) -> Option<u64> {
-    if s.n_rows < MIN_SORTED_ROWS {
+    if !s.is_sorted() {
         return Some(0);
     }
     let pairs = s.n_rows.checked_mul(s.n_choices)?;
@@ -155,7 +164,7 @@ pub fn has_experts(dtype: DType) -> bool {
 
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
-struct ExpertParams {
+pub(crate) struct ExpertParams {
     expert_bytes: u64,
     k: u32,
     n: u32,
@@ -164,9 +173,50 @@ struct ExpertParams {
     n_pairs: u32,
     bias_stride: u32,
     x_stride: u32,
-    activation: u32,
+    activation: ActivationParams,
+}
+
+/// The activation of `joined.cuh`.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub(crate) struct ActivationParams {
+    kind: u32,
     alpha: f32,
     limit: f32,
+}
+
+impl ActivationParams {
+    pub(crate) fn of(activation: ExpertActivation) -> ActivationParams {
+        match activation {
+            ExpertActivation::Silu => ActivationParams { kind: 0, alpha: 0.0, limit: 0.0 },
+            ExpertActivation::GeluTanh => ActivationParams { kind: 1, alpha: 0.0, limit: 0.0 },
+            ExpertActivation::ClampedSilu { alpha, limit } => ActivationParams { kind: 2, alpha, limit },
+        }
+    }
+
+    /// The joined products, as a twin computes them.
+    pub(crate) fn join(self, gate: &[f32], up: &[f32]) -> Vec<f32> {
+        let activation = match self.kind {
+            0 => ExpertActivation::Silu,
+            1 => ExpertActivation::GeluTanh,
+            _ => ExpertActivation::ClampedSilu { alpha: self.alpha, limit: self.limit },
+        };
+        gate.iter().zip(up).map(|(&g, &u)| activation.apply(g.into(), u.into()) as f32).collect()
+    }
+}
+
+/// Buffers of [`Kernels::expert_combine`].
+pub(crate) struct Combined {
+    /// `[n_rows, n]` F32.
+    pub(crate) y: Buf,
+    /// `[n_rows, n_choices, n]` F32.
+    pub(crate) z: Buf,
+    /// `[n_rows, n_choices]` I32.
+    pub(crate) ids: Buf,
+    /// `[n_rows, n_choices]` F32.
+    pub(crate) weights: Buf,
+    /// `[n_experts, n]` F32.
+    pub(crate) bias: Option<Buf>,
 }
 
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -183,10 +233,10 @@ struct RouteParams {
 }
 
 /// A weight as kernel arguments: whole buffer, offset of the first row, and stride between experts.
-struct PlacedExperts {
-    all: Buf,
-    start: u64,
-    expert_bytes: u64,
+pub(crate) struct PlacedExperts {
+    pub(crate) all: Buf,
+    pub(crate) start: u64,
+    pub(crate) expert_bytes: u64,
 }
 
 /// Bytes of a row of x in shared memory.
@@ -197,7 +247,7 @@ fn row_bytes(dtype: DType, k: usize) -> usize {
     }
 }
 
-fn weight_bytes(dtype: DType, n: usize, k: usize) -> Option<usize> {
+pub(crate) fn weight_bytes(dtype: DType, n: usize, k: usize) -> Option<usize> {
     match PACKED_DTYPES.contains(&dtype) {
         true => packed_bytes(dtype, n, k),
         false => dtype.bytes_for(n.checked_mul(k)?).filter(|_| k.is_multiple_of(dtype.block_len())),
@@ -266,14 +316,10 @@ impl Kernels {
         let ids = case.words("ids", a.ids, &pairs)?;
         let y = case.words("y", a.y, &[s.n_rows, s.n_choices, n])?;
         let mut params = params(&case, s, &a.gate, gate.expert_bytes, s.k)?;
-        (params.activation, params.alpha, params.limit) = match a.activation {
-            ExpertActivation::Silu => (0, 0.0, 0.0),
-            ExpertActivation::GeluTanh => (1, 0.0, 0.0),
-            ExpertActivation::ClampedSilu { alpha, limit } => (2, alpha, limit),
-        };
+        params.activation = ActivationParams::of(a.activation);
         let biases = [bias(&case, s, &a.gate)?, bias(&case, s, &a.up)?];
         let tiles = n.div_ceil(TILE_ROWS);
-        if s.n_rows < MIN_SORTED_ROWS {
+        if !s.is_sorted() {
             let grid = [tiles.div_ceil(2) as u32, s.n_choices as u32, s.n_rows as u32];
             let mut launch = self
                 .launch(&name("expert_gate", dtype), grid, 128)?
@@ -329,7 +375,7 @@ impl Kernels {
         let y = case.words("y", a.y, &[s.n_rows, n])?;
         let params = params(&case, s, &a.down, down.expert_bytes, s.k)?;
         let bias = bias(&case, s, &a.down)?;
-        if s.n_rows < MIN_SORTED_ROWS {
+        if !s.is_sorted() {
             let grid = [n.div_ceil(TILE_ROWS) as u32, s.n_rows as u32];
             let launch = self
                 .launch(&name("expert_sum", dtype), grid, 256)?
@@ -357,20 +403,38 @@ impl Kernels {
             a.step,
             launches,
         )?;
-        let grid = [n.div_ceil(256) as u32, case.u32("n_rows", s.n_rows)?];
+        launches.push(self.expert_combine(
+            &case,
+            &Combined { y, z, ids, weights, bias },
+            s,
+            params,
+            a.step,
+        )?);
+        Ok(())
+    }
+
+    /// Adds the products of the choices of each row.
+    pub(crate) fn expert_combine(
+        &self,
+        case: &OpCase<'_>,
+        of: &Combined,
+        s: &ExpertSizes,
+        params: ExpertParams,
+        step: &str,
+    ) -> Result<Launch, KernelError> {
+        let grid = [s.n.div_ceil(256) as u32, case.u32("n_rows", s.n_rows)?];
         let launch = self
             .launch("expert_combine_f32", grid, 256)?
-            .step(a.step)
-            .write(y)
-            .read(z)
-            .read(ids)
-            .read(weights);
-        let launch = match bias {
+            .step(step)
+            .write(of.y)
+            .read(of.z)
+            .read(of.ids)
+            .read(of.weights);
+        let launch = match of.bias {
             Some(bias) => launch.read(bias),
             None => launch.null(),
         };
-        launches.push(launch.baked(Baked(params)).vouch(&case));
-        Ok(())
+        Ok(launch.baked(Baked(params)).vouch(case))
     }
 
     /// Multiplies all choices, sorted by expert: `[weights, pairs, n]`.
@@ -448,7 +512,7 @@ impl Kernels {
     }
 
     fn shared_need(&self, dtype: DType, s: &ExpertSizes) -> usize {
-        let rows = if s.n_rows < MIN_SORTED_ROWS { s.n_choices } else { AT_ONCE };
+        let rows = if !s.is_sorted() { s.n_choices } else { AT_ONCE };
         rows * row_bytes(dtype, s.k)
     }
 }
@@ -457,7 +521,11 @@ fn shape(s: &ExpertSizes) -> [(&'static str, usize); 5] {
     [("n_rows", s.n_rows), ("n_choices", s.n_choices), ("n_experts", s.n_experts), ("n", s.n), ("k", s.k)]
 }
 
-fn locate(case: &OpCase<'_>, s: &ExpertSizes, w: &ExpertWeight) -> Result<PlacedExperts, KernelError> {
+pub(crate) fn locate(
+    case: &OpCase<'_>,
+    s: &ExpertSizes,
+    w: &ExpertWeight,
+) -> Result<PlacedExperts, KernelError> {
     let packed = PACKED_DTYPES.contains(&w.dtype);
     let whole_tiles = w.rows.is_multiple_of(TILE_ROWS) && w.first.is_multiple_of(TILE_ROWS);
     crate::require!(case, !packed || whole_tiles, "the rows of an expert must be a multiple of {TILE_ROWS}");
@@ -471,13 +539,13 @@ fn locate(case: &OpCase<'_>, s: &ExpertSizes, w: &ExpertWeight) -> Result<Placed
     Ok(PlacedExperts { all, start: start as u64, expert_bytes: expert as u64 })
 }
 
-fn bias(case: &OpCase<'_>, s: &ExpertSizes, w: &ExpertWeight) -> Result<Option<Buf>, KernelError> {
+pub(crate) fn bias(case: &OpCase<'_>, s: &ExpertSizes, w: &ExpertWeight) -> Result<Option<Buf>, KernelError> {
     let Some(bias) = w.bias else { return Ok(None) };
     let all = case.words("bias", bias, &[s.n_experts, w.rows])?;
     Ok(Some(all.slice(4 * w.first as u64, all.len() - 4 * w.first as u64)?))
 }
 
-fn params(
+pub(crate) fn params(
     case: &OpCase<'_>,
     s: &ExpertSizes,
     w: &ExpertWeight,
@@ -493,9 +561,7 @@ fn params(
         n_pairs: case.u32("n_pairs", s.n_rows * s.n_choices)?,
         bias_stride: case.u32("rows", w.rows)?,
         x_stride: case.u32("k", x_stride)?,
-        activation: 0,
-        alpha: 0.0,
-        limit: 0.0,
+        activation: ActivationParams::of(ExpertActivation::Silu),
     })
 }
 
@@ -617,23 +683,18 @@ fn products(
 }
 
 fn add_bias(k: &SimKernel<'_>, arg: usize, p: &ExpertParams, expert: usize, y: &mut [f32]) -> KernelResult {
-    let at = k.ptr(arg)?;
-    if at.0 == 0 {
-        return Ok(());
-    }
-    let start = at.add(4 * (expert * p.bias_stride as usize) as u64);
-    let bias: Vec<f32> = k.read(start, y.len())?;
-    y.iter_mut().zip(&bias).for_each(|(y, b)| *y += b);
-    Ok(())
+    add_bias_at(k, arg, expert * p.bias_stride as usize, y)
 }
 
-fn activated(p: &ExpertParams, gate: &[f32], up: &[f32]) -> Vec<f32> {
-    let activation = match p.activation {
-        0 => ExpertActivation::Silu,
-        1 => ExpertActivation::GeluTanh,
-        _ => ExpertActivation::ClampedSilu { alpha: p.alpha, limit: p.limit },
-    };
-    gate.iter().zip(up).map(|(&g, &u)| activation.apply(g.into(), u.into()) as f32).collect()
+/// Adds elements `at` and following of argument `arg`, unless that is null.
+pub(crate) fn add_bias_at(k: &SimKernel<'_>, arg: usize, at: usize, y: &mut [f32]) -> KernelResult {
+    let bias = k.ptr(arg)?;
+    if bias.0 == 0 {
+        return Ok(());
+    }
+    let bias: Vec<f32> = k.read(bias.add(4 * at as u64), y.len())?;
+    y.iter_mut().zip(&bias).for_each(|(y, b)| *y += b);
+    Ok(())
 }
 
 fn gate_twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
@@ -649,7 +710,7 @@ fn gate_twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
         let mut up = products(k, dtype, 4, &p, expert, &x)?;
         add_bias(k, 5, &p, expert, &mut gate)?;
         add_bias(k, 6, &p, expert, &mut up)?;
-        y.copy_from_slice(&activated(&p, &gate, &up));
+        y.copy_from_slice(&p.activation.join(&gate, &up));
     }
     k.write(k.ptr(0)?, &y)
 }
@@ -714,7 +775,7 @@ fn join_twin(k: &mut SimKernel<'_>) -> KernelResult {
         let mut up: Vec<f32> = k.read(k.ptr(1)?.add(at(1)), n)?;
         add_bias(k, 3, &p, expert, &mut gate)?;
         add_bias(k, 4, &p, expert, &mut up)?;
-        y.copy_from_slice(&activated(&p, &gate, &up));
+        y.copy_from_slice(&p.activation.join(&gate, &up));
     }
     k.write(k.ptr(0)?, &y)
 }

@@ -28,7 +28,11 @@ const BLOCK_SUBS: usize = 32;
 
 /// Number of rows that the kernel multiplies at once; rows past `m` are zeros.
 const fn padded(m: usize) -> usize {
-    if m <= 8 { 8 } else { 16 }
+    if m <= 8 { 8 } else { MAX_FEW_ROWS }
+}
+
+const fn padded_for(m: usize, is_fixed: bool) -> usize {
+    if is_fixed { MAX_FEW_ROWS } else { padded(m) }
 }
 
 /// Sub-blocks per row.
@@ -54,6 +58,9 @@ pub struct FewRowsArgs<'a> {
     pub m: usize,
     /// Number of columns, a multiple of 32.
     pub k: usize,
+    /// Uses the kernel of [`MAX_FEW_ROWS`] rows for any `m`, so that one binary computes every row. The output then
+    /// has the size for that many rows.
+    pub is_fixed: bool,
     /// Name of the step that the launch belongs to.
     pub step: &'a str,
 }
@@ -82,6 +89,8 @@ pub struct FewArgs<'a> {
     pub m: usize,
     /// Columns of x and of every `w`, in whole quantisation blocks.
     pub k: usize,
+    /// As in the [`FewRowsArgs`] of the rows.
+    pub is_fixed: bool,
     /// Name of the step that the launch belongs to.
     pub step: &'a str,
 }
@@ -103,11 +112,12 @@ impl Kernels {
         crate::require!(case, a.m <= MAX_FEW_ROWS, "the kernel takes at most {MAX_FEW_ROWS} rows");
         crate::require!(case, a.k.is_multiple_of(SUB), "k must be a multiple of {SUB}");
         let x_bytes = a.m.checked_mul(a.k).and_then(|n| n.checked_mul(4));
-        let grid = [case.u32("k", subs(a.k).div_ceil(BLOCK_SUBS))?, padded(a.m) as u32];
+        let padded = padded_for(a.m, a.is_fixed);
+        let grid = [case.u32("k", subs(a.k).div_ceil(BLOCK_SUBS))?, padded as u32];
         Ok(self
-            .launch(&rows_name(padded(a.m)), grid, 4 * BLOCK_SUBS as u32)?
+            .launch(&rows_name(padded), grid, 4 * BLOCK_SUBS as u32)?
             .step(a.step)
-            .write(case.buf("rows", a.rows, few_bytes(a.m, a.k), 16)?)
+            .write(case.buf("rows", a.rows, few_bytes(padded, a.k), 16)?)
             .read(case.buf("x", a.x, x_bytes, 16)?)
             .baked(Baked(case.u32("m", a.m)?))
             .baked(Baked(case.u32("k", a.k)?))
@@ -138,11 +148,12 @@ impl Kernels {
             a.k.is_multiple_of(block_len),
             "k must be a multiple of the quantisation block, {block_len}"
         );
+        let padded = padded_for(a.m, a.is_fixed);
         // A thread block processes two tiles at a time.
         let pairs: usize = a.parts.iter().map(|p| p.n.div_ceil(2 * TILE_ROWS)).sum();
         let grid = case.u32("n", pairs.min(2 * self.card().n_sms))?;
         let mut launch = self
-            .launch(&name(padded(a.m), a.dtype), grid, 32 * self.card().tuning.few.warps as u32)?
+            .launch(&name(padded, a.dtype), grid, 32 * self.card().tuning.few.warps as u32)?
             .shared(ring_bytes(self.card(), unit))
             .step(a.step);
         for i in 0..MAX_FEW_PARTS {
@@ -151,7 +162,7 @@ impl Kernels {
                 None => launch.null(),
             };
         }
-        launch = launch.read(case.buf("rows", a.rows, few_bytes(a.m, a.k), 16)?);
+        launch = launch.read(case.buf("rows", a.rows, few_bytes(padded, a.k), 16)?);
         let mut params = FewParams { m: case.u32("m", a.m)?, k: case.u32("k", a.k)?, n: [0; MAX_FEW_PARTS] };
         for i in 0..MAX_FEW_PARTS {
             launch = match a.parts.get(i) {

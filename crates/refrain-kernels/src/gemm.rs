@@ -78,6 +78,14 @@ impl GemmPlan {
         GemmPlan { tile, n_splits: k.div_ceil(k_split).max(1), k_split }
     }
 
+    /// Plans products of any number of rows in such a way that the sum of an output does not depend on it: the
+    /// splits of `k` are those of a single row.
+    #[must_use]
+    pub fn for_any_rows(m: usize, ns: &[usize], k: usize, n_sms: u32) -> GemmPlan {
+        let tile = if m > LOW.rows { HIGH } else { LOW };
+        GemmPlan { tile, ..GemmPlan::new(1, ns, k, n_sms) }
+    }
+
     /// Scratch size of [`Kernels::gemm`] for `n` columns in total.
     #[must_use]
     pub fn scratch_bytes(&self, m: usize, n: usize) -> u64 {
@@ -261,26 +269,27 @@ pub(crate) fn read(k: &SimKernel<'_>, at: DevicePtr, n: usize, dtype: DType) -> 
     })
 }
 
-/// Writes whole sums to the first split and zeros to the others.
+/// Rounds the sum of each split to F32, so that results depend on the division of `k` as they do on a GPU.
 fn twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
-    let (ends, m, cols) = (k.arg::<GemmEnds>(10)?, count(k, 11)?, count(k, 12)?);
+    let (ends, m, cols, k_split) = (k.arg::<GemmEnds>(10)?, count(k, 11)?, count(k, 12)?, count(k, 13)?);
     let (n, n_splits) = (ends.0[MAX_PRODUCTS - 1] as usize, k.config().grid[2] as usize);
     let x = read(k, k.ptr(5)?, m * cols, dtype)?;
     let mut partials = vec![0.0_f32; if n_splits > 1 { n_splits * m * n } else { 0 }];
     for (i, (begin, n_part)) in parts(ends).into_iter().enumerate().filter(|(_, (_, n))| *n > 0) {
         let w = read(k, k.ptr(6 + i)?, n_part * cols, dtype)?;
-        let mut y = vec![0.0_f32; m * n_part];
-        for (row, x) in x.chunks_exact(cols).enumerate() {
-            for (col, w) in w.chunks_exact(cols).enumerate() {
-                let sum: f64 = x.iter().zip(w).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum();
-                y[row * n_part + col] = sum as f32;
-            }
+        let sum = |row: usize, col: usize, split: usize| {
+            let range = split * k_split..((split + 1) * k_split).min(cols);
+            let (x, w) = (&x[row * cols..][range.clone()], &w[col * cols..][range]);
+            x.iter().zip(w).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum::<f64>() as f32
+        };
+        let rows = (0..m).flat_map(|row| (0..n_part).map(move |col| (row, col)));
+        if n_splits == 1 {
+            let y: Vec<f32> = rows.map(|(row, col)| sum(row, col, 0)).collect();
+            k.write(k.ptr(i)?, &y)?;
+            continue;
         }
-        match n_splits {
-            1 => k.write(k.ptr(i)?, &y)?,
-            _ => y.chunks_exact(n_part).enumerate().for_each(|(row, y)| {
-                partials[row * n + begin..][..n_part].copy_from_slice(y);
-            }),
+        for ((row, col), split) in rows.flat_map(|at| (0..n_splits).map(move |split| (at, split))) {
+            partials[(split * m + row) * n + begin + col] = sum(row, col, split);
         }
     }
     if n_splits > 1 { k.write(k.ptr(4)?, &partials) } else { Ok(()) }

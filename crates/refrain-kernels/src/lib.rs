@@ -78,6 +78,7 @@ mod map; // elementwise functions of any dtype, with gradients
 mod train_rows; // norms, softmax and reductions, with gradients
 mod moves; // gathers, padding and rotary embedding of any dtype
 mod experts; // mixture of experts
+mod grouped; // expert layers of many rows, on tensor cores
 mod scatter; // sums of rows by id
 mod loss; // cross-entropy
 mod adamw; // the optimiser
@@ -105,9 +106,10 @@ pub use experts::{
 pub use few::{FewArgs, FewPart, FewRowsArgs, MAX_FEW_PARTS, MAX_FEW_ROWS, few_bytes};
 pub use gather::GatherRowsArgs;
 pub use gemm::{GEMM_DTYPES, GemmArgs, GemmPlan};
+pub use grouped::{GroupedArgs, GroupedPlan, GroupedSizes};
 pub use kv::KvAppendArgs;
 pub use linear::{LINEAR_DTYPES, LinearArgs, LinearPart, MAX_PRODUCTS};
-pub use load::{GpuArch, KernelOrigin, Kernels, LoadOptions, register_twins, simulated};
+pub use load::{GpuArch, KernelLoadOptions, KernelOrigin, Kernels, register_twins, simulated};
 pub use loss::CrossEntropyArgs;
 pub use map::{MapArgs, MapOp};
 pub use matmul::{MATMUL_DTYPES, MatMulArgs, library_product};

@@ -44,7 +44,7 @@ impl fmt::Display for GpuArch {
 
 /// Sources of compiled kernels.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct LoadOptions {
+pub struct KernelLoadOptions {
     /// Cache folder for compiled code, created if missing. Without one, every load compiles.
     pub cache: Option<PathBuf>,
     /// Path of the NVRTC library; `None` searches the usual locations.
@@ -100,7 +100,7 @@ const OVERLAPS: GpuArch = GpuArch { major: 9, minor: 0 };
 impl Kernels {
     /// Selects the source of kernels: the twins on a simulated device, else prebuilt code for the GPU, else
     /// cache and compiler. Fails if none serves the GPU.
-    pub fn load(ctx: &Context, options: &LoadOptions) -> Result<Kernels, KernelError> {
+    pub fn load(ctx: &Context, options: &KernelLoadOptions) -> Result<Kernels, KernelError> {
         Kernels::from_archive(ctx, options, prebuilt::embedded())
     }
 
@@ -108,9 +108,9 @@ impl Kernels {
     ///
     /// ```compile_fail,E0133
     /// # use refrain_driver::Context;
-    /// # use refrain_kernels::{KernelError, Kernels, LoadOptions};
+    /// # use refrain_kernels::{KernelError, Kernels, KernelLoadOptions};
     /// fn downloaded(ctx: &Context, archive: &[u8]) -> Result<Kernels, KernelError> {
-    ///     Kernels::with_archive(ctx, &LoadOptions::default(), archive)
+    ///     Kernels::with_archive(ctx, &KernelLoadOptions::default(), archive)
     /// }
     /// ```
     ///
@@ -120,7 +120,7 @@ impl Kernels {
     #[allow(unsafe_code)]
     pub unsafe fn with_archive(
         ctx: &Context,
-        options: &LoadOptions,
+        options: &KernelLoadOptions,
         archive: &[u8],
     ) -> Result<Kernels, KernelError> {
         Kernels::from_archive(ctx, options, archive)
@@ -128,7 +128,7 @@ impl Kernels {
 
     pub(crate) fn from_archive(
         ctx: &Context,
-        options: &LoadOptions,
+        options: &KernelLoadOptions,
         archive: &[u8],
     ) -> Result<Kernels, KernelError> {
         let (major, minor) = ctx.device().info().compute;
@@ -374,7 +374,7 @@ fn contents(archive: &Archive<'_>) -> String {
 }
 
 /// The simulated device runs machine code only on request.
-fn runs_twins(ctx: &Context, options: &LoadOptions) -> bool {
+fn runs_twins(ctx: &Context, options: &KernelLoadOptions) -> bool {
     ctx.device().backend() == "sim" && options.arch.is_none()
 }
 

@@ -172,7 +172,8 @@ fn unary_params(f: Unary) -> [f32; 2] {
         | Unary::Tanh
         | Unary::Sigmoid
         | Unary::Silu
-        | Unary::GeluTanh => [0.0; 2],
+        | Unary::GeluTanh
+        | Unary::GeluErf => [0.0; 2],
     }
 }
 
@@ -277,7 +278,7 @@ impl OpCase<'_> {
 }
 
 /// In the order of the kernels' function codes.
-const UNARY: [Unary; 10] = [
+const UNARY: [Unary; 11] = [
     Unary::Neg,
     Unary::Exp,
     Unary::Log,
@@ -286,6 +287,7 @@ const UNARY: [Unary; 10] = [
     Unary::Sigmoid,
     Unary::Silu,
     Unary::GeluTanh,
+    Unary::GeluErf,
     Unary::Affine { mul: 1.0, add: 0.0 },
     Unary::SoftCap(1.0),
 ];
@@ -341,7 +343,8 @@ fn unary(k: &SimKernel<'_>) -> KernelResult<Unary> {
         | Unary::Tanh
         | Unary::Sigmoid
         | Unary::Silu
-        | Unary::GeluTanh) => f,
+        | Unary::GeluTanh
+        | Unary::GeluErf) => f,
     })
 }
 

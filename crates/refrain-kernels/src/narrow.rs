@@ -240,21 +240,12 @@ impl Narrowed {
         y: usize,
         wide: Option<usize>,
     ) -> KernelResult {
-        let (y, Narrowed { dtype, n_cols, plane_rows }) = (k.ptr(y)?, self);
-        let bits = |v: f32| {
-            if dtype == DType::F16 { f16::from_f32(v).to_bits() } else { bf16::from_f32(v).to_bits() }
-        };
-        if plane_rows == 0 {
-            k.write(y, &values.iter().map(|&v| bits(v)).collect::<Vec<_>>())?;
+        if self.plane_rows == 0 {
+            k.write(k.ptr(y)?, &values.iter().map(|&v| self.bits(v)).collect::<Vec<_>>())?;
         } else {
             // Padding rows of a plane keep their contents.
-            for (row, values) in values.chunks_exact(n_cols).enumerate() {
-                for (plane, chunk) in (0..n_cols / PLANE).flat_map(|plane| (0..16).map(move |c| (plane, c))) {
-                    let first = plane * PLANE + 2 * chunk;
-                    let eight: Vec<u16> =
-                        (0..8).map(|i| bits(values[first + 32 * (i / 2) + i % 2])).collect();
-                    k.write(y.add(2 * narrow_at(row, first, n_cols, plane_rows) as u64), &eight)?;
-                }
+            for (row, values) in values.chunks_exact(self.n_cols).enumerate() {
+                self.write_row(k, row, values, y)?;
             }
         }
         let wide = wide.map(|wide| k.ptr(wide)).transpose()?;
@@ -262,6 +253,27 @@ impl Narrowed {
             Some(wide) => k.write(wide, values),
             None => Ok(()),
         }
+    }
+
+    /// Writes one row in planes through argument `y`.
+    pub(crate) fn write_row(
+        self,
+        k: &mut SimKernel<'_>,
+        row: usize,
+        values: &[f32],
+        y: usize,
+    ) -> KernelResult {
+        let y = k.ptr(y)?;
+        for (plane, chunk) in (0..self.n_cols / PLANE).flat_map(|plane| (0..16).map(move |c| (plane, c))) {
+            let first = plane * PLANE + 2 * chunk;
+            let eight: Vec<u16> = (0..8).map(|i| self.bits(values[first + 32 * (i / 2) + i % 2])).collect();
+            k.write(y.add(2 * narrow_at(row, first, self.n_cols, self.plane_rows) as u64), &eight)?;
+        }
+        Ok(())
+    }
+
+    fn bits(self, v: f32) -> u16 {
+        if self.dtype == DType::F16 { f16::from_f32(v).to_bits() } else { bf16::from_f32(v).to_bits() }
     }
 }
 

@@ -154,7 +154,7 @@ fn source_digest() -> [u8; DIGEST_BYTES] {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::load::{KernelOrigin, Kernels, LoadOptions, simulated};
+    use crate::load::{KernelLoadOptions, KernelOrigin, Kernels, simulated};
     use crate::source::KernelUnit;
     use crate::supply::twins;
     use refrain_driver::sim::SimOptions;
@@ -176,7 +176,7 @@ mod tests {
     fn load(archive: &[u8], card: GpuArch) -> Result<KernelOrigin, KernelError> {
         let device = simulated(SimOptions::default()).unwrap();
         let nvrtc = Some("/nowhere/libnvrtc.so".into());
-        let options = LoadOptions { arch: Some(card), nvrtc, ..LoadOptions::default() };
+        let options = KernelLoadOptions { arch: Some(card), nvrtc, ..KernelLoadOptions::default() };
         Kernels::from_archive(&device.context().unwrap(), &options, archive).map(|k| k.origin())
     }
 

@@ -111,6 +111,7 @@ pub(crate) fn entries() -> Vec<KernelEntry> {
     crate::train_rows::entries(&mut all);
     crate::moves::entries(&mut all);
     crate::experts::entries(&mut all);
+    crate::grouped::entries(&mut all);
     crate::scatter::entries(&mut all);
     crate::loss::entries(&mut all);
     crate::adamw::entries(&mut all);

@@ -58,6 +58,8 @@ pub enum KernelFamily {
     Moves,
     /// `experts.cu`
     Experts,
+    /// `grouped.cu`
+    Grouped,
     /// `scatter.cu`
     Scatter,
     /// `loss.cu`
@@ -76,7 +78,7 @@ pub enum KernelFamily {
 
 impl KernelFamily {
     /// Every family.
-    pub const ALL: [KernelFamily; 32] = [
+    pub const ALL: [KernelFamily; 33] = [
         KernelFamily::Linear,
         KernelFamily::Gather,
         KernelFamily::Norm,
@@ -102,6 +104,7 @@ impl KernelFamily {
         KernelFamily::TrainRows,
         KernelFamily::Moves,
         KernelFamily::Experts,
+        KernelFamily::Grouped,
         KernelFamily::Scatter,
         KernelFamily::Loss,
         KernelFamily::AdamW,
@@ -140,6 +143,7 @@ impl KernelFamily {
             KernelFamily::TrainRows => "train_rows",
             KernelFamily::Moves => "moves",
             KernelFamily::Experts => "experts",
+            KernelFamily::Grouped => "grouped",
             KernelFamily::Scatter => "scatter",
             KernelFamily::Loss => "loss",
             KernelFamily::AdamW => "adamw",
@@ -179,6 +183,7 @@ impl KernelFamily {
             KernelFamily::TrainRows => include_str!("../cu/train_rows.cu"),
             KernelFamily::Moves => include_str!("../cu/moves.cu"),
             KernelFamily::Experts => include_str!("../cu/experts.cu"),
+            KernelFamily::Grouped => include_str!("../cu/grouped.cu"),
             KernelFamily::Scatter => include_str!("../cu/scatter.cu"),
             KernelFamily::Loss => include_str!("../cu/loss.cu"),
             KernelFamily::AdamW => include_str!("../cu/adamw.cu"),
@@ -267,14 +272,16 @@ impl fmt::Debug for KernelUnit {
 }
 
 /// Headers that the files include, by name; no toolkit header is needed.
-pub(crate) const HEADERS: [(&str, &str); 28] = [
+pub(crate) const HEADERS: [(&str, &str); 30] = [
     ("attend_lanes.cuh", include_str!("../cu/attend_lanes.cuh")),
     ("attend_seen.cuh", include_str!("../cu/attend_seen.cuh")),
     ("attend_tiles.cuh", include_str!("../cu/attend_tiles.cuh")),
+    ("batch.cuh", include_str!("../cu/batch.cuh")),
     ("cluster.cuh", include_str!("../cu/cluster.cuh")),
     ("dtype.cuh", include_str!("../cu/dtype.cuh")),
     ("eight.cuh", include_str!("../cu/eight.cuh")),
     ("functions.cuh", include_str!("../cu/functions.cuh")),
+    ("joined.cuh", include_str!("../cu/joined.cuh")),
     ("last.cuh", include_str!("../cu/last.cuh")),
     ("mma.cuh", include_str!("../cu/mma.cuh")),
     ("overlap.cuh", include_str!("../cu/overlap.cuh")),

@@ -3,7 +3,7 @@
 use crate::cache::KernelCache;
 use crate::compile::{Compiler, Compiling, compile, n_threads};
 use crate::error::KernelError;
-use crate::load::{GpuArch, KernelOrigin, LoadOptions};
+use crate::load::{GpuArch, KernelLoadOptions, KernelOrigin};
 use crate::nvrtc::{Image, NvrtcFor};
 use crate::registry::kernels;
 use crate::source::KernelUnit;
@@ -14,7 +14,7 @@ pub(crate) enum Supply {
     /// Names of twins, which the simulated device accepts as code.
     Twins(GpuArch),
     /// Prebuilt code, and how to compile instead if the driver refuses it.
-    Prebuilt { arch: GpuArch, image: Image, card: GpuArch, options: LoadOptions },
+    Prebuilt { arch: GpuArch, image: Image, card: GpuArch, options: KernelLoadOptions },
     /// Code compiled on demand.
     Compiled(UnitCompiler),
 }
@@ -35,7 +35,7 @@ pub(crate) struct UnitCompiler {
 impl Supply {
     /// Opens the compiler for a GPU.
     pub(crate) fn nvrtc(
-        options: &LoadOptions,
+        options: &KernelLoadOptions,
         card: GpuArch,
         tuning: &'static Tuning,
     ) -> Result<Supply, KernelError> {
@@ -352,7 +352,8 @@ mod tests {
         let arch = GpuArch { major: 9, minor: 0 };
         let mut code = twins(KernelUnit::all());
         code[KernelUnit::all().iter().position(|unit| *unit == digest()).unwrap()] = vec![0xff, 0xfe];
-        let options = LoadOptions { nvrtc: Some("/nowhere/libnvrtc.so".into()), ..LoadOptions::default() };
+        let options =
+            KernelLoadOptions { nvrtc: Some("/nowhere/libnvrtc.so".into()), ..KernelLoadOptions::default() };
         let kernels =
             Kernels::of(&ctx, Supply::Prebuilt { arch, image: Image::new(code), card: arch, options });
         kernels.request_pack([DType::Q4_K]).unwrap();

@@ -1,4 +1,5 @@
-//! Performance parameters of kernels per GPU. They change how long a launch takes, not what it computes.
+//! Performance parameters of kernels per GPU. They change how long a launch takes, not what it computes, except
+//! where a parameter says so.
 //!
 //! There is one table per measured compute capability, and one for all others. Parameters that are compiled
 //! into kernels reach them as `tuning.cuh`, which is generated from the table, so kernels and launchers share
@@ -21,6 +22,7 @@ pub(crate) struct Tuning {
     pub(crate) attend: AttendTuning,
     pub(crate) few: FewTuning,
     pub(crate) batch: BatchTuning,
+    pub(crate) grouped: GroupedTuning,
 }
 
 /// `product.cu`: decode GEMV.
@@ -96,6 +98,15 @@ pub(crate) struct BatchTuning {
     pub(crate) shared_bytes: usize,
 }
 
+/// `grouped.cu`: expert layers on tensor cores.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct GroupedTuning {
+    /// Minimum number of rows of a step; fewer take the kernels of `experts.cu`. Must be at least
+    /// [`crate::MIN_SORTED_ROWS`]. This is the one parameter that affects results: the tensor cores multiply
+    /// activations of 16 bits, the others of 8 bits or F32.
+    pub(crate) min_rows: usize,
+}
+
 /// Compute capability 9.0. `docs/performance.md` lists the alternatives that were tried.
 const SM_90: Tuning = Tuning {
     measured_on: Some("H200"),
@@ -115,6 +126,7 @@ const SM_90: Tuning = Tuning {
     attend: AttendTuning { ring_bytes: 12 << 10, small_ring_bytes: 8 << 10, large_shared_bytes: 200 << 10 },
     few: FewTuning { warps: 8, stages: 3 },
     batch: BatchTuning { shared_bytes: 110 << 10 },
+    grouped: GroupedTuning { min_rows: 16 },
 };
 
 /// All other GPUs: the parameters of 9.0, limited to their shared memory. Speed was not measured.

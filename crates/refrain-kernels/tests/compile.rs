@@ -5,7 +5,7 @@ use std::sync::OnceLock;
 
 use refrain_driver::sim::SimOptions;
 use refrain_kernels::{
-    GpuArch, Image, KernelFamily, KernelOrigin, KernelUnit, Kernels, LoadOptions, Nvrtc, compile_all,
+    GpuArch, Image, KernelFamily, KernelLoadOptions, KernelOrigin, KernelUnit, Kernels, Nvrtc, compile_all,
     kernels, prebuild,
 };
 
@@ -122,7 +122,7 @@ fn machine_code_is_compiled_once_and_a_damaged_or_read_only_cache_costs_only_tim
     let cache = folder.path().join("kernels");
     let arch = Some(GpuArch { major: 9, minor: 0 });
     let open = |cache: &Path| {
-        let options = LoadOptions { cache: Some(cache.to_owned()), nvrtc: nvrtc_path(), arch };
+        let options = KernelLoadOptions { cache: Some(cache.to_owned()), nvrtc: nvrtc_path(), arch };
         Kernels::load(&ctx, &options).unwrap_or_else(|e| panic!("{e}"))
     };
     let n_compiled = |kernels: &Kernels| match kernels.origin() {
@@ -163,7 +163,7 @@ fn prebuilt_kernels_are_used_where_they_fit_and_replaced_where_they_are_damaged(
     let card = GpuArch { major: 9, minor: 0 };
     let folder = tempfile::tempdir().unwrap();
     let options =
-        LoadOptions { cache: Some(folder.path().to_owned()), nvrtc: nvrtc_path(), arch: Some(card) };
+        KernelLoadOptions { cache: Some(folder.path().to_owned()), nvrtc: nvrtc_path(), arch: Some(card) };
     let archive = prebuild(&nvrtc(), &[card]).unwrap_or_else(|e| panic!("{e}"));
     let open = |archive: &[u8]| {
         // SAFETY: the device is simulated and runs the twins of the kernels that the code names.

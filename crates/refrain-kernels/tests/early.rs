@@ -10,7 +10,7 @@ use refrain_driver::{
 };
 use refrain_graph::{Attention, Rope, RopeStyle, SAMPLE_PARAMS};
 use refrain_kernels::{
-    AttendArgs, AttendNorm, BufView, CopyArgs, GatherRowsArgs, Kernels, KvAppendArgs, LoadOptions,
+    AttendArgs, AttendNorm, BufView, CopyArgs, GatherRowsArgs, KernelLoadOptions, Kernels, KvAppendArgs,
     SampleArgs, sample_scratch_bytes, sample_state_bytes, simulated,
 };
 use refrain_tensor::{DType, Shape};
@@ -37,7 +37,7 @@ impl Bed {
     fn new() -> Bed {
         let device = simulated(SimOptions { strict: false, ..SimOptions::default() }).unwrap();
         let ctx = device.context().unwrap();
-        let kernels = Kernels::load(&ctx, &LoadOptions::default()).unwrap();
+        let kernels = Kernels::load(&ctx, &KernelLoadOptions::default()).unwrap();
         let mut layout = MemoryLayout::new("early");
         let pool = layout.device("pool", 1 << 20);
         let memory = Memory::plan(&ctx, &layout).unwrap();

@@ -84,6 +84,10 @@ both! {
         run_all(&mut bed, cases::experts::products());
     }
 
+    fn expert_layers_of_many_rows_agree_with_the_reference(bed) {
+        run_all(&mut bed, cases::experts::layers());
+    }
+
     fn packing_gives_the_layout_that_products_read(bed) {
         run_all(&mut bed, cases::product::packing());
     }

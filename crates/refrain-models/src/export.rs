@@ -23,9 +23,42 @@ enum Form {
 }
 
 /// A tensor of a file: the rows of one or more weights.
+#[derive(Debug)]
 struct FileTensor {
     name: String,
     parts: Vec<WeightId>,
+}
+
+/// The contents of a GGUF file, except the values of its tensors.
+#[derive(Debug)]
+pub struct GgufContents {
+    /// The metadata.
+    pub writer: GgufWriter,
+    /// The tensors, in the order of the file.
+    pub tensors: Vec<GgufTensor>,
+}
+
+/// A tensor of a GGUF file to be written.
+#[derive(Debug)]
+pub struct GgufTensor {
+    /// Name.
+    pub name: String,
+    /// Sizes, outermost first.
+    pub shape: Shape,
+    /// The type of the weights; F32 where the format wants it.
+    pub dtype: DType,
+    source: GgufSource,
+}
+
+#[derive(Debug)]
+enum GgufSource {
+    Weights(FileTensor),
+    Table(Vec<f32>),
+}
+
+/// Small matrices that llama.cpp reads as F32 only.
+fn is_f32_in_gguf(name: &str) -> bool {
+    ["ffn_gate_inp.", "ssm_conv1d.", "shortconv.conv."].iter().any(|part| name.contains(part))
 }
 
 /// Reordering of the rows of a head matrix.
@@ -78,21 +111,50 @@ impl Model {
 
     /// Writes a GGUF file: matrices as `dtype`, vectors as F32. An adapter is merged into the weights.
     pub fn write_gguf(&self, path: &Path, dtype: DType, vocab: &VocabSpec) -> Result<(), ModelError> {
+        let GgufContents { mut writer, tensors } = self.gguf_contents(vocab)?;
+        let dtype_of = |tensor: &GgufTensor| if tensor.shape.rank() < 2 { DType::F32 } else { dtype };
+        for tensor in &tensors {
+            writer.declare(&tensor.name, dtype_of(tensor), tensor.shape)?;
+        }
+        writer.write_streamed(path, |idx, sink| {
+            let tensor = &tensors[idx];
+            Ok::<(), ModelError>(sink.write(&encode(
+                &tensor.name,
+                dtype_of(tensor),
+                &self.gguf_values(tensor)?,
+            )?)?)
+        })?;
+        Ok(self.config().check_gguf(&Gguf::open(path)?)?)
+    }
+
+    /// The metadata and tensors of a GGUF file of the model. An adapter is merged into the weights.
+    pub fn gguf_contents(&self, vocab: &VocabSpec) -> Result<GgufContents, ModelError> {
         let mut writer = GgufWriter::new();
         self.config().write_gguf(&mut writer)?;
         vocab.write_gguf(&mut writer, self.config().n_vocab)?;
-        for (name, factors) in self.frequency_divisors() {
-            let bytes = Bytes::new(encode(name, DType::F32, &factors)?);
-            writer.tensor(name, DType::F32, Shape::from([factors.len()]), bytes)?;
-        }
+        let table = |(name, values): (&str, Vec<f32>)| GgufTensor {
+            name: name.to_owned(),
+            shape: Shape::from([values.len()]),
+            dtype: DType::F32,
+            source: GgufSource::Table(values),
+        };
+        let mut tensors: Vec<GgufTensor> = self.frequency_divisors().into_iter().map(table).collect();
         for file in self.file_tensors(Form::Gguf) {
             let shape = self.shape_of(&file);
-            let dtype = if shape.rank() < 2 { DType::F32 } else { dtype };
-            let bytes = encode(&file.name, dtype, &self.values_of(&file, Form::Gguf)?)?;
-            writer.tensor(&file.name, dtype, shape, Bytes::new(bytes))?;
+            let dtype = self.weights()[file.parts[0].idx()].ty.dtype;
+            let dtype = if shape.rank() < 2 || is_f32_in_gguf(&file.name) { DType::F32 } else { dtype };
+            let name = file.name.clone();
+            tensors.push(GgufTensor { name, shape, dtype, source: GgufSource::Weights(file) });
         }
-        writer.write(path)?;
-        Ok(self.config().check_gguf(&Gguf::open(path)?)?)
+        Ok(GgufContents { writer, tensors })
+    }
+
+    /// The values of a tensor of [`Model::gguf_contents`].
+    pub fn gguf_values(&self, tensor: &GgufTensor) -> Result<Vec<f32>, ModelError> {
+        match &tensor.source {
+            GgufSource::Table(values) => Ok(values.clone()),
+            GgufSource::Weights(file) => self.values_of(file, Form::Gguf),
+        }
     }
 
     /// The tensors in the model's files, in the order of its weights.

@@ -6,7 +6,7 @@ use crate::layers::Decoder;
 use crate::state::{LayerState, StateTable};
 use crate::step::{GlobalWeights, StepBuilder};
 use crate::weights::{HfNames, TensorSource, WeightTable};
-use crate::{cohere2, gemma3, gemma4, glm4, lfm2, llama, olmo2, phi3, qwen35};
+use crate::{bert, cohere2, gemma3, gemma4, glm4, lfm2, llama, olmo2, phi3, qwen35};
 use refrain_formats::ModelFiles;
 use refrain_formats::params::{Arch, ModelConfig};
 #[cfg(doc)]
@@ -111,6 +111,7 @@ fn architecture(arch: Arch) -> (HfNames, Declare) {
         Arch::Gemma4 => (gemma4::NAMES, gemma4::declare),
         Arch::Qwen35 => (qwen35::NAMES, qwen35::declare),
         Arch::Lfm2 => (lfm2::NAMES, lfm2::declare),
+        Arch::Bert => (bert::NAMES, bert::declare),
     }
 }
 
@@ -264,6 +265,17 @@ impl Model {
         (0..self.config.n_layers).any(is_recurrent)
     }
 
+    /// The most positions that any layer attends to, its own included; `None` if some layer attends to all.
+    ///
+    /// One block table serves all layers, so a block is not needed any more only once every layer's window has left
+    /// it.
+    pub fn attention_window(&self) -> Option<usize> {
+        let attends =
+            |&layer: &usize| !matches!(self.decoder.state(&self.config, layer), LayerState::Slots(_));
+        let windows = (0..self.config.n_layers).filter(attends).map(|layer| self.config.window(layer));
+        windows.collect::<Option<Vec<usize>>>()?.into_iter().max()
+    }
+
     /// The states, in order of their ids.
     pub fn states(&self, kv: &KvSpec) -> Vec<State> {
         self.state_table(kv).states().to_vec()
@@ -272,6 +284,10 @@ impl Model {
     /// Builds the graph of one step.
     ///
     /// [`Graph::step`] describes its inputs.
+    ///
+    /// # Panics
+    ///
+    /// Panics if the model is an encoder, whose steps [`Model::embed_graph`] builds.
     pub fn graph(&self, spec: &StepSpec, kv: &KvSpec) -> Result<Graph, GraphError> {
         let mut step = StepBuilder::new(
             &self.config,

@@ -12,7 +12,8 @@ use refrain_engine::{
     RunnerOptions, SamplingParams, SamplingRow, TokenEvent, TokenStream,
 };
 use refrain_formats::ModelFiles;
-use refrain_models::Model;
+use refrain_formats::params::Arch;
+use refrain_models::{Model, NamedShape, QuantMix};
 use refrain_tensor::DType;
 use std::sync::Arc;
 
@@ -108,51 +109,91 @@ impl Open {
     }
 }
 
+/// Runs random loads of a model, compares each request with itself alone, and returns the number of preemptions.
+fn run_loads(case: &str, model: &Arc<Model>, seed: u64) -> u64 {
+    let mut n_preempted = 0;
+    let vocab = model.config().n_vocab;
+    let mut random = Random(seed);
+    let requests: Vec<Request> = (0..24).map(|_| request(&mut random, vocab)).collect();
+    let alone = engine(model, CONTEXT, 64);
+    let want: Vec<_> = requests
+        .iter()
+        .map(|request| {
+            // Alone, everything is evaluated: cached prefixes must match what it would have computed.
+            let sequence = alone.open(CONTEXT).unwrap();
+            let mut request = request.clone();
+            request.sequence = Some(sequence);
+            collect(alone.submit(request).unwrap())
+        })
+        .collect();
+    // Capacity for two to eight of them, and steps of few tokens or many.
+    for (n_positions, max_tokens) in [(96, 7), (320, 48)] {
+        let engine = engine(model, n_positions, max_tokens);
+        let mut open: Vec<Open> = Vec::new();
+        let check = |(idx, got): (usize, Vec<Token>)| {
+            assert_eq!(got, want[idx], "{case}, request {idx}, {n_positions} positions");
+        };
+        for (idx, request) in requests.iter().enumerate() {
+            let stream = engine.submit(request.clone()).unwrap();
+            open.push(Open { idx, stream, got: Vec::new() });
+            open.iter_mut().for_each(Open::peek);
+            // Some join while others are in progress, and some leave.
+            let at = random.below(open.len());
+            match random.below(8) {
+                0 | 1 => drop(open.swap_remove(at)),
+                2 => check(open.swap_remove(at).finish()),
+                _ => {}
+            }
+        }
+        open.into_iter().map(Open::finish).for_each(check);
+        let load = engine.load().unwrap();
+        n_preempted += load.n_preempted;
+        assert_eq!(load.blocks.used, 0, "{case}: {load:?}");
+    }
+    n_preempted
+}
+
 #[test]
 fn any_load_gives_each_request_the_tokens_it_gets_alone() {
-    let mut n_preempted = 0;
-    for (idx, case) in CASES.into_iter().enumerate() {
+    let runs = CASES.into_iter().enumerate().map(|(idx, case)| {
         let model = Arc::new(Model::load(&ModelFiles::open(folder(case)).unwrap()).unwrap());
-        let vocab = model.config().n_vocab;
-        let mut random = Random(idx as u64);
-        let requests: Vec<Request> = (0..24).map(|_| request(&mut random, vocab)).collect();
-        let alone = engine(&model, CONTEXT, 64);
-        let want: Vec<_> = requests
-            .iter()
-            .map(|request| {
-                // Alone, everything is evaluated: cached prefixes must match what it would have computed.
-                let sequence = alone.open(CONTEXT).unwrap();
-                let mut request = request.clone();
-                request.sequence = Some(sequence);
-                collect(alone.submit(request).unwrap())
-            })
-            .collect();
-        // Capacity for two to eight of them, and steps of few tokens or many.
-        for (n_positions, max_tokens) in [(96, 7), (320, 48)] {
-            let engine = engine(&model, n_positions, max_tokens);
-            let mut open: Vec<Open> = Vec::new();
-            let check = |(idx, got): (usize, Vec<Token>)| {
-                assert_eq!(got, want[idx], "{case}, request {idx}, {n_positions} positions");
-            };
-            for (idx, request) in requests.iter().enumerate() {
-                let stream = engine.submit(request.clone()).unwrap();
-                open.push(Open { idx, stream, got: Vec::new() });
-                open.iter_mut().for_each(Open::peek);
-                // Some join while others are in progress, and some leave.
-                let at = random.below(open.len());
-                match random.below(8) {
-                    0 | 1 => drop(open.swap_remove(at)),
-                    2 => check(open.swap_remove(at).finish()),
-                    _ => {}
-                }
-            }
-            open.into_iter().map(Open::finish).for_each(check);
-            let load = engine.load().unwrap();
-            n_preempted += load.n_preempted;
-            assert_eq!(load.blocks.used, 0, "{case}: {load:?}");
-        }
-    }
+        run_loads(case, &model, idx as u64)
+    });
+    let n_preempted: u64 = runs.sum();
     assert!(n_preempted > 20, "the load was too low: {n_preempted}");
+}
+
+/// On the CPU this needs no option: activations are rounded alike for any number of rows.
+#[test]
+fn rounded_weights_give_the_same_bits_in_any_load() {
+    for (idx, mix) in ["Q4_K_M", "Q8_0", "Q4_1", "BF16", "F16"].into_iter().enumerate() {
+        let shape = NamedShape::new("test", Arch::Llama, [96, 256, 256, 2], [4, 2, 64]);
+        let model = Model::random(&shape, QuantMix::from_name(mix).unwrap()).unwrap();
+        run_loads(mix, &Arc::new(model), idx as u64);
+    }
+}
+
+#[test]
+fn requests_of_a_windowed_model_run_in_a_pool_that_could_not_hold_their_texts() {
+    let model = Arc::new(Model::load(&ModelFiles::open(folder("mistral-window")).unwrap()).unwrap());
+    assert_eq!(model.attention_window(), Some(8));
+    // Four times 60 positions need 32 blocks of 8 positions; the pool has 12.
+    let (small, large) = (engine(&model, 96, 16), engine(&model, 640, 16));
+    let ask = |engine: &Engine, seed: u32| {
+        let mut request = Request::once((0..9).map(|i| (seed + 5 * i) % 60).collect());
+        (request.sampling, request.max_tokens) = (SamplingParams::greedy(), 52);
+        engine.submit(request).unwrap()
+    };
+    let streams: Vec<TokenStream> = (0..4).map(|seed| ask(&small, seed)).collect();
+    let together: Vec<Vec<Token>> = streams.into_iter().map(collect).collect();
+    for (seed, got) in together.iter().enumerate() {
+        assert_eq!((got.len(), got), (52, &collect(ask(&large, seed as u32))));
+    }
+    let load = small.load().unwrap();
+    assert_eq!((load.n_preempted, load.blocks.used), (0, 0), "{load:?}");
+    // A layer that attends to everything keeps every block.
+    let mixed = Model::load(&ModelFiles::open(folder("gemma3")).unwrap()).unwrap();
+    assert_eq!(mixed.attention_window(), None);
 }
 
 #[test]

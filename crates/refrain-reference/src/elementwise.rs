@@ -22,6 +22,8 @@ pub(crate) fn apply(f: Unary, x: f64) -> f64 {
             // 0.5 * x * (1 + tanh(inner)), in a form that does not cancel for very negative x.
             x / (1.0 + (-2.0 * inner).exp())
         }
+        // 0.5 * x * (1 + erf(x / sqrt(2))), in a form that does not cancel for negative x.
+        Unary::GeluErf => 0.5 * x * libm::erfc(-x * std::f64::consts::FRAC_1_SQRT_2),
         Unary::Affine { mul, add } => f64::from(mul) * x + f64::from(add),
         Unary::SoftCap(cap) => f64::from(cap) * (x / f64::from(cap)).tanh(),
     }

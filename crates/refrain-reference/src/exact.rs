@@ -347,6 +347,10 @@ fn derivative(f: Unary, x: f64) -> f64 {
             let slope = 2.0 * c * (1.0 + 3.0 * 0.044715 * x * x);
             sigmoid(u2) + x * sigmoid(u2) * sigmoid(-u2) * slope
         }
+        Unary::GeluErf => {
+            let density = (-0.5 * x * x).exp() / (2.0 * std::f64::consts::PI).sqrt();
+            0.5 * libm::erfc(-x * std::f64::consts::FRAC_1_SQRT_2) + x * density
+        }
         Unary::Affine { mul, .. } => f64::from(mul),
         Unary::SoftCap(cap) => 1.0 - (x / f64::from(cap)).tanh().powi(2),
     }

@@ -173,13 +173,14 @@ fn casts_round_to_nearest_even() {
 #[test]
 fn functions_have_their_known_values() {
     let x = f32s(&[3], &[-2.0, 0.0, 3.0]);
-    let cases: [(Unary, [f64; 3]); 8] = [
+    let cases: [(Unary, [f64; 3]); 9] = [
         (Unary::Neg, [2.0, 0.0, -3.0]),
         (Unary::Exp, [0.135_335_283, 1.0, 20.085_536_9]),
         (Unary::Tanh, [-0.964_027_580, 0.0, 0.995_054_754]),
         (Unary::Sigmoid, [0.119_202_922, 0.5, 0.952_574_127]),
         (Unary::Silu, [-0.238_405_844, 0.0, 2.857_722_380]),
         (Unary::GeluTanh, [-0.045_402_306, 0.0, 2.996_362_607]),
+        (Unary::GeluErf, [-0.045_500_264, 0.0, 2.995_950_306]),
         (Unary::Affine { mul: 2.0, add: 1.0 }, [-3.0, 1.0, 7.0]),
         (Unary::SoftCap(2.0), [-1.523_188_312, 0.0, 1.810_296_507]),
     ];

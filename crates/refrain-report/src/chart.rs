@@ -204,9 +204,19 @@ impl Chart {
                 HEIGHT - 8.0
             );
         }
+        let _ = writeln!(
+            out,
+            "<text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\">{}</text>",
+            LEFT - 28.0,
+            HEIGHT - 8.0,
+            escape(self.x_name)
+        );
         self.series.iter().for_each(|series| self.curve(series, out));
         let _ = writeln!(out, "<line class=\"cursor\" y1=\"{TOP}\" y2=\"{bottom}\"/>");
-        let _ = writeln!(out, "</svg>\n<pre class=\"hover\" id=\"{id}-hover\">Point at the chart.</pre>");
+        let _ = writeln!(
+            out,
+            "</svg>\n<pre class=\"hover\" id=\"{id}-hover\">Point at the chart to read its values.</pre>"
+        );
     }
 
     fn key(&self, out: &mut String) {

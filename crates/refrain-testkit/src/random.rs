@@ -183,12 +183,13 @@ impl Draft {
     fn unary(&mut self, a: u16, b: u16) -> Result<(), GraphError> {
         let Some(x) = self.pick(a, |_, _| true) else { return Ok(()) };
         let grown = self.bound(x);
-        let (f, bound) = match b % 6 {
+        let (f, bound) = match b % 7 {
             0 => (Unary::Neg, grown),
             1 => (Unary::Sigmoid, 1.0),
             2 => (Unary::Silu, grown),
             3 => (Unary::GeluTanh, grown),
-            4 => (Unary::Affine { mul: 0.5, add: 0.25 }, grown / 2.0 + 0.25),
+            4 => (Unary::GeluErf, grown),
+            5 => (Unary::Affine { mul: 0.5, add: 0.25 }, grown / 2.0 + 0.25),
             _ => (Unary::Tanh, 1.0),
         };
         self.node(Op::Unary(f), &[x], bound)

@@ -147,22 +147,22 @@ pub struct BatchReport {
 
 /// Resident memory of the process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ResidentMemory {
+pub struct ProcessMemory {
     /// Current bytes.
     pub now: u64,
     /// Peak bytes.
     pub most: u64,
 }
 
-impl ResidentMemory {
+impl ProcessMemory {
     /// Reads that of this process, if the system reports it.
-    pub fn of_this_process() -> Option<ResidentMemory> {
+    pub fn of_this_process() -> Option<ProcessMemory> {
         let status = std::fs::read_to_string("/proc/self/status").ok()?;
         let field = |name: &str| {
             let line = status.lines().find_map(|line| line.strip_prefix(name))?;
             Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? * 1024)
         };
-        Some(ResidentMemory { now: field("VmRSS:")?, most: field("VmHWM:")? })
+        Some(ProcessMemory { now: field("VmRSS:")?, most: field("VmHWM:")? })
     }
 }
 
@@ -189,7 +189,7 @@ pub struct BenchReport {
     /// Seconds from opened files to a device that is ready.
     pub load_seconds: f64,
     /// Memory of the process at the end, if the system reports it.
-    pub resident: Option<ResidentMemory>,
+    pub resident: Option<ProcessMemory>,
     /// How the decode steps at all depths ran, according to the ledger, including those of the warm-up round.
     pub decode_steps: Tally,
     /// Kernels and host launches of a decode step; `None` on the CPU, which calls its kernels directly.
@@ -278,7 +278,7 @@ pub fn bench(
     };
     let device = monitor.map(|monitor| (monitor.status(), monitor.timeline()));
     let (layouts, backend) = (engine.layouts()?, engine.backend());
-    let resident = ResidentMemory::of_this_process();
+    let resident = ProcessMemory::of_this_process();
     Ok(BenchReport {
         layouts,
         decode_steps,

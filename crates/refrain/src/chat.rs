@@ -56,7 +56,7 @@ impl From<Role> for String {
 /// The policy for a conversation that no longer fits its context.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum OnFull {
-    /// Drops the oldest turns, keeps the system prompt, evaluates what is left again, and goes on.
+    /// Drops the oldest turns, keeps the system prompt, evaluates the remaining turns again, and continues.
     #[default]
     Shift,
     /// Ends the reply with [`Finish::ContextFull`](crate::Finish::ContextFull) and refuses further messages.

@@ -55,6 +55,7 @@ struct EngineKey {
     ahead: Option<usize>,
     verify_every: Option<NonZeroU32>,
     avoids_capture: bool,
+    reproducible: bool,
     table: TablePlacement,
 }
 
@@ -81,8 +82,11 @@ impl Engines {
             Ok(_) => options.device.clone(),
         };
         let SessionOptions { kv_dtype, ahead, verify_every, .. } = *options;
+        // The CPU always is.
+        let reproducible = options.reproducible && !matches!(device, Device::Cpu { .. });
         let avoids_capture = options.graph_choice.as_ref().is_some_and(MethodChoice::avoids_capture);
-        let key = EngineKey { device, kv_dtype, ahead, verify_every, avoids_capture, table: options.table };
+        let table = options.table;
+        let key = EngineKey { device, kv_dtype, ahead, verify_every, avoids_capture, reproducible, table };
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         known.engines.retain(|(_, engine, ..)| engine.upgrade().is_some());
         for (_, engine, monitor, table) in known.engines.iter().filter(|(other, ..)| *other == key) {
@@ -201,7 +205,14 @@ fn make_engine(
     };
     let ahead = options.ahead.unwrap_or(cuda.ahead);
     let (on_load, verify_every) = (options.on_load.clone(), options.verify_every);
-    let mut cuda = CudaOptions { model: name.to_owned(), ahead, on_load, verify_every, ..cuda };
+    let mut cuda = CudaOptions {
+        model: name.to_owned(),
+        ahead,
+        on_load,
+        verify_every,
+        reproducible: options.reproducible,
+        ..cuda
+    };
     if options.graph_choice.as_ref().is_some_and(MethodChoice::avoids_capture) {
         // Library calls become nodes through a capture, so they are not used either.
         (cuda.graphs.method, cuda.cublaslt) = (Method::Nodes, CublasLt::Never);

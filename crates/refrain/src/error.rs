@@ -8,13 +8,14 @@ use refrain_formats::FormatError;
 use refrain_formats::chat::ChatError;
 use refrain_formats::tokenizer::TokenizerError;
 use refrain_models::ModelError;
+use refrain_quant::QuantError;
 use refrain_tensor::DType;
 use refrain_train::TrainError;
 use refrain_train::learner::LearnError;
 use refrain_train::memory::MemorySize;
 use std::path::PathBuf;
 
-/// Any error of the library, with a hint where there is a way out.
+/// Any error of the library, with a hint where there is a remedy.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -157,6 +158,15 @@ pub enum Error {
         /// File or folder.
         path: PathBuf,
     },
+    /// A model could not be quantised.
+    #[error(transparent)]
+    Quant(#[from] QuantError),
+    /// Files hold tensors that the converted model would not have.
+    #[error("the conversion would lose {}", lost_list(.names))]
+    Lost {
+        /// Their names.
+        names: Vec<String>,
+    },
     /// The tokenizer's vocabulary is larger than the model's.
     #[error("the tokenizer has {tokenizer} tokens, the model has only {model}")]
     Vocabulary {
@@ -246,9 +256,23 @@ impl Error {
             }
             Error::MergeType { .. } => Some("use F32, F16 or BF16".into()),
             Error::MergeExists { .. } => Some("remove it, or write to another path".into()),
+            Error::Quant(e) => e.hint(),
+            Error::Lost { .. } => {
+                Some("convert the text part of a multimodal model by allowing that loss; other tensors mean that the model needs something that is not supported".into())
+            }
             Error::Vocabulary { .. } => Some("use the tokenizer that belongs to the model".into()),
         }
     }
+}
+
+/// Names the first few lost tensors.
+fn lost_list(names: &[String]) -> String {
+    const SHOWN: usize = 6;
+    let shown: Vec<&str> = names.iter().take(SHOWN).map(String::as_str).collect();
+    let more = names.len().saturating_sub(SHOWN);
+    let more = if more == 0 { String::new() } else { format!(" and {more} more") };
+    let noun = if names.len() == 1 { "tensor" } else { "tensors" };
+    format!("{} {noun}: {}{more}", names.len(), shown.join(", "))
 }
 
 /// The error of the step that ended a training run, if one did.

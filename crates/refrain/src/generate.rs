@@ -179,8 +179,8 @@ impl Iterator for Generation<'_> {
                 }
             };
             match self.writer.advance(&self.session.model, &mut report) {
-                Progress::Item(item) => return item,
-                Progress::Full => match self.make_space() {
+                Advance::Item(item) => return item,
+                Advance::Full => match self.make_space() {
                     Ok(true) => {}
                     Ok(false) => return self.writer.end(Finish::ContextFull).map(Ok),
                     Err(error) => return self.writer.fail(error),
@@ -232,7 +232,7 @@ impl RequestLimits {
     clippy::large_enum_variant,
     reason = "matched where it is returned; a box would allocate for every token"
 )]
-enum Progress {
+enum Advance {
     Item(Option<Result<TextDelta, Error>>),
     Full,
 }
@@ -310,31 +310,31 @@ impl Writer {
     /// The next fragment; `None` after the last.
     pub(crate) fn next(&mut self, model: &Model) -> Option<Result<TextDelta, Error>> {
         match self.advance(model, &mut |_, _| {}) {
-            Progress::Item(item) => item,
-            Progress::Full => self.end(Finish::ContextFull).map(Ok),
+            Advance::Item(item) => item,
+            Advance::Full => self.end(Finish::ContextFull).map(Ok),
         }
     }
 
-    fn advance(&mut self, model: &Model, report: &mut dyn FnMut(usize, usize)) -> Progress {
+    fn advance(&mut self, model: &Model, report: &mut dyn FnMut(usize, usize)) -> Advance {
         if self.is_over() {
-            return Progress::Item(None);
+            return Advance::Item(None);
         }
         if self.is_cancelled() {
-            return Progress::Item(self.end(Finish::Cancelled).map(Ok));
+            return Advance::Item(self.end(Finish::Cancelled).map(Ok));
         }
         let chosen = match self.token(report) {
             Ok(Ok(chosen)) => chosen,
-            Ok(Err(Finish::ContextFull)) => return Progress::Full,
-            Ok(Err(finish)) => return Progress::Item(self.end(finish).map(Ok)),
-            Err(error) => return Progress::Item(self.fail(error)),
+            Ok(Err(Finish::ContextFull)) => return Advance::Full,
+            Ok(Err(finish)) => return Advance::Item(self.end(finish).map(Ok)),
+            Err(error) => return Advance::Item(self.fail(error)),
         };
         self.summary.n_generated += 1;
         self.generated.push(chosen.token);
         if !self.ignore_end && model.tokenizer().is_end_of_generation(chosen.token) {
-            return Progress::Item(self.end(Finish::EndOfTurn).map(Ok));
+            return Advance::Item(self.end(Finish::EndOfTurn).map(Ok));
         }
         let delta = |text| TextDelta { text, token: Some(chosen.token), logprob: chosen.logprob };
-        Progress::Item(match self.stop.push(self.text.push(chosen.token)) {
+        Advance::Item(match self.stop.push(self.text.push(chosen.token)) {
             StopOutcome::Pass(text) => Some(Ok(delta(text))),
             StopOutcome::Stop(text) => {
                 self.end_request();

@@ -37,6 +37,7 @@ mod load;
 mod merge;
 mod model;
 mod placement;
+mod convert;
 mod planner;
 #[cfg(feature = "pull")]
 mod pull;
@@ -45,11 +46,12 @@ mod session;
 pub mod train;
 
 pub use bench::{
-    BatchReport, BenchOptions, BenchReport, BenchTarget, CpuInfo, DecodeReport, Launches, ResidentMemory,
+    BatchReport, BenchOptions, BenchReport, BenchTarget, CpuInfo, DecodeReport, Launches, ProcessMemory,
     Samples, bench,
 };
 pub use builtin::Builtin;
 pub use chat::{Chat, ChatOptions, ChatReply, OnFull, Role};
+pub use convert::{Loss, quant_input};
 pub use error::Error;
 pub use examine::{KernelReport, examine_kernels, free_memory, read_bandwidth};
 pub use generate::{Finish, Generate, Generation, Prompt, Summary, TextDelta};
@@ -87,6 +89,7 @@ pub use refrain_graph as graph;
 #[cfg(feature = "pull")]
 pub use refrain_hub as hub;
 pub use refrain_models::{NamedShape, QuantMix, SHAPES};
+pub use refrain_quant as quant;
 pub use refrain_tensor::DType;
 
 // The README's example compiles and runs.

@@ -1,4 +1,4 @@
-//! Loads: many requests of random lengths, and how a service copes with them.
+//! Loads: how a service performs under many requests of random lengths.
 //!
 //! [`run_load`] sends requests to a [`LoadTarget`] and measures what a user would notice: the time to the first token,
 //! the time between tokens, and what failed. Arrivals are open-loop ([`Arrivals::PerSecond`]: requests come no matter
@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 pub enum Arrivals {
     /// Independently of each other, on average this many per second.
     PerSecond(f64),
-    /// From this many clients, each of which waits for its reply.
+    /// From this many clients, each of which waits for its reply before the next request.
     Clients(usize),
 }
 
@@ -61,7 +61,7 @@ impl Default for LoadOptions {
     }
 }
 
-/// A request of a load. Its reply has exactly `n_reply` tokens, whatever they are.
+/// A request of a load. Its reply has exactly `n_reply` tokens, even past an end-of-turn token.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LoadRequest {
     /// Tokens of the prompt.
@@ -70,7 +70,7 @@ pub struct LoadRequest {
     pub n_reply: usize,
 }
 
-/// What a load is sent to.
+/// Destination of a load.
 pub trait LoadTarget: Sync {
     /// Sends a request and reports its progress. Must not wait for the reply.
     fn send(&self, request: LoadRequest, progress: RequestProgress);
@@ -128,7 +128,7 @@ impl RequestProgress {
     }
 
     fn report(&self, what: Progressed) {
-        // The receiver is gone only when the load was given up.
+        // The receiver is gone only if the load was abandoned.
         let _ = self.events.send(LoadRecord { idx: self.idx, at: Instant::now(), what });
     }
 }
@@ -146,7 +146,7 @@ pub struct LoadMoment {
     pub state: Option<LoadState>,
 }
 
-/// What a load measured.
+/// Measurements of a load.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LoadReport {
     /// Seconds from the first request to the last token.
@@ -202,9 +202,9 @@ struct OpenRequest {
     last: Instant,
 }
 
-/// How often a moment of the load is recorded.
+/// Interval between recorded moments of a load.
 const MOMENT: Duration = Duration::from_millis(100);
-/// Different messages of failed requests that are kept; further ones count as the last of these.
+/// Maximum number of distinct error messages that are kept; further ones count as the last of these.
 const MAX_MESSAGES: usize = 8;
 
 /// Sends a load and waits for every reply. `progress` receives the numbers of ended requests; once `cancel` is set, no
@@ -230,7 +230,7 @@ pub fn run_load(
     run.report
 }
 
-/// What the thread that records moments shares with the one that drives the load.
+/// State shared by the thread that records moments and the one that drives the load.
 #[derive(Default)]
 struct Watched {
     n_tokens: AtomicU64,
@@ -398,5 +398,97 @@ impl<'a> LoadRun<'a> {
         if ttft <= self.options.ttft_limit && per_token <= self.options.token_limit {
             report.n_good += 1;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Mutex;
+
+    /// Replies at once, with one token too few to every fifth request.
+    #[derive(Default)]
+    struct InstantTarget {
+        sent: Mutex<Vec<LoadRequest>>,
+        n_open: Mutex<Vec<usize>>,
+        held: Mutex<Vec<RequestProgress>>,
+        holds: usize,
+    }
+
+    impl LoadTarget for InstantTarget {
+        fn send(&self, request: LoadRequest, progress: RequestProgress) {
+            let mut sent = self.sent.lock().unwrap();
+            let n = request.n_reply - usize::from(sent.len() % 5 == 4);
+            sent.push(request);
+            progress.tokens(n);
+            let mut held = self.held.lock().unwrap();
+            held.push(progress);
+            self.n_open.lock().unwrap().push(held.len());
+            if held.len() > self.holds {
+                held.drain(..).for_each(RequestProgress::end);
+            }
+        }
+
+        fn state(&self) -> Option<LoadState> {
+            None
+        }
+    }
+
+    fn options(arrivals: Arrivals) -> LoadOptions {
+        LoadOptions {
+            arrivals,
+            n_requests: 50,
+            prompt_tokens: 3..=9,
+            reply_tokens: 2..=6,
+            token_ids: 10..=20,
+            seed: 7,
+            ..LoadOptions::default()
+        }
+    }
+
+    fn run(target: &InstantTarget, options: &LoadOptions) -> LoadReport {
+        run_load(target, options, &AtomicBool::new(false), |_| {})
+    }
+
+    #[test]
+    fn a_load_counts_replies_tokens_and_replies_of_the_wrong_length() {
+        let target = InstantTarget::default();
+        let report = run(&target, &options(Arrivals::PerSecond(1e6)));
+        let sent = target.sent.into_inner().unwrap();
+        assert_eq!((report.n_completed, report.n_good, report.n_failed()), (40, 40, 10));
+        assert_eq!(report.n_tokens, sent.iter().map(|r| r.n_reply).sum::<usize>() - 10);
+        assert_eq!(report.n_prompt_tokens, sent.iter().map(|r| r.prompt.len()).sum::<usize>());
+        assert_eq!((report.ttft.0.len(), report.latency.0.len()), (40, 40));
+        for request in &sent {
+            assert!((3..=9).contains(&request.prompt.len()) && (2..=6).contains(&request.n_reply));
+            assert!(request.prompt.iter().all(|id| (10..=20).contains(id)));
+        }
+        assert!(!report.moments.is_empty());
+    }
+
+    #[test]
+    fn a_seed_fixes_the_requests_of_a_load() {
+        let (a, b) = (InstantTarget::default(), InstantTarget::default());
+        run(&a, &options(Arrivals::Clients(3)));
+        run(&b, &options(Arrivals::Clients(3)));
+        assert_eq!(a.sent.into_inner().unwrap(), b.sent.into_inner().unwrap());
+    }
+
+    #[test]
+    fn clients_have_one_request_open_each() {
+        let target = InstantTarget { holds: 3, ..InstantTarget::default() };
+        // The fourth client's request releases all four; the last two of 50 are released by nobody.
+        let options = LoadOptions { n_requests: 48, ..options(Arrivals::Clients(4)) };
+        let report = run(&target, &options);
+        assert_eq!(report.n_completed + report.n_failed(), 48);
+        assert_eq!(target.n_open.into_inner().unwrap().into_iter().max(), Some(4));
+    }
+
+    #[test]
+    fn a_cancelled_load_sends_nothing_more() {
+        let target = InstantTarget::default();
+        let report = run_load(&target, &options(Arrivals::Clients(2)), &AtomicBool::new(true), |_| {});
+        assert_eq!((report.n_completed, report.n_failed()), (0, 0));
+        assert!(target.sent.into_inner().unwrap().is_empty());
     }
 }

@@ -111,6 +111,9 @@ pub struct SessionOptions {
     /// Compares every n-th decode step with its eager run, on a CUDA device. Each comparison waits for the device twice:
     /// about 1 ms on an H200 with the built-in model, whose step takes a tenth of that.
     pub verify_every: Option<NonZeroU32>,
+    /// Whether the bits of a reply depend on its own tokens alone: not on other requests, on the number of rows in a step,
+    /// or on how a prompt is divided into steps. Always so on the CPU; on a CUDA device it costs speed.
+    pub reproducible: bool,
     /// Receives the memory plan of a CUDA device, before anything is allocated, and the progress of the upload.
     pub on_load: LoadListener,
     /// Placement of the per-layer embedding table, in a model that has one. On the CPU the table always stays in the
@@ -129,6 +132,7 @@ impl Default for SessionOptions {
             kv_dtype: DType::F16,
             ahead: None,
             verify_every: None,
+            reproducible: false,
             on_load: LoadListener::default(),
             table: TablePlacement::Auto,
             graph_choice: None,

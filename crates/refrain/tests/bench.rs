@@ -3,7 +3,7 @@
 use refrain::{BenchOptions, BenchTarget, Device, Error, Model, Samples, Session, SessionOptions, bench};
 
 #[test]
-fn a_bench_measures_as_often_as_asked_and_counts_the_bytes_that_a_token_reads() {
+fn a_bench_takes_the_requested_number_of_samples_and_counts_the_bytes_per_token() {
     let model = Model::builtin().unwrap();
     let device = Device::Cpu { threads: Some(2) };
     let session = SessionOptions { device, ..SessionOptions::default() };
@@ -60,7 +60,7 @@ fn a_measurement_that_does_not_fit_the_context_is_refused_with_what_it_needs() {
     };
     let beyond = of(600, None);
     assert!(matches!(beyond, Error::BenchContext { needed: 600, limit: 512, most: 512 }));
-    assert!(!beyond.hint().unwrap().contains("context of"), "no context would do");
+    assert!(!beyond.hint().unwrap().contains("context of"), "no context is large enough");
     let short = of(300, Some(64));
     assert!(matches!(short, Error::BenchContext { needed: 300, limit: 64, most: 512 }));
     assert!(short.hint().unwrap().contains("a context of 300 tokens"));

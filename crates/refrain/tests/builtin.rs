@@ -7,7 +7,7 @@ use refrain::{
 
 const QUESTIONS: [&str; 2] = ["Hello!", "What is your name?"];
 
-/// A conversation of these questions with greedy answers, and why each of them ended.
+/// Greedy answers to these questions in one conversation, and why each answer ended.
 fn conversation(model: &Model, device: Device) -> (Vec<(String, Option<Finish>)>, Session) {
     let options = SessionOptions { device, ..SessionOptions::default() };
     let mut session = Session::new(model, &options).unwrap();

@@ -46,7 +46,7 @@ fn a_chat_keeps_its_history_and_evaluates_only_what_is_new() {
     let summary = reply.summary().clone();
     drop(reply);
     assert!(summary.n_evaluated < summary.n_prompt / 2, "{summary:?}");
-    // A session that is given the whole conversation says the same.
+    // A session that evaluates the whole conversation gives the same reply.
     let messages = &chat.messages()[..4];
     let mut alone = session(256);
     let alone = alone.generate(Prompt::Chat(messages, &RenderOptions::default()), &greedy(12)).unwrap();
@@ -57,7 +57,7 @@ fn a_chat_keeps_its_history_and_evaluates_only_what_is_new() {
 fn a_message_that_gets_no_reply_leaves_no_trace() {
     let mut chat = chat(64, OnFull::Stop);
     drop(chat.send("Hello!", &greedy(4)).unwrap());
-    assert_eq!(chat.messages(), [], "nothing was read");
+    assert_eq!(chat.messages(), [], "the history stays empty");
     let refused = chat.send("cat ".repeat(200), &greedy(4)).err().unwrap();
     assert!(matches!(refused, Error::PromptTooLong { context: 64, .. }), "{refused}");
     assert_eq!(chat.messages(), []);
@@ -85,7 +85,7 @@ fn a_full_context_drops_the_oldest_turns_and_keeps_the_system_prompt() {
 }
 
 #[test]
-fn a_reply_that_fills_the_context_goes_on_after_a_shift() {
+fn a_reply_that_fills_the_context_continues_after_a_shift() {
     let long = |on_full| {
         let mut chat = chat(96, on_full);
         let ends = chat.session().model().tokenizer().end_of_generation().to_vec();

@@ -1,4 +1,4 @@
-//! A network that is no language model, built op by op: against PyTorch, and as a captured graph in bf16.
+//! A network other than a language model, built op by op: compared with PyTorch, and as a captured graph in bf16.
 
 #[path = "../examples/crossasset/net.rs"]
 mod net;
@@ -15,7 +15,7 @@ use refrain_driver::{Device, DeviceKind, Method};
 use runs::{AHEAD, How, ONE_BY_ONE, backend};
 use safetensors::SafeTensors;
 
-/// As `tools/crossasset_goldens.py` has them.
+/// The sizes in `tools/crossasset_goldens.py`.
 const SIZES: Sizes = Sizes {
     batch: 7,
     n_sources: 12,
@@ -29,7 +29,7 @@ const SIZES: Sizes = Sizes {
 };
 const N_SAMPLES: usize = 10;
 
-/// What PyTorch found.
+/// Results of PyTorch.
 struct Golden(Vec<u8>);
 
 impl Golden {
@@ -56,7 +56,7 @@ impl Golden {
         Classifier::new(backend, net, &self.floats("data"), &init).unwrap_or_else(|e| panic!("{e}: {e:?}"))
     }
 
-    /// Ten steps, as many in flight as the device takes: losses, norms, and how each ran.
+    /// Runs ten steps, with as many in flight as the device allows. Returns losses, norms, and how each step ran.
     fn steps<B: Backend>(&self, classifier: &mut Classifier<B>) -> Vec<net::Found> {
         let (ids, targets) = (self.ints("ids"), self.ints("targets"));
         let mut found = Vec::new();
@@ -76,7 +76,7 @@ fn adam(step: usize) -> AdamSettings {
     AdamSettings { lr, betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.1, clip: Some(1.0) }
 }
 
-/// How far a tensor is off, relative to its largest magnitude.
+/// Largest error of a tensor, relative to its largest magnitude.
 fn error(got: &[f32], want: &[f32]) -> f32 {
     assert_eq!(got.len(), want.len());
     let largest = want.iter().fold(0f32, |m, w| m.max(w.abs()));
@@ -126,7 +126,7 @@ fn losses_and_every_gradient_agree_with_pytorch_on_the_simulated_device() {
 }
 
 #[test]
-fn a_step_in_bf16_is_one_segment_that_needs_nothing_of_the_host() {
+fn a_bf16_step_is_one_segment_without_host_steps() {
     let net = Net::new(Sizes { dtype: DType::BF16, ..SIZES }, N_SAMPLES);
     assert_eq!(net.n_parameters(), 4_243);
     for phase in [Phase::Learn, Phase::Classify] {
@@ -173,7 +173,7 @@ fn replayed_equals_eager(open: impl Fn(How) -> (Device, CudaBackend)) {
         assert!(found.iter().all(|f| one_launch(&f.ran) == (how.mode == GraphMode::Require)), "{how:?}");
         for (step, want) in golden.floats("bf16.losses").into_iter().enumerate() {
             let got = found[step].loss;
-            assert!((got - want).abs() < 1e-2 * want + 1e-3, "step {step}: {got}, PyTorch has {want}");
+            assert!((got - want).abs() < 1e-2 * want + 1e-3, "step {step}: {got}, PyTorch: {want}");
         }
         let (ids, targets) = (golden.ints("ids"), golden.ints("targets"));
         let classes = classifier.classes(&ids).unwrap();

@@ -1,4 +1,4 @@
-//! Where the per-layer embeddings of a Gemma 4 model lie, as a session is told.
+//! Placement of the per-layer embeddings of a Gemma 4 model, as set in the session options.
 
 use refrain::graph::SegmentKind;
 use refrain::{
@@ -18,7 +18,7 @@ fn options(graph: GraphMode, table: TablePlacement) -> SessionOptions {
 }
 
 #[test]
-fn each_placement_has_the_segments_and_the_memory_that_its_name_says() {
+fn each_placement_has_the_expected_segments_and_memory() {
     // 128 rows of nine layers of eight elements.
     let table = 128 * 9 * 8 * 4;
     let mut on_device = None;
@@ -28,7 +28,7 @@ fn each_placement_has_the_segments_and_the_memory_that_its_name_says() {
         (TablePlacement::Pinned, &[true], table),
         (TablePlacement::Host, &[false, true], 0),
     ] {
-        // Graphs are required: the host step that was asked for is no reason to refuse.
+        // Graphs are required, but the host step of the requested placement is allowed.
         let planner = Planner::new(&files(), &options(GraphMode::Require, table_option)).unwrap();
         let plan = planner.plan(1).unwrap();
         let found: Vec<bool> = plan.segments().iter().map(|s| s.kind == SegmentKind::Recordable).collect();
@@ -42,7 +42,7 @@ fn each_placement_has_the_segments_and_the_memory_that_its_name_says() {
 }
 
 #[test]
-fn the_cpu_takes_a_table_on_the_host_as_a_step_of_its_own() {
+fn the_cpu_runs_the_lookup_in_a_host_table_as_its_own_step() {
     let cpu = |table| {
         let device = Device::Cpu { threads: Some(1) };
         let options = SessionOptions { device, ..options(GraphMode::Auto, table) };

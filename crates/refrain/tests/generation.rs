@@ -1,4 +1,4 @@
-//! Text from the built-in model: where it ends, what is evaluated, and that it is the same every time.
+//! Text from the built-in model: where it ends, what is evaluated, and that it is reproducible.
 
 use refrain::{Builtin, Device, EngineError, Error, Finish, Generate, Model, Prompt, SamplingParams};
 use refrain::{Session, SessionOptions, StepKind, Summary};
@@ -19,14 +19,14 @@ fn greedy(max_tokens: usize) -> Generate {
     Generate { sampling: Some(SamplingParams::greedy()), max_tokens: Some(max_tokens), ..Generate::default() }
 }
 
-/// All of the text, and what it took.
+/// The whole text and its measurements.
 fn text(session: &mut Session, prompt: &str, options: &Generate) -> (String, Summary) {
     let mut generation = session.generate(Prompt::Text(prompt), options).unwrap();
     let mut text = String::new();
     for piece in generation.by_ref() {
         text += &piece.unwrap().text;
     }
-    assert!(generation.next().is_none(), "what has ended stays ended");
+    assert!(generation.next().is_none(), "an ended generation stays ended");
     (text, generation.summary().clone())
 }
 
@@ -36,7 +36,7 @@ fn long_prompt() -> String {
 }
 
 #[test]
-fn the_builtin_model_continues_a_story_for_as_many_tokens_as_asked_for() {
+fn the_builtin_model_continues_a_story_for_the_requested_number_of_tokens() {
     let mut session = session(SessionOptions::default());
     let (story, summary) = text(&mut session, START, &greedy(24));
     assert!(story.split_whitespace().count() > 10 && story.is_ascii(), "{story}");
@@ -55,7 +55,7 @@ fn the_builtin_model_continues_a_story_for_as_many_tokens_as_asked_for() {
 fn a_stop_text_ends_the_generation_and_is_not_shown() {
     let mut session = session(SessionOptions::default());
     let (story, _) = text(&mut session, START, &greedy(40));
-    // One that begins and ends inside of tokens, and the first of several.
+    // A stop text that begins and ends within tokens, and the earliest of several.
     let stop = story[10..].char_indices().map(|(i, _)| &story[10 + i..10 + i + 7]).next().unwrap().to_owned();
     let options = Generate { stop: vec!["zzz".into(), String::new(), stop.clone()], ..greedy(40) };
     let (cut, summary) = text(&mut session, START, &options);
@@ -65,7 +65,7 @@ fn a_stop_text_ends_the_generation_and_is_not_shown() {
 }
 
 #[test]
-fn what_was_held_back_for_a_stop_text_is_shown_when_none_came() {
+fn text_held_back_for_a_stop_text_is_shown_if_none_follows() {
     let mut session = session(SessionOptions::default());
     let (story, _) = text(&mut session, START, &greedy(16));
     let almost = format!("{}#", &story[story.len() - 4..]);
@@ -122,7 +122,7 @@ fn cancelling_during_a_long_prompt_keeps_what_was_evaluated() {
 }
 
 #[test]
-fn what_the_cache_holds_is_not_evaluated_again_and_changes_nothing() {
+fn cached_tokens_are_not_evaluated_again_and_give_the_same_text() {
     let mut used = session(SessionOptions::default());
     let (first, before) = text(&mut used, START, &greedy(12));
     let longer = format!("{START}{first} The");
@@ -139,7 +139,7 @@ fn a_full_context_ends_the_text_and_a_prompt_that_does_not_fit_is_refused() {
     let mut session = session(SessionOptions { context: Some(16), ..SessionOptions::default() });
     let (_, summary) = text(&mut session, START, &greedy(100));
     assert_eq!(summary.finish, Some(Finish::ContextFull));
-    // The last token needs no place of its own.
+    // The last token needs no position in the cache.
     assert_eq!(summary.n_prompt + summary.n_generated, 17);
     let error = session.generate(Prompt::Text(&long_prompt()), &greedy(1)).err().unwrap();
     assert!(matches!(error, Error::PromptTooLong { context: 16, most: 512, .. }), "{error}");
@@ -169,7 +169,7 @@ fn the_end_of_the_turn_ends_the_text_unless_it_is_ignored() {
 }
 
 #[test]
-fn one_seed_gives_one_text_whatever_the_threads() {
+fn a_seed_gives_the_same_text_on_any_number_of_threads() {
     let story = |seed, threads| {
         let sampling = Some(SamplingParams { temperature: 1.0, seed, ..SamplingParams::default() });
         text(&mut session(cpu(threads)), START, &Generate { sampling, ..greedy(24) }).0
@@ -182,7 +182,7 @@ fn one_seed_gives_one_text_whatever_the_threads() {
 }
 
 #[test]
-fn sampling_that_makes_no_sense_is_refused_before_anything_runs() {
+fn invalid_sampling_parameters_are_refused_before_anything_runs() {
     let mut session = session(SessionOptions::default());
     let sampling = Some(SamplingParams { top_p: 2.0, ..SamplingParams::default() });
     let error = session.generate(Prompt::Text(START), &Generate { sampling, ..greedy(1) }).err().unwrap();
@@ -202,7 +202,7 @@ fn a_prompt_far_too_long_is_refused_before_it_is_tokenized() {
     let error = session.generate(Prompt::Text(&huge), &greedy(1)).err().unwrap();
     assert!(matches!(error, Error::PromptBytes { n_bytes: 50_000_000, context: 64, .. }), "{error}");
     assert!(began.elapsed().as_secs() < 5, "{:?}", began.elapsed());
-    // The bound is loose: this does not fit either, and the tokens are counted.
+    // The bound on bytes is loose: this prompt passes it, and is refused by its number of tokens.
     let error = session.generate(Prompt::Text(&huge[..8_000]), &greedy(1)).err().unwrap();
     assert!(matches!(error, Error::PromptTooLong { context: 64, .. }), "{error}");
 }
@@ -220,7 +220,7 @@ fn the_seed_is_random_unless_it_is_given() {
 }
 
 #[test]
-fn the_automatic_device_is_one_that_can_be_used() {
+fn the_automatic_device_is_usable() {
     let options = SessionOptions { device: Device::auto(), ..SessionOptions::default() };
     let mut session = session(options);
     assert_eq!(text(&mut session, START, &greedy(3)).1.n_generated, 3);
@@ -234,7 +234,7 @@ fn perplexity_is_low_for_stories_and_the_same_on_any_number_of_threads() {
     let one = of(1, &story);
     assert_eq!(of(2, &story), one);
     assert_eq!((one.n_windows, one.n_scored), (2, 30));
-    assert!(one.perplexity < 3.0, "its own words: {one:?}");
+    assert!(one.perplexity < 3.0, "its own text: {one:?}");
     let shuffled: String = story.split(' ').rev().collect::<Vec<_>>().join(" ");
     assert!(of(1, &shuffled).perplexity > 10.0 * one.perplexity);
 

@@ -1,4 +1,4 @@
-//! A Hugging Face folder: a tiny golden with a tokenizer, a chat template and defaults of its own.
+//! A Hugging Face folder: a tiny golden model with its own tokenizer, chat template and defaults.
 
 use refrain::{
     Error, Finish, Generate, Message, Model, Prompt, RenderOptions, SamplingParams, Session, SessionOptions,
@@ -6,7 +6,7 @@ use refrain::{
 use serde_json::{Map, Value, json};
 use std::path::Path;
 
-/// A folder with weights; what else is in it is for the test.
+/// A folder with weights, to which the test adds other files.
 fn folder() -> tempfile::TempDir {
     let at = tempfile::tempdir().unwrap();
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../refrain-models/tests/goldens/llama");
@@ -20,7 +20,7 @@ fn write(at: &tempfile::TempDir, name: &str, value: &Value) {
     std::fs::write(at.path().join(name), value.to_string()).unwrap();
 }
 
-/// The printable characters of ASCII and the first byte of some others, one token each, behind `special`.
+/// The printable characters of ASCII and the first byte of some others, one token each, after `special`.
 fn tokenizer(special: &[&str], n_more: usize) -> Value {
     // Byte-level vocabularies write a blank as U+0120 and the byte C3 as U+00C3.
     let characters = ('!'..='~').chain(['\u{120}', HALF]).map(String::from);
@@ -110,7 +110,7 @@ fn a_tokenizer_with_more_tokens_than_the_model_is_refused() {
 }
 
 #[test]
-fn a_stop_text_in_what_is_left_at_the_end_is_the_reason_to_end() {
+fn a_stop_text_in_the_remaining_text_at_the_end_is_the_finish_reason() {
     let at = folder();
     write(&at, "tokenizer.json", &tokenizer(&SPECIAL, 0));
     let model = Model::open(at.path()).unwrap();

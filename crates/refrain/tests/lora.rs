@@ -1,4 +1,4 @@
-//! Adapters from their training to their use: trained, resumed, used live on every device, and merged.
+//! The life of an adapter: trained, resumed, applied live on every device, and merged.
 
 use refrain::train::{ConfigOverlay, ExportForm, TrainConfig, TrainEvent, TrainOptions, Training};
 use refrain::{
@@ -72,7 +72,7 @@ fn an_adapter_is_trained_resumed_used_and_merged() {
         train(config(folder.path(), "whole", &format!("steps = 6\n{lora}")), cpu()).unwrap();
     assert!(losses[5] < 0.8 * losses[0], "{losses:?}");
 
-    // In two parts, it is the same bit for bit.
+    // An interrupted and resumed run gives the same bits.
     let half = format!("steps = 3\nschedule = 'constant'\n{lora}");
     let all = format!("steps = 6\nschedule = 'constant'\n{lora}");
     let (want, whole) = train(config(folder.path(), "all", &all), cpu()).unwrap();
@@ -80,9 +80,9 @@ fn an_adapter_is_trained_resumed_used_and_merged() {
     let (second, parts) =
         train(config(folder.path(), "parts", &format!("resume = true\n{all}")), cpu()).unwrap();
     assert_eq!([first, second].concat(), want);
-    assert!(tensors(&parts) == tensors(&whole), "a resumed run leaves another adapter");
+    assert!(tensors(&parts) == tensors(&whole), "a resumed run gives another adapter");
 
-    // Live on both devices, and merged, it predicts what it has learnt.
+    // Live on both devices, and merged, it predicts the text it was trained on.
     let base = Model::builtin().unwrap();
     let tuned = base.with_lora(&adapter, 1.0).unwrap();
     let (before, after) = (perplexity(&base, cpu()), perplexity(&tuned, cpu()));
@@ -97,7 +97,7 @@ fn an_adapter_is_trained_resumed_used_and_merged() {
     for (path, form) in [(gguf, ExportForm::Gguf), (hf, ExportForm::Hf)] {
         match refrain::merge(&files, &adapter, 1.0, &path, DType::F32) {
             Ok(found) => assert_eq!(found, form),
-            // The vocabulary of the built-in model has a place in one of the forms only.
+            // The vocabulary of the built-in model can be written in one of the formats only.
             Err(Error::Tokenizer(_)) if form == ExportForm::Hf => continue,
             Err(error) => panic!("{error}"),
         }
@@ -116,7 +116,7 @@ fn an_adapter_is_trained_resumed_used_and_merged() {
 fn changed_files(folder: &Path) -> ModelFiles {
     let files = Builtin::Stories.files().unwrap();
     let mut bytes = std::fs::read(BUILTIN).unwrap();
-    // The last tensor is a matrix of Q8_0 blocks that ends with the file: every bit is one of a weight or of a scale.
+    // The last tensor is a Q8_0 matrix at the end of the file: every bit there belongs to a weight or a scale.
     let last = files.tensors().iter().next_back().unwrap();
     assert_eq!((last.name(), last.dtype()), ("blk.7.ffn_down.weight", DType::Q8_0));
     let at = bytes.len() - 64;
@@ -138,7 +138,7 @@ fn a_checkpoint_of_an_adapter_is_refused_over_other_frozen_weights_with_both_nam
     let sha256 = base["sha256"].as_str().unwrap();
     assert_eq!(sha256.len(), 64);
 
-    // The adapter says it as well, where `peft` does not mind.
+    // The metadata of the adapter has it as well, under keys that `peft` ignores.
     let bytes = tensors(&adapter);
     let n_header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
     let header: serde_json::Value = serde_json::from_slice(&bytes[8..8 + n_header]).unwrap();
@@ -160,7 +160,7 @@ fn a_checkpoint_of_an_adapter_is_refused_over_other_frozen_weights_with_both_nam
     let error = resume("stories", changed_files(folder.path())).unwrap_err();
     assert!(error.hint().unwrap().contains("the model has changed"), "{error}");
 
-    // The same weights under another name are the same weights.
+    // The same weights under another name are accepted.
     resume("copy.gguf", Builtin::Stories.files().unwrap()).unwrap();
 }
 

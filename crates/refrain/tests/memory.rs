@@ -1,4 +1,4 @@
-//! What sessions of one model take in memory.
+//! Memory use of the sessions of one model.
 
 use refrain::{DType, Device, Generate, Model, Prompt, SamplingParams, Session, SessionOptions};
 use refrain_testkit::CountingAllocator;
@@ -15,7 +15,7 @@ fn session(model: &Model, options: &SessionOptions) -> Session {
 }
 
 #[test]
-fn a_further_session_adds_its_cache_and_not_the_weights() {
+fn another_session_adds_only_its_cache() {
     let model = Model::builtin().unwrap();
     let device = Device::Cpu { threads: Some(2) };
     let options = SessionOptions { device, context: Some(128), ..SessionOptions::default() };
@@ -27,13 +27,13 @@ fn a_further_session_adds_its_cache_and_not_the_weights() {
     let packed = live(empty) - kv;
     assert!(packed > model.weight_bytes() as isize / 2, "{packed} bytes are more than weights");
 
-    // Bookkeeping and plans that are compiled again for a larger cache.
+    // For bookkeeping, and for plans that are recompiled for a larger cache.
     let slack = 256 * 1024;
     assert!(slack < packed / 8 && kv > 0);
     let one = ALLOCATOR.live_bytes();
     let second = session(&model, &options);
     assert!((live(one) - kv).abs() < slack, "{} bytes were added, {kv} are KV", live(one));
-    // A cache of another type and length, on other threads: an engine of its own over the same weights.
+    // A cache of another type and length, on other threads: a separate engine over the same weights.
     let two = ALLOCATOR.live_bytes();
     let other = SessionOptions {
         device: Device::Cpu { threads: Some(1) },
@@ -42,15 +42,15 @@ fn a_further_session_adds_its_cache_and_not_the_weights() {
         ..options.clone()
     };
     let third = session(&model, &other);
-    // Steps compiled for this engine have arenas of their own.
+    // Steps compiled for this engine have their own arenas.
     assert!(live(two) < kv + packed / 4, "{} bytes were added, {kv} are KV", live(two));
 
-    // The room of a session that is gone is the next one's.
+    // The next session reuses the space of a dropped one.
     let three = ALLOCATOR.live_bytes();
     drop(second);
     let second = session(&model, &options);
     assert!(live(three).abs() < slack, "{} bytes were added", live(three));
 
     drop((first, second, third));
-    assert!(live(empty) < slack, "{} bytes are left when no session is", live(empty));
+    assert!(live(empty) < slack, "{} bytes are left without a session", live(empty));
 }

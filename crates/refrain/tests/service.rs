@@ -17,9 +17,9 @@ fn sampled(seed: u64, max_tokens: usize) -> Generate {
 }
 
 #[test]
-fn each_of_many_replies_is_what_a_session_gives() {
+fn each_of_many_replies_equals_that_of_a_session() {
     let model = Model::builtin().unwrap();
-    // Room for about four of them.
+    // Space for about four of them.
     let options = ServiceOptions { session: cpu(), max_seqs: 8, kv_tokens: Some(384), ..Default::default() };
     let service = Service::new(&model, &options).unwrap();
     assert_eq!((service.backend(), service.context()), ("cpu", 96));
@@ -42,7 +42,7 @@ fn each_of_many_replies_is_what_a_session_gives() {
 }
 
 #[test]
-fn what_cannot_be_served_is_refused_and_a_reply_that_is_dropped_is_cancelled() {
+fn invalid_requests_are_refused_and_a_dropped_reply_is_cancelled() {
     let options = ServiceOptions { session: cpu(), max_seqs: 2, max_requests: 2, ..Default::default() };
     let service = Service::new(&Model::builtin().unwrap(), &options).unwrap();
     let long = service.submit(Prompt::Text("A cat"), &sampled(1, 500)).err().unwrap();

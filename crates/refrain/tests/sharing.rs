@@ -1,4 +1,4 @@
-//! Several sessions of one model on one engine: each gives the text that it would give alone.
+//! Several sessions of one model on one engine: each gives the same text as alone.
 
 use refrain::{DType, Device, FaultScript, Finish, Generate, GraphMode, Method, Model, Prompt};
 use refrain::{SamplingParams, Session, SessionOptions, StepKind};
@@ -19,7 +19,7 @@ fn text(session: &mut Session, prompt: &str, seed: u64) -> String {
     session.generate(Prompt::Text(prompt), &sampled(seed)).unwrap().map(|p| p.unwrap().text).collect()
 }
 
-/// Two turns of a conversation on a session that has the device for itself.
+/// Two turns of a conversation on a session that is alone on the device.
 fn alone(idx: usize) -> [String; 2] {
     let mut session = Session::new(&Model::builtin().unwrap(), &cpu(128)).unwrap();
     turns(&mut session, idx)
@@ -38,9 +38,9 @@ fn sessions_can_move_between_threads() {
 }
 
 #[test]
-fn sessions_whose_pieces_are_taken_in_turn_give_the_texts_that_each_gives_alone() {
+fn interleaved_sessions_give_the_same_texts_as_alone() {
     let model = Model::builtin().unwrap();
-    // Of different lengths: the cache and its tables grow while the first conversation goes on.
+    // Different lengths: the cache and its tables grow during the first conversation.
     let mut sessions = [128, 200, 110].map(|context| Session::new(&model, &cpu(context)).unwrap());
     let options = [0, 1, 2].map(sampled);
     let mut texts = [const { String::new() }; 3];
@@ -77,7 +77,7 @@ fn sessions_whose_pieces_are_taken_in_turn_give_the_texts_that_each_gives_alone(
 }
 
 #[test]
-fn a_cache_that_grows_in_the_middle_of_a_text_changes_nothing() {
+fn a_cache_that_grows_during_a_text_does_not_change_it() {
     let model = Model::builtin().unwrap();
     let mut session = Session::new(&model, &cpu(128)).unwrap();
     let options = sampled(0);
@@ -91,7 +91,7 @@ fn a_cache_that_grows_in_the_middle_of_a_text_changes_nothing() {
 }
 
 #[test]
-fn sessions_on_many_threads_give_the_texts_that_each_gives_alone() {
+fn sessions_on_many_threads_give_the_same_texts_as_alone() {
     let model = Model::builtin().unwrap();
     let want = [0, 1, 2].map(alone);
     std::thread::scope(|scope| {
@@ -108,7 +108,7 @@ fn sessions_on_many_threads_give_the_texts_that_each_gives_alone() {
 }
 
 #[test]
-fn sessions_with_another_cache_or_other_threads_share_weights_and_differ_in_nothing_else() {
+fn sessions_with_other_caches_and_thread_counts_share_weights() {
     let model = Model::builtin().unwrap();
     let want = alone(1);
     let mut sessions: Vec<_> = [(1, DType::F16), (2, DType::F16), (2, DType::F32)]
@@ -126,7 +126,7 @@ fn sessions_with_another_cache_or_other_threads_share_weights_and_differ_in_noth
 }
 
 #[test]
-fn a_device_whose_cache_cannot_grow_gives_a_further_session_an_engine_of_its_own() {
+fn another_session_gets_its_own_engine_if_the_cache_cannot_grow() {
     let model = Model::builtin().unwrap();
     let device = Device::Sim {
         seed: 1,
@@ -168,7 +168,7 @@ fn two_models_on_one_device_share_its_owner() {
         let pieces = session.generate(Prompt::Text(PROMPTS[0]), &generate).unwrap();
         pieces.map(|p| p.unwrap().text).collect()
     };
-    // Models that were opened apart share no engine.
+    // Models that were opened separately share no engine.
     let models = [(); 2].map(|()| Model::builtin().unwrap());
     let mut sessions = models.each_ref().map(|model| Session::new(model, &options).unwrap());
     let texts = sessions.each_mut().map(say);

@@ -1,4 +1,4 @@
-//! The built-in model on the simulated CUDA device: the CPU's text, every decode step replayed.
+//! The built-in model on the simulated CUDA device: the same text as on the CPU, with every decode step replayed.
 
 use refrain::{
     DType, Device, FaultScript, Generate, GraphMode, Method, Model, Prompt, SamplingParams, Session,
@@ -43,8 +43,8 @@ fn replayed_steps_give_the_text_of_the_cpu() {
     }
 }
 
-/// A greedy text with a cache of this type, and the bytes of the cache: what a position takes in the plan, and on a CUDA
-/// device those of all positions.
+/// A greedy text with a cache of this type, and the size of the cache: bytes per position in the plan and, on a CUDA
+/// device, bytes of all positions.
 fn with_cache(model: &Model, device: Device, kv_dtype: DType) -> (String, usize, Option<u64>) {
     let options = SessionOptions { device, context: Some(32), kv_dtype, ..SessionOptions::default() };
     let mut session = Session::new(model, &options).unwrap();
@@ -75,12 +75,12 @@ fn caches_of_every_type_give_the_same_text_on_cpu_and_device_and_take_their_byte
 }
 
 #[test]
-fn a_cache_of_blocks_is_refused_and_named() {
+fn a_cache_of_quantised_elements_is_refused_by_name() {
     let model = Model::builtin().unwrap();
     for device in [Device::Cpu { threads: Some(2) }, sim(GraphMode::Auto, Method::Stream, "", false)] {
         let options =
             SessionOptions { device, context: Some(64), kv_dtype: DType::Q8_0, ..SessionOptions::default() };
-        let Err(error) = Session::new(&model, &options) else { panic!("a session with such a cache") };
+        let Err(error) = Session::new(&model, &options) else { panic!("a session with a quantised cache") };
         assert_eq!(error.to_string(), "a KV cache cannot have elements of Q8_0");
         assert!(error.hint().unwrap().contains("BF16"), "{error:?}");
     }
@@ -93,7 +93,7 @@ fn session(model: &Model, ahead: usize) -> Session {
     Session::new(model, &options).unwrap()
 }
 
-/// A text that is broken off, by a stop text or by the caller, and the turn behind it.
+/// A text that is interrupted, by a stop text or by the caller, and the turn after it.
 fn turns(model: &Model, ahead: usize, stop: &str) -> (Vec<String>, u64) {
     let mut session = session(model, ahead);
     let cancel = Arc::new(AtomicBool::new(false));
@@ -126,7 +126,7 @@ fn turns(model: &Model, ahead: usize, stop: &str) -> (Vec<String>, u64) {
 }
 
 #[test]
-fn texts_that_are_broken_off_with_steps_under_way_leave_the_next_ones_as_they_are() {
+fn interrupted_texts_with_steps_in_flight_do_not_affect_the_next_ones() {
     let model = Model::builtin().unwrap();
     let (whole, _) = turns(&model, 1, "nothing like this");
     let first = &whole[0];
@@ -139,7 +139,7 @@ fn texts_that_are_broken_off_with_steps_under_way_leave_the_next_ones_as_they_ar
 }
 
 #[test]
-fn graphs_that_are_required_and_cannot_be_had_are_an_error_with_a_hint() {
+fn required_graphs_that_cannot_be_recorded_are_an_error_with_a_hint() {
     let model = Model::builtin().unwrap();
     let device = sim(GraphMode::Require, Method::Stream, "on every instantiate: fail 801", false);
     let options = SessionOptions { device, context: Some(64), ..SessionOptions::default() };

@@ -23,14 +23,14 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// How far logits of a golden may be from those of `transformers`.
+/// Tolerance of the logits of a golden model, compared with those of `transformers`.
 const GOLDEN: f64 = 1e-4;
 /// A model of each architecture whose rows are whole blocks of every type.
 const SIZES: ([usize; 4], [usize; 3]) = ([64, 256, 256, 2], [4, 2, 64]);
 const TOKENS: [u32; 8] = [1, 17, 5, 60, 3, 4, 8, 15];
 
-/// How far logits may be from those of the decoded weights in F32: products round activations to 8 or 16 bits, of which
-/// scores that are not scaled make more.
+/// Tolerance of logits, compared with those of the decoded weights in F32: products round activations to 8 or 16 bits,
+/// and unscaled scores amplify the difference.
 fn near(arch: Arch) -> f64 {
     if arch == Arch::Gemma4 { 1.5e-1 } else { 5e-2 }
 }
@@ -51,7 +51,7 @@ enum On {
     Cuda,
 }
 
-/// What a model did on a device: its logits, and whether every step was a replay.
+/// Result of a model on a device: its logits, and whether every step was a replay.
 struct Ran {
     logits: Vec<f32>,
     replayed: bool,
@@ -85,7 +85,7 @@ fn run(on: On, device: &Device, model: Model, tokens: &[u32]) -> Ran {
     }
 }
 
-/// The logits after every token, in pieces of `n` and at the end one by one.
+/// The logits after every token, evaluated `n` at a time, and at the end one by one.
 fn logits(engine: &mut Core, tokens: &[u32], n: usize) -> Vec<f32> {
     let mut sequence = engine.open();
     let (pieces, rest) = tokens.split_at(tokens.len().saturating_sub(3) / n * n);
@@ -118,7 +118,7 @@ fn vocabulary() -> VocabSpec {
     }
 }
 
-/// What was found of one architecture in one format on one device.
+/// Result of one architecture in one format on one device.
 #[derive(Default)]
 struct Found {
     goldens: Vec<String>,
@@ -167,14 +167,14 @@ fn types(device: &Device, arch: Arch, table: &mut Table) {
     let at = tempfile::tempdir().unwrap();
     let (sizes, heads) = SIZES;
     let shape = NamedShape::new(arch.name(), arch, sizes, heads);
-    // Tokens go through all experts: rounding cannot choose others.
+    // Every token uses all experts, so rounding cannot change the choice.
     let shape = if arch == Arch::Qwen3Moe { shape.with_experts([4, 4, 256]) } else { shape };
     let config = shape.fresh_config(64);
-    // Models with recurrent layers are read, not written.
+    // Models with recurrent layers can be read, but not written.
     if config.recurrent.is_some() {
         return;
     }
-    // A folder has no place for experts that lie in one tensor.
+    // A folder cannot hold experts stacked in one tensor.
     let has_experts = config.experts.is_some();
     let fresh = Model::fresh(config, 3).unwrap();
     let is_tried = |dtype: &DType| {

@@ -1,4 +1,4 @@
-//! Training through the library: what is exported is what was trained.
+//! Training through the library: the exported model is the trained one.
 
 use refrain::train::{
     AdamSettings, BatchRows, ConfigOverlay, ModelShape, NewModel, StepLearner, TrainConfig, TrainEvent,
@@ -39,8 +39,8 @@ fn text_file(folder: &Path) -> std::path::PathBuf {
     path
 }
 
-/// Two rows, and the sum of the losses of every fourth target, four times over: sixteen numbers that follow from the
-/// logits of all positions.
+/// Sums of losses over every fourth target of two rows, with four offsets: numbers that depend on the logits of all
+/// positions.
 fn losses(learner: &mut StepLearner) -> Vec<f64> {
     let n = 2 * CONTEXT;
     let tokens: Vec<i32> = (0..n).map(|i| (5 + i * 37 % 300) as i32).collect();
@@ -64,7 +64,7 @@ fn learner(model: TrainedModel) -> StepLearner {
 }
 
 #[test]
-fn a_trained_model_is_the_same_in_both_forms_it_is_exported_in() {
+fn a_trained_model_is_the_same_in_both_export_formats() {
     let folder = tempfile::tempdir().unwrap();
     let trained = refrain::train::TrainedTokenizer::train(
         &[text_file(folder.path())],
@@ -88,7 +88,7 @@ fn a_trained_model_is_the_same_in_both_forms_it_is_exported_in() {
             steps.step(&[rows], &adam, [0, 0, step, 0]).unwrap();
         }
         let want = losses(&mut steps);
-        assert!(before.iter().zip(&want).any(|(a, b)| (a - b).abs() > 0.5), "{arch} has learnt something");
+        assert!(before.iter().zip(&want).any(|(a, b)| (a - b).abs() > 0.5), "{arch} has not learnt anything");
         let model = steps.trained().unwrap();
         for (dtype, tolerance) in [(DType::F32, 1e-5), (DType::BF16, 2e-2)] {
             let hf = folder.path().join(format!("{arch}-{}", dtype.name()));
@@ -121,9 +121,9 @@ fn options() -> TrainOptions {
 }
 
 #[test]
-fn a_run_from_a_model_keeps_its_tokenizer_and_leaves_both_forms() {
+fn a_run_from_a_model_keeps_its_tokenizer_and_exports_both_formats() {
     let folder = tempfile::tempdir().unwrap();
-    // A model to start from, made by a run of its own.
+    // A model to start from, made by a separate run.
     let fresh = "new = { arch = 'gemma3', n_layers = 1, hidden = 32, ffn = 48, n_heads = 2 }\n\
                  tokenizer = { train = { vocab_size = 290 } }\nsample_every = 3\nsample_prompt = 'ten'";
     let training = Training::prepare(config(folder.path(), fresh), options(), &mut |_| {}).unwrap();

@@ -1,4 +1,4 @@
-//! Training steps that are sent ahead of their losses: the same bits, the same log, the same ends.
+//! Training steps that are launched before earlier losses are known: the same bits, the same log, the same endings.
 
 mod runs;
 
@@ -25,7 +25,7 @@ fn plain(bench: &Bench, out: &str) -> TrainConfig {
     TrainConfig { eval, eval_every: Some(5), save_every: Some(4), ..bench.config(out) }
 }
 
-/// Everything that makes steps differ: micro-steps, dropout, layers that are computed again, f32.
+/// Everything that makes steps differ: micro-steps, dropout, recomputed layers, f32.
 fn varied(bench: &Bench, out: &str) -> TrainConfig {
     let (dtype, dropout, accumulate) = (Precision::F32, 0.1, 2);
     TrainConfig { dtype, dropout, accumulate, checkpoint_activations: true, steps: 7, ..plain(bench, out) }
@@ -61,7 +61,7 @@ fn replayed_steps_in_flight_equal_eager_steps_one_by_one() {
 }
 
 #[test]
-fn the_host_waits_for_no_step_but_the_oldest() {
+fn the_host_waits_only_for_the_oldest_step() {
     let bench = Bench::new();
     let mut run = bench.start(&TrainConfig { steps: 30, ..bench.config("run") }, AHEAD, None);
     run.trainer.advance(&mut |_| {}).unwrap();
@@ -81,7 +81,7 @@ fn the_host_waits_for_no_step_but_the_oldest() {
 }
 
 #[test]
-fn a_stop_finishes_what_is_in_flight_and_the_resumed_run_equals_one_that_did_not_stop() {
+fn a_stop_finishes_the_steps_in_flight_and_the_resumed_run_equals_an_uninterrupted_one() {
     let bench = Bench::new();
     let mut whole = bench.start(&plain(&bench, "whole"), AHEAD, HELD_OUT);
     whole.finish();
@@ -113,13 +113,13 @@ fn a_stop_finishes_what_is_in_flight_and_the_resumed_run_equals_one_that_did_not
     }
 }
 
-/// Steps that make a model overflow: the second one with this rate finds weights that are far too large.
+/// Steps that make a model overflow: with this rate, the weights are far too large after one step.
 fn runaway(config: TrainConfig) -> TrainConfig {
     TrainConfig { lr: 1e30, warmup: 0, ..config }
 }
 
 #[test]
-fn a_loss_that_is_not_finite_ends_the_run_under_its_own_number_though_others_are_in_flight() {
+fn a_non_finite_loss_ends_the_run_and_names_its_step_despite_later_steps_in_flight() {
     let bench = Bench::new();
     let schedule = ScheduleKind::Constant;
     let config = |out: &str| TrainConfig { save_every: Some(4), schedule, ..bench.config(out) };
@@ -138,14 +138,14 @@ fn a_loss_that_is_not_finite_ends_the_run_under_its_own_number_though_others_are
         assert!(ends_with(checkpoint.as_deref(), "step-00000004"), "{checkpoint:?}");
         assert!(error.hint().unwrap().contains("step-00000004"), "{error:?}");
         let log: Vec<String> = bench.log(out).iter().map(|line| format!("{line:?}")).collect();
-        assert_eq!(log.len() as u64, step + 1, "nothing behind that step is logged");
+        assert_eq!(log.len() as u64, step + 1, "no later step is logged");
         ends.push((*step, log));
-        // Its states are not those of its last good step any more.
+        // The states are no longer those of the last good step.
         assert_eq!(run.trainer.learner().n_queued(), 0);
         assert!(matches!(run.trainer.save(false, &mut |_| {}), Err(TrainError::Ended { .. })));
         assert!(matches!(run.trainer.advance(&mut |_| {}), Err(TrainError::Ended { .. })));
         run.end();
-        // The checkpoint is the last good one, and a run goes on from it.
+        // The checkpoint is the last good one, and a run continues from it.
         let mut again = bench.resume(&config(out), how, None);
         assert_eq!(again.trainer.n_done(), 4);
         again.finish();
@@ -153,7 +153,7 @@ fn a_loss_that_is_not_finite_ends_the_run_under_its_own_number_though_others_are
         assert_eq!(bench.log(out), want.1);
         again.end();
     }
-    assert!(ends[0].0 >= 5, "the first step with that rate finds good weights: {:?}", ends[0]);
+    assert!(ends[0].0 >= 5, "the first step with that rate starts from good weights: {:?}", ends[0]);
     assert_eq!(ends[0], ends[1]);
 }
 
@@ -177,7 +177,7 @@ fn learner(bench: &Bench, how: How) -> Learner<CudaBackend> {
     Learner::new(backend, model, spec, 1).unwrap_or_else(|e| panic!("{e}: {e:?}"))
 }
 
-/// A token whose embedding is no number.
+/// A token whose embedding is NaN.
 const BAD: i32 = 5;
 
 fn with_a_bad_token(learner: &mut Learner<CudaBackend>) {
@@ -192,7 +192,7 @@ fn with_a_bad_token(learner: &mut Learner<CudaBackend>) {
 }
 
 #[test]
-fn a_step_that_is_not_finite_changes_nothing_and_those_behind_it_go_on_as_if_it_had_not_been() {
+fn a_non_finite_step_changes_nothing_and_later_steps_run_as_if_it_had_not_happened() {
     let bench = Bench::new();
     assert!(!bench.model(&bench.config("none")).config().tied_embeddings);
     let rows = |salt: usize, first: i32| OwnRows::new(2, salt, first);
@@ -208,7 +208,7 @@ fn a_step_that_is_not_finite_changes_nothing_and_those_behind_it_go_on_as_if_it_
     for rows in [&a, &bad, &b] {
         ahead.queue(&[rows.rows()], &ADAM, [0; 4]).unwrap();
     }
-    // A fourth has to wait, and so has what expects to be alone.
+    // A fourth step must wait, and so must work that needs an empty queue.
     assert!(matches!(ahead.queue(&[a.rows()], &ADAM, [0; 4]), Err(LearnError::InFlight { n: 3 })));
     assert!(matches!(ahead.step(&[a.rows()], &ADAM, [0; 4]), Err(LearnError::InFlight { n: 3 })));
     let outcomes = [(); 3].map(|()| ahead.collect().unwrap());
@@ -221,7 +221,7 @@ fn a_step_that_is_not_finite_changes_nothing_and_those_behind_it_go_on_as_if_it_
 }
 
 #[test]
-fn steps_that_are_abandoned_are_done_and_what_comes_next_is_behind_them() {
+fn abandoned_steps_complete_before_any_later_work() {
     let bench = Bench::new();
     let rows: Vec<OwnRows> = (0..4).map(|salt| OwnRows::new(2, salt, 40)).collect();
     let (mut want, mut ahead) = (learner(&bench, ONE_BY_ONE), learner(&bench, AHEAD));
@@ -229,7 +229,7 @@ fn steps_that_are_abandoned_are_done_and_what_comes_next_is_behind_them() {
         want.step(&[rows.rows()], &ADAM, [0; 4]).unwrap();
         ahead.queue(&[rows.rows()], &ADAM, [0; 4]).unwrap();
     }
-    // Held-out rows and states see the steps in flight as done.
+    // Held-out losses and states include the steps in flight.
     assert_eq!(ahead.evaluate(&rows[3].rows()).unwrap(), want.evaluate(&rows[3].rows()).unwrap());
     assert_same(&states(&ahead), &states(&want), "with two in flight");
     assert_eq!((ahead.n_queued(), ahead.abandon().unwrap(), ahead.n_queued()), (2, 2, 0));

@@ -1,4 +1,4 @@
-//! Training steps as recorded graphs: replayed they leave the same bits as eager ones, step after step.
+//! Training steps as recorded graphs: replayed steps leave the same bits as eager ones.
 
 use refrain_cpu::CpuBackend;
 use refrain_cuda::{CacheOptions, CudaBackend, CudaOptions, GraphMode};
@@ -11,7 +11,7 @@ use refrain_tensor::{DType, HostTensor};
 use refrain_train::learner::{AdamSettings, BatchRows, Learner};
 use std::sync::Arc;
 
-/// What a step learns from: documents of random tokens, some padding.
+/// Training data of a step: documents of random tokens, and some padding.
 struct Text {
     tokens: Vec<i32>,
     targets: Vec<i32>,
@@ -66,7 +66,7 @@ fn learner(
     n: usize,
 ) -> Learner<CudaBackend> {
     let graphs = CacheOptions { mode, method, ..CacheOptions::default() };
-    // Eager steps go one by one, replayed ones are sent ahead.
+    // Eager steps run one by one, replayed ones are queued.
     let ahead = if mode == GraphMode::Off { 1 } else { 4 };
     let mut options = CudaOptions { graphs, ahead, ..CudaOptions::default() };
     options.kernels.cache = Some(std::env::temp_dir().join("refrain-test-kernels"));
@@ -79,8 +79,8 @@ fn adam(step: usize) -> AdamSettings {
     AdamSettings { lr, betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.1, clip: Some(1.0) }
 }
 
-/// Runs steps, as many in flight as may be, and gives their losses and norms. Every micro-step must be one launch, or none
-/// of them.
+/// Runs steps, as many in flight as allowed, and returns their losses and norms. Either every micro-step must be one
+/// launch, or none.
 fn run(
     learner: &mut Learner<CudaBackend>,
     n_steps: usize,
@@ -128,7 +128,7 @@ const PLAIN: TrainSpec = TrainSpec {
 fn replayed_equals_eager(device: impl Fn() -> Device, shape: &NamedShape, n_tokens: usize, n_steps: usize) {
     let mut config = shape.fresh_config(64);
     if n_tokens < 256 {
-        // Thin enough for the simulated device.
+        // Small enough for the simulated device.
         (config.n_vocab, config.n_layers, config.hidden, config.ffn) = (67, 2, 32, 48);
         (config.n_heads, config.n_kv_heads, config.head_dim, config.rope.dims) = (4, 2, 8, 8);
         config.attn_scale = 8f32.powf(-0.5);
@@ -146,8 +146,8 @@ fn replayed_equals_eager(device: impl Fn() -> Device, shape: &NamedShape, n_toke
     }
 }
 
-/// Runs the same steps eagerly and as graphs of both methods: losses, norms and all states are the same bits. Gives the
-/// losses.
+/// Runs the same steps eagerly and as graphs of both methods: losses, norms and all states must have the same bits.
+/// Returns the losses.
 fn same_bits(
     device: impl Fn() -> Device,
     model: &Arc<Model>,
@@ -179,7 +179,7 @@ fn same_bits(
     found[0].0.iter().map(|(loss, _)| f32::from_bits(*loss)).collect()
 }
 
-/// A model with an adapter, both of whose factors have something to learn.
+/// A model with an adapter, both of whose factors have gradients.
 fn adapted(shape: &NamedShape, mix: QuantMix, dropout: f64) -> Arc<Model> {
     let model = Model::random(shape, mix).unwrap();
     let spec = LoraSpec { rank: 8, alpha: 16.0, rslora: false, dropout, targets: Targets::All };
@@ -192,7 +192,8 @@ fn adapted(shape: &NamedShape, mix: QuantMix, dropout: f64) -> Arc<Model> {
     Arc::new(model.with_adapter(&adapter).unwrap())
 }
 
-/// Adapters over frozen weights: in the type of the activations, in another one, and quantised, which the graph decodes.
+/// Adapters over frozen weights: in the type of the activations, in another float type, and quantised, which the graph
+/// decodes.
 fn adapters_replayed_equal_eager(
     device: impl Fn() -> Device,
     shape: &NamedShape,
@@ -214,19 +215,19 @@ fn adapters_replayed_equal_eager(
         if dropout > 0.0 {
             continue;
         }
-        // The CPU finds the same.
+        // The CPU gives the same result.
         let cpu = CpuBackend::new(2).unwrap().with_repacking(false);
         let mut cpu = Learner::new(cpu, Arc::clone(&model), spec, n_batches).unwrap();
         for (step, loss) in losses.iter().enumerate().take(3) {
             let text = Text::new(n_tokens, model.config().n_vocab, (step * 31) as u64);
             let want = cpu.step(&[text.rows()], &adam(step), [7, 0, step as u32, 0]).unwrap().loss;
             let most = if spec.dtype == DType::F32 { 1e-4 } else { 1e-2 };
-            assert!((loss - want).abs() < most * want, "{mix:?}, step {step}: {loss}, the CPU has {want}");
+            assert!((loss - want).abs() < most * want, "{mix:?}, step {step}: {loss}, CPU: {want}");
         }
     }
 }
 
-/// Rows of whole blocks of 256, few of them.
+/// A few rows of whole blocks of 256.
 const THIN: NamedShape = NamedShape::new("thin", Arch::Llama, [96, 256, 256, 2], [4, 2, 64]);
 
 #[test]

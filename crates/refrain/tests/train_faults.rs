@@ -1,5 +1,5 @@
-//! A failure in the middle of a training run: the run goes on and ends with the same bits, or it stops with the reason and
-//! the run that is resumed from its checkpoint ends with the same bits.
+//! A failure during a training run: either the run continues and ends with the same bits, or it stops with the reason,
+//! and the run resumed from its checkpoint ends with the same bits.
 
 mod runs;
 
@@ -14,9 +14,9 @@ use refrain_train::log::LogLine;
 use refrain_train::{TrainConfig, TrainError};
 use runs::{AHEAD, Bench, How, ONE_BY_ONE, Run, assert_same};
 
-/// Steps of a run.
+/// Number of steps of a run.
 const STEPS: u64 = 200;
-/// Steps that are done when something fails: in the middle of what is between two checkpoints.
+/// Number of completed steps at the failure: halfway between two checkpoints.
 const FAILS_AFTER: u64 = 69;
 
 struct Wanted {
@@ -29,7 +29,7 @@ fn config(bench: &Bench, out: &str) -> TrainConfig {
     TrainConfig { steps: STEPS, save_every: Some(50), keep: 2, dropout: 0.1, ..bench.config(out) }
 }
 
-/// A run of eager steps, one by one, without a failure.
+/// A run of eager steps without a failure.
 fn wanted() -> &'static Wanted {
     static WANTED: OnceLock<Wanted> = OnceLock::new();
     WANTED.get_or_init(|| {
@@ -46,7 +46,7 @@ fn wanted() -> &'static Wanted {
 fn start(out: &str, how: How, faults: &str) -> Run {
     let Wanted { bench, .. } = wanted();
     let run = bench.start(&config(bench, out), how, None);
-    // Graphs were recorded and verified: calls are counted from the first step on.
+    // Graphs are recorded and verified by now: calls are counted from the first step on.
     run.sim.inject(FaultScript::parse(faults).unwrap());
     run
 }
@@ -63,17 +63,17 @@ fn goes_on(out: &str, how: How, faults: &str) {
     run.end();
 }
 
-/// Gives the error that the run stopped with.
+/// Returns the error that ended the run.
 fn stops(out: &str, how: How, faults: &str) -> RunError {
     stops_after(start(out, how, faults), out, FAILS_AFTER)
 }
 
-/// The same for a run that has so many steps done when it stops.
+/// The same for a run that ends after this many steps.
 fn stops_after(mut run: Run, out: &str, n_done: u64) -> RunError {
     let Wanted { bench, states, log } = wanted();
     let error = run.try_finish().unwrap_err();
     assert_eq!(run.sim.unused_faults(), Vec::<String>::new(), "{out}: {error}");
-    assert_eq!(run.trainer.n_done(), n_done, "{out}: steps before it are done, {error}");
+    assert_eq!(run.trainer.n_done(), n_done, "{out}: earlier steps are complete, {error}");
     assert_eq!(bench.log(out), log[..n_done as usize], "{out}");
     let next = run.trainer.advance(&mut |_| {});
     assert!(matches!(next, Err(TrainError::Ended { step, .. }) if step == n_done), "{out}: {next:?}");
@@ -93,24 +93,24 @@ fn stops_after(mut run: Run, out: &str, n_done: u64) -> RunError {
 
 const AUTO: How = How { mode: GraphMode::Auto, ..AHEAD };
 
-/// What is said about an error and everything behind it.
+/// The messages of an error and all its causes.
 fn reason(error: &RunError) -> String {
     format!("{}: {}", error, error.reason())
 }
 
 #[test]
-fn a_failed_launch_of_the_graph_makes_a_step_eager_and_the_run_goes_on() {
+fn a_failed_graph_launch_makes_the_step_eager_and_the_run_continues() {
     goes_on("launch-auto", AUTO, "on 70th replay: fail LAUNCH_OUT_OF_RESOURCES");
 }
 
 #[test]
-fn a_graph_that_cannot_be_made_again_is_tried_later_and_the_run_goes_on() {
+fn a_graph_that_cannot_be_recorded_again_is_retried_later_and_the_run_continues() {
     let faults = "on 70th replay: fail LAUNCH_OUT_OF_RESOURCES; on 1st instantiate: out of memory";
     goes_on("lost-auto", AUTO, faults);
 }
 
 #[test]
-fn a_replay_that_comes_out_wrong_is_caught_by_verification_and_the_eager_step_stands() {
+fn a_wrong_replay_is_caught_by_verification_and_the_eager_result_is_used() {
     goes_on("wrong-auto", How { verify_every: Some(70), ..AUTO }, "on 70th replay: wrong byte");
 }
 
@@ -121,14 +121,14 @@ fn a_failed_launch_ends_a_run_that_requires_graphs() {
 }
 
 #[test]
-fn a_replay_that_comes_out_wrong_ends_a_run_that_requires_graphs() {
+fn a_wrong_replay_ends_a_run_that_requires_graphs() {
     let how = How { verify_every: Some(70), ..AHEAD };
     let error = stops("wrong-require", how, "on 70th replay: wrong byte");
     assert!(reason(&error).contains("differ"), "{}", reason(&error));
 }
 
 #[test]
-fn a_lost_context_ends_a_run_whatever_its_graphs() {
+fn a_lost_context_ends_a_run_in_any_graph_mode() {
     for (out, how) in [("lost", AHEAD), ("lost-eager", AUTO)] {
         let error = stops(out, how, "on 70th replay: illegal address");
         assert!(matches!(error, RunError::ContextLost { code: 700, .. }), "{out}: {}", reason(&error));
@@ -136,15 +136,15 @@ fn a_lost_context_ends_a_run_whatever_its_graphs() {
 }
 
 #[test]
-fn inputs_that_do_not_arrive_end_a_run() {
+fn a_failed_upload_of_inputs_ends_a_run() {
     let error = stops("upload", AUTO, "on 70th memcpy_htod_async: fail 999");
     assert!(reason(&error).contains("999"), "{}", reason(&error));
 }
 
 #[test]
-fn results_that_do_not_come_back_end_a_run() {
+fn a_failed_readback_of_results_ends_a_run() {
     let mut run = start("results", AUTO, "");
-    // Saving brings states back, too: from here to the failure there is no checkpoint.
+    // Saving reads states back, too: there is no checkpoint between here and the failure.
     (0..60).for_each(|_| run.trainer.advance(&mut |_| {}).unwrap());
     let n_sent = 60 + run.trainer.learner().n_queued() as u64;
     let nth = 2 * (FAILS_AFTER - n_sent) + 1;
@@ -157,13 +157,13 @@ fn results_that_do_not_come_back_end_a_run() {
 fn a_launch_that_does_not_return_is_reported_after_its_deadline() {
     let how = How { call_limit: Some(Duration::from_millis(300)), ..AHEAD };
     let run = start("hang", how, "on 70th replay: hang");
-    // The device thread is inside that call: nobody hears of the two steps in flight before it.
+    // The device thread is inside that call, so the two earlier steps in flight are never reported.
     let error = stops_after(run, "hang", FAILS_AFTER - 2);
     assert!(reason(&error).contains("did not reply"), "{}", reason(&error));
 }
 
 #[test]
-fn a_failure_between_the_micro_steps_of_a_step_leaves_no_part_of_its_gradients_behind() {
+fn a_failure_between_micro_steps_leaves_no_partial_gradients() {
     let bench = Bench::new();
     let config =
         |out: &str| TrainConfig { steps: 30, accumulate: 2, save_every: Some(10), ..bench.config(out) };

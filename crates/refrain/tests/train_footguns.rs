@@ -1,4 +1,4 @@
-//! How captured training steps go wrong elsewhere, each as a test on replays.
+//! Common mistakes of captured training steps, each as a test on replays.
 
 mod runs;
 
@@ -23,7 +23,7 @@ const SPEC: TrainSpec = TrainSpec {
     recompute: false,
 };
 
-/// A learner whose every step must be a replay, and what it began with.
+/// A learner that requires every step to be a replay, and its initial states.
 struct Replayed {
     learner: Learner<CudaBackend>,
     monitor: Monitor,
@@ -55,7 +55,7 @@ impl Replayed {
         outcome
     }
 
-    /// How far the first weight has moved from where it began.
+    /// Distance of the first weight from its initial value.
     fn moved(&self) -> Vec<f64> {
         let value = self.learner.table().params[0].value;
         let floats = |bytes: &[u8]| -> Vec<f32> {
@@ -85,7 +85,7 @@ fn the_count_of_steps_is_not_frozen_into_the_graph() {
     let mut bed = Replayed::new(SPEC, 1);
     let rows = OwnRows::new(2, 1, 30);
     let count = bed.learner.table().count;
-    // The first moments of a gradient g are 0.1 g and 0.05 g²; what they are divided by depends on the count.
+    // The first moments of a gradient g are 0.1 g and 0.05 g²; their divisors depend on the step count.
     let corrected = |t: i32| 0.1 / (1.0 - 0.9f64.powi(t)) / (0.05 / (1.0 - 0.95f64.powi(t))).sqrt();
     for n_steps in [0, 1, 9, 99] {
         bed.put_back();
@@ -110,7 +110,7 @@ fn the_random_state_of_dropout_is_not_frozen_into_the_graph() {
 }
 
 #[test]
-fn accumulated_gradients_are_those_of_the_step_and_are_cleared_behind_it() {
+fn accumulated_gradients_belong_to_one_step_and_are_cleared_after_it() {
     let mut bed = Replayed::new(TrainSpec { accumulates: true, ..SPEC }, 2);
     let rows: Vec<OwnRows> = (0..3).map(|salt| OwnRows::new(2, salt, 30)).collect();
     let both = [rows[0].rows(), rows[1].rows()];
@@ -120,20 +120,20 @@ fn accumulated_gradients_are_those_of_the_step_and_are_cleared_behind_it() {
     for sum in sums {
         assert!(after[sum.idx()].1.iter().all(|b| *b == 0), "{} is not cleared", after[sum.idx()].0);
     }
-    // What another step has summed meanwhile is of no consequence.
+    // The sums of another step in between must not matter.
     bed.step(&[rows[2].rows(), rows[0].rows()], &PLAIN, [0; 4]);
     bed.put_back();
     let again = bed.step(&both, &PLAIN, [0; 4]);
     assert_eq!((first.loss, first.grad_norm), (again.loss, again.grad_norm));
     assert_same(&states(&bed.learner), &after, "the same step from the same states");
-    // The first of the two batches counts: another one in its place is another step.
+    // The first of the two batches counts: another batch in its place gives another result.
     bed.put_back();
     let other = bed.step(&[rows[2].rows(), rows[1].rows()], &PLAIN, [0; 4]);
     assert_ne!(first.grad_norm, other.grad_norm);
 }
 
 #[test]
-fn the_optimiser_is_inside_the_graph_which_holds_nothing_but_kernels() {
+fn the_optimiser_is_inside_the_graph_which_contains_only_kernels() {
     for masters in [false, true] {
         let mut bed = Replayed::new(TrainSpec { dtype: DType::BF16, masters, ..SPEC }, 1);
         let plan = bed.learner.plan();
@@ -151,7 +151,7 @@ fn the_optimiser_is_inside_the_graph_which_holds_nothing_but_kernels() {
 }
 
 #[test]
-fn a_run_that_finds_a_number_that_is_not_finite_does_not_apply_the_step() {
+fn a_step_with_a_non_finite_number_is_not_applied() {
     let mut bed = Replayed::new(SPEC, 1);
     let rows = OwnRows::new(2, 1, 30);
     let value = bed.learner.table().params[0].value;
@@ -162,5 +162,5 @@ fn a_run_that_finds_a_number_that_is_not_finite_does_not_apply_the_step() {
     let before = states(&bed.learner);
     let outcome = bed.step(&[rows.rows()], &PLAIN, [0; 4]);
     assert!(!outcome.loss.is_finite() && !outcome.is_applied(), "{outcome:?}");
-    assert_same(&states(&bed.learner), &before, "weights, moments and the count of steps");
+    assert_same(&states(&bed.learner), &before, "weights, moments and step count");
 }

@@ -1,4 +1,4 @@
-//! What it costs to verify a training step: states are filled, kept and put back on the device, not by way of the host.
+//! The cost of verifying a training step: states are poisoned, saved and restored on the device, not through the host.
 
 mod runs;
 
@@ -25,8 +25,8 @@ const SPEC: TrainSpec = TrainSpec {
 const ADAM: AdamSettings =
     AdamSettings { lr: 1e-2, betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.1, clip: Some(1.0) };
 
-/// Bytes that a verification may send: a pattern of 256 KiB for each of two dtypes, control block and counters, before each
-/// of two runs of three cases. Filling, keeping and putting back all states from the host would take seven times the states.
+/// Bytes that a verification may upload: a pattern of 256 KiB for each of two dtypes, control block and counters, before
+/// each of two runs of three cases. Doing the same from the host would take seven times the size of the states.
 const FEW: u64 = 6 << 20;
 
 /// Wide and shallow: many bytes of states, few operations.
@@ -54,23 +54,23 @@ fn device() -> SimDriver {
 }
 
 #[test]
-fn a_start_sends_the_weights_once_and_little_else() {
+fn a_start_uploads_the_weights_once_and_little_else() {
     let [plain, verified] = [ONE_BY_ONE, AHEAD].map(|how| {
         let sim = device();
         let learner = learner(&sim, how);
         let bytes = sim.stats().upload_bytes;
-        assert!(state_bytes(&learner) > 8 << 20, "enough that it shows: {}", state_bytes(&learner));
-        // States that nobody has written are zeros, also behind verification.
+        assert!(state_bytes(&learner) > 8 << 20, "too few to be visible: {}", state_bytes(&learner));
+        // States that were never written are zeros, also after verification.
         let table = learner.table();
         let moments = table.params.iter().flat_map(|p| [p.m, p.v]).chain([table.count]);
         let mut held = moments.flat_map(|id| learner.state(id).unwrap());
         assert!(held.all(|b| b == 0));
         bytes
     });
-    assert!(verified - plain < FEW, "verification has sent {} bytes", verified - plain);
+    assert!(verified - plain < FEW, "verification uploaded {} bytes", verified - plain);
 }
 
-/// Steps of which the second fails; its graph is recorded and verified again some steps later, among live states.
+/// Steps of which the second fails; its graph is recorded and verified again some steps later, while states are live.
 fn a_graph_made_again(more_faults: &str) -> (SimDriver, Learner<CudaBackend>, u64) {
     let sim = device();
     let mut learner = learner(&sim, How { mode: GraphMode::Auto, ..AHEAD });
@@ -95,10 +95,10 @@ fn live_states_are_kept_on_the_device_while_a_graph_is_verified() {
     let want = states(&want);
     let (sim, learner, sent) = a_graph_made_again("");
     assert!(sent < FEW, "{sent} bytes");
-    assert_same(&states(&learner), &want, "with room on the device");
+    assert_same(&states(&learner), &want, "with space on the device");
     drop((learner, sim));
-    // Where the device has no room for a copy, the host keeps it.
+    // If the device has no space for the copy, the host holds it.
     let (_sim, learner, sent) = a_graph_made_again("on 1st alloc: out of memory");
     assert!(sent > 10 << 20, "{sent} bytes");
-    assert_same(&states(&learner), &want, "without room on the device");
+    assert_same(&states(&learner), &want, "without space on the device");
 }

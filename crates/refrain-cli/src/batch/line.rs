@@ -306,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_says_what_it_asks_for() {
+    fn every_field_of_a_line_is_read() {
         let line = r#"{"prompt": "A cat", "max_tokens": 9, "temperature": 0.5, "seed": 7, "stop": ["x", "y"],
             "logit_bias": {"5": -1.5}, "repetition_penalty": 1.1, "id": 12}"#;
         let line = BatchLine::read(1, line.as_bytes());
@@ -324,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_read_or_served_is_said_with_the_field() {
+    fn invalid_lines_are_refused_with_the_field() {
         assert!(error("{").starts_with("line 3 is not JSON"));
         assert!(error("\u{1}").starts_with("line 3 is not JSON"));
         assert_eq!(error("[1]"), "line 3 is not a JSON object");
@@ -351,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_belongs_to_the_line_that_has_its_name() {
+    fn an_answer_is_matched_to_its_line_by_id() {
         let asked = br#"{"custom_id": "q-7", "url": "/v1/completions", "body": {"prompt": "a"}}"#;
         assert!(belongs(br#"{"custom_id": "q-7", "error": null}"#, asked));
         assert!(!belongs(br#"{"custom_id": "q-8"}"#, asked));

@@ -51,10 +51,10 @@ pub(super) struct LoadArgs {
     /// Maximum number of sequences that run at once; with --url, the clients that measure the highest rate
     #[arg(long, value_name = "N", default_value = "32", requires = "load")]
     max_seqs: NonZeroUsize,
-    /// A good request has its first token within this time, in milliseconds
+    /// Longest time to the first token of a good request, in milliseconds
     #[arg(long, value_name = "MS", default_value = "1000", requires = "load")]
     ttft_limit: u32,
-    /// A good request has, on average, this time between tokens at most, in milliseconds
+    /// Longest mean time between the tokens of a good request, in milliseconds
     #[arg(long, value_name = "MS", default_value = "100", requires = "load")]
     token_limit: u32,
     /// Seed of lengths and arrivals
@@ -132,7 +132,7 @@ pub(super) fn measure(
     let options = ServiceOptions {
         session,
         max_seqs: load.max_seqs.get(),
-        // An open loop sends on, whatever is waiting.
+        // An open loop keeps sending, no matter how many requests wait.
         max_requests: load.requests.get().max(load.max_seqs.get()),
         kv_tokens: None,
     };
@@ -191,7 +191,7 @@ fn drive(args: &Args, target: &dyn LoadTarget, name: &str, context: &CliContext)
         }
         match report.failed.iter().next() {
             Some((why, _)) if report.n_completed == 0 => {
-                let hint = "try one request by hand first, with the longest lengths of the load";
+                let hint = "try a single request of the longest lengths first";
                 Err(Hinted::new(format!("every request failed: {why}"), hint).into())
             }
             _ => Ok(report),
@@ -325,10 +325,14 @@ fn page(name: &str, options: &LoadOptions, report: &LoadReport, args: &Args) -> 
         format!("{p50} median, {p99} at the 99th percentile")
     };
     let (command, date) = (profile::command(), profile::date_utc(std::time::SystemTime::now()));
+    let device = match &args.load.url {
+        Some(_) => "that of the server".into(),
+        None => profile::device_name(&args.device),
+    };
     let facts = [
         ("command", command),
         ("date", date),
-        ("device", profile::device_name(&args.device)),
+        ("device", device),
         ("arrivals", arrivals_text(options.arrivals)),
         ("requests", format!("{} completed, {} failed", report.n_completed, report.n_failed())),
         ("output", format!("{} tok/s", short_rate(report.tokens_per_second()))),

@@ -1,4 +1,4 @@
-//! A plan as a page of its own: no script, no other file.
+//! A plan as a self-contained page, without scripts.
 
 use super::{in_arena, kernel, shapes, writer};
 use refrain::graph::{Plan, SegmentKind};
@@ -21,7 +21,8 @@ rect{stroke:#161616}rect:hover{stroke:#fff}td,th{border-color:#333}tr:hover{back
 pub(super) fn page(title: &str, plan: &Plan, bounds: &[String]) -> String {
     let title = escape(title);
     let mut out = format!(
-        "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><title>{title}</title>\n\
+        "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
+         <meta name=\"viewport\" content=\"width=device-width\"><title>{title}</title>\n\
          <style>{STYLE}</style></head><body>\n<h1>{title}</h1>\n<ul>\n"
     );
     for (i, segment) in plan.segments().iter().enumerate() {
@@ -52,7 +53,8 @@ fn arena(out: &mut String, plan: &Plan) {
     let size = ByteSize(plan.arena_bytes() as u64);
     let _ = writeln!(
         out,
-        "<h2>Arena: {size}, {} buffers</h2>\n<p>Steps run to the right, addresses downwards, not to scale. Point at a buffer.</p>\n\
+        "<h2>Arena: {size}, {} buffers</h2>\n<p>Steps run to the right, addresses downwards, not to scale. \
+         The colour is the op that writes a buffer first. Point at a buffer for its details.</p>\n\
          <svg viewBox=\"0 0 {MAP_WIDTH} {MAP_HEIGHT}\" role=\"img\" aria-label=\"arena map\">",
         in_arena(plan).count()
     );
@@ -86,9 +88,9 @@ fn arena(out: &mut String, plan: &Plan) {
     out.push_str("</p>\n");
 }
 
-/// A colour for each op, in the order in which they appear, as far apart as a wheel of hues allows.
+/// A colour for each op, in order of appearance, with well separated hues.
 fn hue<'a>(ops: &mut Vec<&'a str>, op: &'a str) -> String {
-    // The golden angle keeps neighbours apart however many there are.
+    // Steps of the golden angle separate hues for any number of ops.
     const GOLDEN_ANGLE: f64 = 137.508;
     let idx = ops.iter().position(|known| *known == op).unwrap_or_else(|| {
         ops.push(op);

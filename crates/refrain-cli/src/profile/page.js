@@ -85,7 +85,7 @@
   }
 
   function describe(bar) {
-    if (!bar) { hover.textContent = "Point at a launch."; return; }
+    if (!bar) { hover.textContent = "Point at a launch for its details."; return; }
     if (bar.lane === 0) {
       hover.textContent = `step ${bar.number}, ${bar.tokens} token${bar.tokens === 1 ? "" : "s"}\n` +
         `${time(bar.us)}, ${bar.launches} launch${bar.launches === 1 ? "" : "es"}, starts at ${time(bar.start)}`;

@@ -36,7 +36,7 @@ pub(super) fn page(title: &str, origin: &ProfileOrigin, status: &Status, timelin
     out.push_str(
         ". Each launch was timed separately, so steps are slower than as one graph. Scroll to zoom, drag to move, \
          double-click to show everything.</p>\n<canvas id=\"lanes\" tabindex=\"0\" role=\"img\" \
-         aria-label=\"timeline of launches\"></canvas>\n<pre id=\"hover\">Point at a launch.</pre>\n",
+         aria-label=\"timeline of launches\"></canvas>\n<pre id=\"hover\">Point at a launch for its details.</pre>\n",
     );
     table(&mut out, status);
     let data = data(status, timeline).to_string();
@@ -52,7 +52,7 @@ fn table(out: &mut String, status: &Status) {
     let lines = lines(status);
     let total: f64 = lines.iter().map(|l| l.ms).sum::<f64>().max(f64::MIN_POSITIVE);
     out.push_str(
-        "<table><thead><tr><th>kernel<th>launches<th>ms<th>\u{b5}s each<th>KB each<th>GB/s<th>of peak<th>time</tr>\
+        "<table><thead><tr><th>kernel<th>launches<th>ms<th>\u{b5}s each<th>KB each<th>GB/s<th>of peak GB/s<th>share of time</tr>\
          </thead>\n",
     );
     let row = |out: &mut String, class: &str, name: &str, n: u64, ms: f64, bytes: u64| {

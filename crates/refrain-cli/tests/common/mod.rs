@@ -1,5 +1,5 @@
-//! Driving the real binary, with a store of its own and no network.
-#![allow(dead_code)] // Each test file uses its part.
+//! Runs the real binary, with its own store and no network.
+#![allow(dead_code)] // Each test file uses only some of it.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ pub(crate) struct Cli {
     pub(crate) home: tempfile::TempDir,
 }
 
-/// How a command ended.
+/// Output and exit code of a command.
 pub(crate) struct Ended {
     pub(crate) code: Option<i32>,
     pub(crate) stdout: String,
@@ -45,7 +45,7 @@ impl Cli {
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().expect("the binary runs");
         let mut stdin = child.stdin.take().expect("a pipe");
-        // A command that fails early does not read; that is for the test to judge.
+        // A command that fails early does not read its input; the test checks the result.
         let _ = stdin.write_all(input);
         drop(stdin);
         ended(child.wait_with_output().expect("it ends"))
@@ -80,20 +80,20 @@ pub(crate) fn ended(output: Output) -> Ended {
 }
 
 impl Ended {
-    /// The output of a command that went well.
+    /// The output of a command that succeeded.
     #[track_caller]
     pub(crate) fn ok(self) -> String {
         assert_eq!(self.code, Some(0), "stdout: {}\nstderr: {}", self.stdout, self.stderr);
         self.stdout
     }
 
-    /// The JSON output of a command that went well.
+    /// The JSON output of a command that succeeded.
     #[track_caller]
     pub(crate) fn json(self) -> serde_json::Value {
         serde_json::from_str(&self.ok()).expect("one JSON object")
     }
 
-    /// What a command that failed said: an error and a hint, nothing of internals, nothing on standard output.
+    /// The message of a failed command: an error and a hint, no internals, nothing on standard output.
     #[track_caller]
     pub(crate) fn refused(self) -> String {
         assert_eq!(self.code, Some(1), "stdout: {}\nstderr: {}", self.stdout, self.stderr);
@@ -108,7 +108,7 @@ impl Ended {
         self.stderr
     }
 
-    /// What a command said that was called in a wrong way.
+    /// The message of a command with a usage error.
     #[track_caller]
     pub(crate) fn misused(self) -> String {
         assert_eq!(self.code, Some(2), "stdout: {}\nstderr: {}", self.stdout, self.stderr);

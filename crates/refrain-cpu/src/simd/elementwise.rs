@@ -287,6 +287,20 @@ impl Map2 for Norm {
     }
 }
 
+/// `x = gelu(x)`.
+pub fn gelu_erf_inplace(level: Level, x: &mut [f32]) {
+    #[derive(Clone, Copy)]
+    struct GeluErf;
+    impl Map2 for GeluErf {
+        #[inline(always)]
+        fn apply<S: Simd>(self, s: S, a: S::F, _: S::F) -> S::F {
+            math::gelu_erf(s, a)
+        }
+    }
+    let (out, n) = (x.as_mut_ptr(), x.len());
+    level.dispatch(MapRows { f: GeluErf, a: out, b: out, out, n });
+}
+
 /// `out = x / √(mean x² + eps) * w`.
 ///
 /// # Panics

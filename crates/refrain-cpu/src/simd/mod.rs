@@ -25,8 +25,9 @@ pub use acts::{ActError, ActKind, act_bytes, act_kind, quantize_row};
 pub use attention::{AttendState, KEY_CHUNK, KvBlock, KvRows, Scores, attend_block};
 pub use elementwise::{
     add, add_inplace, add_rms_norm, argmax, axpy, bf16_to_f32, dot, exp_inplace, f16_to_f32, f32_to_bf16,
-    f32_to_f16, gelu_tanh_mul, gelu_tanh_mul_inplace, max, mul, mul_inplace, rms_norm, rms_norm_inplace,
-    rope_interleaved, rope_neox, scale_inplace, silu_mul, silu_mul_inplace, softmax_inplace, sum,
+    f32_to_f16, gelu_erf_inplace, gelu_tanh_mul, gelu_tanh_mul_inplace, max, mul, mul_inplace, rms_norm,
+    rms_norm_inplace, rope_interleaved, rope_neox, scale_inplace, silu_mul, silu_mul_inplace,
+    softmax_inplace, sum,
 };
 pub use gemm::{Factor, Rounded, gemm, gemm_scratch};
 pub use level::Level;

@@ -10,6 +10,7 @@ use std::collections::HashMap;
 
 struct Sim {
     pool: SharedPool,
+    window: Option<usize>,
     /// Prefix written to (block, offset).
     memory: HashMap<(u32, usize), Vec<u32>>,
     seqs: Vec<Sim1>,
@@ -23,15 +24,20 @@ struct Sim1 {
 
 impl Sim {
     fn new(n_blocks: usize, kv_block: usize) -> Sim {
-        let pool = SharedPool::new(BlockPool::new(n_blocks, kv_block), n_blocks);
-        Sim { pool, memory: HashMap::new(), seqs: Vec::new() }
+        Sim::windowed(n_blocks, kv_block, None)
+    }
+
+    fn windowed(n_blocks: usize, kv_block: usize, window: Option<usize>) -> Sim {
+        let pool = SharedPool::new(BlockPool::new(n_blocks, kv_block), n_blocks).windowed(window);
+        Sim { pool, window, memory: HashMap::new(), seqs: Vec::new() }
     }
 
     /// Makes a sequence hold `prompt`, as an engine does; false if the pool is full.
     fn prompt(&mut self, idx: usize, prompt: &[u32]) -> bool {
         let seq = &mut self.seqs[idx];
         let n_shared = seq.tokens.iter().zip(prompt).take_while(|(a, b)| a == b).count();
-        let n_held = seq.table.write_from(n_shared.min(prompt.len().saturating_sub(1)));
+        let n_shared = n_shared.min(prompt.len().saturating_sub(1));
+        let n_held = seq.table.write_from(seq.table.max_kept(n_shared, seq.tokens.len()));
         let n_held = seq.table.reuse(prompt, n_held);
         seq.tokens = prompt[..n_held].to_vec();
         if seq.table.fit(prompt.len()).is_err() {
@@ -54,6 +60,7 @@ impl Sim {
             self.memory.insert(place, seq.tokens.clone());
         }
         seq.table.publish(&seq.tokens);
+        seq.table.leave_window(seq.tokens.len());
         true
     }
 
@@ -61,11 +68,17 @@ impl Sim {
         let kv_block = self.pool.kv_block();
         let mut held: HashMap<u32, u32> = HashMap::new();
         for (idx, Sim1 { tokens, table }) in self.seqs.iter().enumerate() {
-            for position in 0..tokens.len() {
+            // The next step attends to `window` positions with its own.
+            let first = self.window.map_or(0, |window| (tokens.len() + 1).saturating_sub(window));
+            for position in first..tokens.len() {
                 let place = (table.blocks()[position / kv_block], position % kv_block);
                 assert_eq!(self.memory[&place], tokens[..=position], "sequence {idx} at {position}");
             }
-            table.blocks().iter().for_each(|&block| *held.entry(block).or_default() += 1);
+            let is_gone = |column: usize| table.blocks()[column] == GONE;
+            assert!((0..table.blocks().len()).all(|column| is_gone(column) == (column < table.n_gone)));
+            assert!(table.n_gone * kv_block <= first);
+            let there = table.blocks().iter().filter(|block| **block != GONE);
+            there.for_each(|&block| *held.entry(block).or_default() += 1);
         }
         let pool_state = self.pool.lock();
         for (block, entry) in pool_state.pool.blocks.iter().enumerate() {
@@ -117,9 +130,10 @@ proptest! {
     fn every_sequence_finds_its_own_prefix_whatever_others_did(
         n_blocks in 1usize..12,
         kv_block in 1usize..5,
+        window in prop::option::of(1usize..9),
         acts in acts(),
     ) {
-        let mut sim = Sim::new(n_blocks, kv_block);
+        let mut sim = Sim::windowed(n_blocks, kv_block, window);
         for act in acts {
             let n = sim.seqs.len();
             match act {
@@ -140,7 +154,8 @@ proptest! {
                     let mut table = sim.pool.table();
                     let from = &sim.seqs[seq % n];
                     let n_held = from.table.fork(from.tokens.len(), &mut table);
-                    prop_assert_eq!(n_held, from.tokens.len() / kv_block * kv_block);
+                    let is_whole = from.table.n_gone == 0;
+                    prop_assert_eq!(n_held, if is_whole { from.tokens.len() / kv_block * kv_block } else { 0 });
                     let tokens = from.tokens[..n_held].to_vec();
                     sim.seqs.push(Sim1 { tokens, table });
                 }
@@ -195,6 +210,31 @@ fn a_cached_prefix_is_found_until_its_blocks_are_needed() {
     assert!(sim.prompt(four, &[9, 9, 9, 9, 9, 9]));
     let five = open(&mut sim);
     assert_eq!(sim.seqs[five].table.reuse(&[1, 2, 3, 4, 5], 0), 2);
+}
+
+#[test]
+fn blocks_that_the_window_has_left_serve_others_and_are_never_found_with_other_content() {
+    let mut sim = Sim::windowed(4, 2, Some(3));
+    let table = sim.pool.table();
+    sim.seqs.push(Sim1 { tokens: Vec::new(), table });
+    assert!(sim.prompt(0, &[1, 2]));
+    // A window of three positions needs two blocks, or three while a new one begins.
+    for token in 3..40 {
+        assert!(sim.append(0, &[token]));
+        sim.check();
+        assert!(sim.pool.counts().used <= 3);
+    }
+    // The first block was written again since, so the beginning is not found.
+    let mut table = sim.pool.table();
+    assert_eq!(table.reuse(&[1, 2, 3, 4, 5], 0), 0);
+    // To continue from an earlier token, everything is evaluated again.
+    assert_eq!(sim.seqs[0].table.max_kept(20, 39), 0);
+    assert_eq!(sim.seqs[0].table.max_kept(39, 39), 39);
+    let mut reserved = Sim::windowed(8, 2, Some(3));
+    let table = reserved.pool.reserve(16).unwrap();
+    reserved.seqs.push(Sim1 { tokens: Vec::new(), table });
+    assert!(reserved.prompt(0, &[1, 2, 3, 4, 5, 6, 7, 8, 9]));
+    assert_eq!((reserved.pool.counts().used, reserved.seqs[0].table.max_kept(2, 9)), (5, 2));
 }
 
 #[test]

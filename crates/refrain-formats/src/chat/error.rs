@@ -37,7 +37,7 @@ pub enum ChatError {
         line: usize,
     },
     /// The template holds too much memory at once.
-    #[error("chat template needs more than {limit_bytes} bytes of memory (line {line})")]
+    #[error("chat template needs more than {} MiB of memory (line {line})", .limit_bytes / 1_048_576)]
     OutOfMemory {
         /// The limit on live bytes.
         limit_bytes: usize,

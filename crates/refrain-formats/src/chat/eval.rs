@@ -11,9 +11,9 @@ use std::time::SystemTime;
 use super::budget::{Budget, Charge};
 use super::error::{Stop, StopKind};
 use super::program::{
-    Arg, BinaryOp, Body, Call, CompareOp, Expr, ExprKind, ForLoop, Macro, Name, Stmt, StmtKind,
+    BinaryOp, Body, Call, CallArg, CompareOp, Expr, ExprKind, ForLoop, Macro, Name, Stmt, StmtKind,
 };
-use super::value::{Function, ListBuilder, LoopState, TextBuilder, Val};
+use super::value::{GlobalFunction, ListBuilder, LoopState, TextBuilder, Val};
 use super::{clock, filters, methods, ops, predicates, python};
 
 /// Memory of a scope, namespace or macro besides its variables' values.
@@ -22,7 +22,7 @@ const ENTRY_BYTES: usize = 128;
 const MAX_RANGE: i128 = 100_000;
 
 /// Variables of a loop iteration, a macro call or a `with` block.
-struct Scope {
+struct VariableScope {
     variables: Vec<(Name, Val)>,
     parent: Option<usize>,
     is_captured: bool, // a macro refers to it
@@ -49,13 +49,13 @@ enum Flow {
 }
 
 /// Arguments of a call.
-pub(super) struct Args {
+pub(super) struct CallArgs {
     positional: Vec<Val>,
     named: Vec<(Name, Val)>,
     _charges: Vec<Charge>,
 }
 
-impl Args {
+impl CallArgs {
     /// Removes an argument by name or position.
     pub(super) fn take(&mut self, idx: usize, name: &str) -> Option<Val> {
         if let Some(at) = self.named.iter().position(|(known, _)| &**known == name) {
@@ -64,7 +64,7 @@ impl Args {
         self.positional.get_mut(idx).map(std::mem::take)
     }
 
-    /// Like [`Args::take`], for an argument that must be there.
+    /// Like [`CallArgs::take`], for an argument that must be there.
     pub(super) fn require(&mut self, idx: usize, name: &str) -> Result<Val, Stop> {
         self.take(idx, name).ok_or_else(|| Stop::failed(format!("the argument {name} is missing")))
     }
@@ -102,14 +102,18 @@ impl Args {
     }
 
     /// The same arguments for another call.
-    pub(super) fn copy(&self, budget: &Budget) -> Result<Args, Stop> {
+    pub(super) fn copy(&self, budget: &Budget) -> Result<CallArgs, Stop> {
         let n_bytes = size_of_val(self.positional.as_slice()) + size_of_val(self.named.as_slice());
         let charge = budget.charge(n_bytes)?;
-        Ok(Args { positional: self.positional.clone(), named: self.named.clone(), _charges: vec![charge] })
+        Ok(CallArgs {
+            positional: self.positional.clone(),
+            named: self.named.clone(),
+            _charges: vec![charge],
+        })
     }
 
     /// The arguments after the first `n`.
-    pub(super) fn after(mut self, n: usize) -> Args {
+    pub(super) fn after(mut self, n: usize) -> CallArgs {
         self.positional.drain(..n.min(self.positional.len()));
         self
     }
@@ -118,7 +122,7 @@ impl Args {
 pub(super) struct Interpreter<'b> {
     pub(super) budget: &'b Budget,
     now: SystemTime,
-    scopes: Vec<Scope>,
+    scopes: Vec<VariableScope>,
     scope: usize,
     namespaces: Vec<Namespace>,
     macros: Vec<BoundMacro>,
@@ -133,8 +137,12 @@ impl<'b> Interpreter<'b> {
         now: SystemTime,
         variables: Vec<(Name, Val)>,
     ) -> Result<Self, Stop> {
-        let outermost =
-            Scope { variables, parent: None, is_captured: true, _charge: budget.charge(ENTRY_BYTES)? };
+        let outermost = VariableScope {
+            variables,
+            parent: None,
+            is_captured: true,
+            _charge: budget.charge(ENTRY_BYTES)?,
+        };
         Ok(Self {
             budget,
             now,
@@ -159,7 +167,7 @@ impl<'b> Interpreter<'b> {
 
     fn enter(&mut self, parent: usize) -> Result<(), Stop> {
         let charge = self.budget.charge(ENTRY_BYTES)?;
-        self.scopes.push(Scope {
+        self.scopes.push(VariableScope {
             variables: Vec::new(),
             parent: Some(parent),
             is_captured: false,
@@ -208,11 +216,11 @@ impl<'b> Interpreter<'b> {
             next = scope.parent;
         }
         match name {
-            "range" => Val::Function(Function::Range),
-            "dict" => Val::Function(Function::Dict),
-            "namespace" => Val::Function(Function::Namespace),
-            "raise_exception" => Val::Function(Function::RaiseException),
-            "strftime_now" => Val::Function(Function::StrftimeNow),
+            "range" => Val::Function(GlobalFunction::Range),
+            "dict" => Val::Function(GlobalFunction::Dict),
+            "namespace" => Val::Function(GlobalFunction::Namespace),
+            "raise_exception" => Val::Function(GlobalFunction::RaiseException),
+            "strftime_now" => Val::Function(GlobalFunction::StrftimeNow),
             _ => Val::Undefined,
         }
     }
@@ -504,18 +512,18 @@ impl<'b> Interpreter<'b> {
         filters::apply(self, name, value, args)
     }
 
-    fn args(&mut self, sources: &[Arg]) -> Result<Args, Stop> {
-        let mut args = Args { positional: Vec::new(), named: Vec::new(), _charges: Vec::new() };
+    fn args(&mut self, sources: &[CallArg]) -> Result<CallArgs, Stop> {
+        let mut args = CallArgs { positional: Vec::new(), named: Vec::new(), _charges: Vec::new() };
         for source in sources {
             match source {
-                Arg::Positional(value) => args.positional.push(self.eval(value)?),
-                Arg::Named(name, value) => args.named.push((name.clone(), self.eval(value)?)),
-                Arg::List(values) => {
+                CallArg::Positional(value) => args.positional.push(self.eval(value)?),
+                CallArg::Named(name, value) => args.named.push((name.clone(), self.eval(value)?)),
+                CallArg::List(values) => {
                     let values = self.eval(values)?.items(self.budget)?;
                     args._charges.push(self.budget.charge(size_of_val(values.items.as_slice()))?);
                     args.positional.extend_from_slice(&values.items);
                 }
-                Arg::Map(values) => {
+                CallArg::Map(values) => {
                     let Val::Map(values) = self.eval(values)? else {
                         return Err(Stop::failed("** needs a dictionary"));
                     };
@@ -536,7 +544,7 @@ impl<'b> Interpreter<'b> {
         self.call_with(call, args)
     }
 
-    fn call_with(&mut self, call: &Call, args: Args) -> Result<Val, Stop> {
+    fn call_with(&mut self, call: &Call, args: CallArgs) -> Result<Val, Stop> {
         if let ExprKind::Attr(object, name) = &call.callee.kind {
             let object = self.eval(object)?;
             return match self.field(&object, name)? {
@@ -553,7 +561,7 @@ impl<'b> Interpreter<'b> {
         self.call_value(&callee, args)
     }
 
-    fn call_value(&mut self, callee: &Val, args: Args) -> Result<Val, Stop> {
+    fn call_value(&mut self, callee: &Val, args: CallArgs) -> Result<Val, Stop> {
         match callee {
             Val::Function(function) => self.call_function(*function, args),
             Val::Macro(idx) => self.call_macro(*idx, args),
@@ -575,7 +583,7 @@ impl<'b> Interpreter<'b> {
         }
     }
 
-    fn call_macro(&mut self, idx: usize, mut args: Args) -> Result<Val, Stop> {
+    fn call_macro(&mut self, idx: usize, mut args: CallArgs) -> Result<Val, Stop> {
         let BoundMacro { source, scope, .. } = &self.macros[idx];
         let (source, scope) = (source.clone(), *scope);
         if args.positional.len() > source.params.len() {
@@ -606,10 +614,10 @@ impl<'b> Interpreter<'b> {
         result.map(|_| text)
     }
 
-    fn call_function(&mut self, function: Function, mut args: Args) -> Result<Val, Stop> {
+    fn call_function(&mut self, function: GlobalFunction, mut args: CallArgs) -> Result<Val, Stop> {
         match function {
-            Function::Range => self.range(args),
-            Function::Dict => {
+            GlobalFunction::Range => self.range(args),
+            GlobalFunction::Dict => {
                 let first = match args.take(0, "") {
                     Some(Val::Map(map)) => map.entries.clone(),
                     Some(other) => {
@@ -620,7 +628,7 @@ impl<'b> Interpreter<'b> {
                 let named = args.named.into_iter().map(|(name, value)| (Val::Literal(name), value));
                 Val::map(self.budget, first.into_iter().chain(named))
             }
-            Function::Namespace => {
+            GlobalFunction::Namespace => {
                 let mut fields = Vec::new();
                 let mut charge = self.budget.charge(ENTRY_BYTES)?;
                 if let Some(Val::Map(map)) = args.take(0, "") {
@@ -635,11 +643,11 @@ impl<'b> Interpreter<'b> {
                 self.namespaces.push(Namespace { fields, charge });
                 Ok(Val::Namespace(self.namespaces.len() - 1))
             }
-            Function::RaiseException => {
+            GlobalFunction::RaiseException => {
                 let reason = python::to_str(&args.require(0, "message")?, self.budget)?;
                 Err(StopKind::Refused { reason: reason.as_str().unwrap_or_default().to_owned() }.into())
             }
-            Function::StrftimeNow => {
+            GlobalFunction::StrftimeNow => {
                 let format = args.text(0, "format")?;
                 let format = format.as_str().unwrap_or_default();
                 // No code writes more than 32 bytes.
@@ -649,7 +657,7 @@ impl<'b> Interpreter<'b> {
         }
     }
 
-    fn range(&mut self, mut args: Args) -> Result<Val, Stop> {
+    fn range(&mut self, mut args: CallArgs) -> Result<Val, Stop> {
         let first = args.int(0, "start")?.ok_or_else(|| Stop::failed("range() needs a number"))?;
         let (start, stop) = match args.int(1, "stop")? {
             Some(stop) => (first, stop),

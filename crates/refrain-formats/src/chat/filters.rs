@@ -4,7 +4,7 @@ use std::cmp::Ordering;
 
 use super::budget::Budget;
 use super::error::Stop;
-use super::eval::{Args, Interpreter};
+use super::eval::{CallArgs, Interpreter};
 use super::predicates;
 use super::python::{self, JsonStyle};
 use super::value::{ListBuilder, TextBuilder, Val};
@@ -13,7 +13,12 @@ use super::value::{ListBuilder, TextBuilder, Val};
 const MAX_WIDTH: usize = 1000;
 
 /// `value | name(args)`.
-pub(super) fn apply(it: &mut Interpreter<'_>, name: &str, value: Val, mut args: Args) -> Result<Val, Stop> {
+pub(super) fn apply(
+    it: &mut Interpreter<'_>,
+    name: &str,
+    value: Val,
+    mut args: CallArgs,
+) -> Result<Val, Stop> {
     let budget = it.budget;
     match name {
         "default" | "d" => {
@@ -60,7 +65,7 @@ pub(super) fn apply(it: &mut Interpreter<'_>, name: &str, value: Val, mut args: 
 }
 
 /// Filters of strings; other values are converted first, as in Jinja.
-fn on_text(budget: &Budget, name: &str, value: &Val, args: &mut Args) -> Result<Option<Val>, Stop> {
+fn on_text(budget: &Budget, name: &str, value: &Val, args: &mut CallArgs) -> Result<Option<Val>, Stop> {
     if !matches!(
         name,
         "trim"
@@ -120,7 +125,7 @@ fn on_text(budget: &Budget, name: &str, value: &Val, args: &mut Args) -> Result<
     }))
 }
 
-fn on_list(it: &Interpreter<'_>, name: &str, value: &Val, mut args: Args) -> Result<Option<Val>, Stop> {
+fn on_list(it: &Interpreter<'_>, name: &str, value: &Val, mut args: CallArgs) -> Result<Option<Val>, Stop> {
     let budget = it.budget;
     Ok(Some(match name {
         "join" => {
@@ -237,7 +242,7 @@ fn compare_keys(a: &Val, b: &Val, sensitive: bool, budget: &Budget) -> Result<Or
 }
 
 /// `map`, `select` and `reject`, of items or of an attribute of each.
-fn each(it: &mut Interpreter<'_>, name: &str, value: &Val, mut args: Args) -> Result<Val, Stop> {
+fn each(it: &mut Interpreter<'_>, name: &str, value: &Val, mut args: CallArgs) -> Result<Val, Stop> {
     let budget = it.budget;
     let items = value.items(budget)?;
     let mut out = ListBuilder::new(budget)?;
@@ -296,7 +301,7 @@ fn by_path(it: &Interpreter<'_>, value: &Val, path: &Val) -> Result<Val, Stop> {
     Ok(found)
 }
 
-fn tojson(budget: &Budget, value: &Val, mut args: Args) -> Result<Val, Stop> {
+fn tojson(budget: &Budget, value: &Val, mut args: CallArgs) -> Result<Val, Stop> {
     let indent = args.int(0, "indent")?.map(|n| usize::try_from(n).unwrap_or(0).min(64));
     let (mut item, mut key) = (if indent.is_some() { "," } else { ", " }.to_owned(), ": ".to_owned());
     if let Some(Val::List(separators)) = args.take(usize::MAX, "separators") {
@@ -370,7 +375,7 @@ fn to_int(value: &Val, budget: &Budget) -> Result<Option<Val>, Stop> {
     Ok(number.filter(|number| number.is_finite()).map(|number| Val::Int(number as i128)))
 }
 
-fn round(value: &Val, args: &mut Args) -> Result<Val, Stop> {
+fn round(value: &Val, args: &mut CallArgs) -> Result<Val, Stop> {
     let places = args.int(0, "precision")?.unwrap_or(0).clamp(-300, 300) as i32;
     let method = args.take(1, "method");
     let Some(number) = value.as_float() else {
@@ -439,7 +444,7 @@ pub(super) fn replace(
     Ok(out.finish())
 }
 
-fn indent(budget: &Budget, text: &str, args: &mut Args) -> Result<Val, Stop> {
+fn indent(budget: &Budget, text: &str, args: &mut CallArgs) -> Result<Val, Stop> {
     let width = args.take(0, "width").unwrap_or(Val::Int(4));
     let (first, blank) = (args.flag(1, "first"), args.flag(2, "blank"));
     let spaces;
@@ -513,7 +518,7 @@ pub(super) fn join(budget: &Budget, values: &Val, separator: &str) -> Result<Val
 }
 
 /// `batch(n)`: lists of `n` items; `slice(n)`: `n` lists.
-fn chunks(budget: &Budget, name: &str, value: &Val, args: &mut Args) -> Result<Val, Stop> {
+fn chunks(budget: &Budget, name: &str, value: &Val, args: &mut CallArgs) -> Result<Val, Stop> {
     let n = args.int(0, "count")?.and_then(|n| usize::try_from(n).ok()).filter(|&n| n > 0);
     let n = n.ok_or_else(|| Stop::failed(format!("{name} needs a count above 0")))?;
     let fill = args.take(1, "fill_with");
@@ -681,7 +686,7 @@ pub(super) fn percent_format(format: &str, values: &[Val], budget: &Budget) -> R
 }
 
 /// `"{} {name}".format(values)`.
-pub(super) fn brace_format(budget: &Budget, format: &str, args: &Args) -> Result<Val, Stop> {
+pub(super) fn brace_format(budget: &Budget, format: &str, args: &CallArgs) -> Result<Val, Stop> {
     let mut out = TextBuilder::new(budget)?;
     let mut next = 0;
     let mut remaining = format;

@@ -2,12 +2,12 @@
 
 use super::budget::Budget;
 use super::error::Stop;
-use super::eval::{Args, Interpreter};
+use super::eval::{CallArgs, Interpreter};
 use super::filters;
 use super::value::{ListBuilder, Val};
 
 /// Calls `object.name(args)`.
-pub(super) fn call(it: &mut Interpreter<'_>, object: &Val, name: &str, args: Args) -> Result<Val, Stop> {
+pub(super) fn call(it: &mut Interpreter<'_>, object: &Val, name: &str, args: CallArgs) -> Result<Val, Stop> {
     let budget = it.budget;
     let result = match object {
         Val::Map(_) => dict_method(budget, object, name, args)?,
@@ -31,7 +31,7 @@ pub(super) fn call(it: &mut Interpreter<'_>, object: &Val, name: &str, args: Arg
     result.ok_or_else(|| Stop::failed(format!("unknown method: a {} has no method {name}", object.kind())))
 }
 
-fn dict_method(budget: &Budget, object: &Val, name: &str, mut args: Args) -> Result<Option<Val>, Stop> {
+fn dict_method(budget: &Budget, object: &Val, name: &str, mut args: CallArgs) -> Result<Option<Val>, Stop> {
     let Val::Map(map) = object else { return Ok(None) };
     let mut out = ListBuilder::new(budget)?;
     match name {
@@ -48,7 +48,7 @@ fn dict_method(budget: &Budget, object: &Val, name: &str, mut args: Args) -> Res
     out.finish().map(Some)
 }
 
-fn string_method(budget: &Budget, object: &Val, name: &str, mut args: Args) -> Result<Option<Val>, Stop> {
+fn string_method(budget: &Budget, object: &Val, name: &str, mut args: CallArgs) -> Result<Option<Val>, Stop> {
     let text = object.as_str().unwrap_or_default();
     budget.work(text.len())?;
     let every = |is: fn(char) -> bool| Val::Bool(!text.is_empty() && text.chars().all(is));

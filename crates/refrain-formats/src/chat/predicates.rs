@@ -1,14 +1,14 @@
 //! Jinja's tests: `value is defined`.
 
 use super::error::Stop;
-use super::eval::{Args, Interpreter};
+use super::eval::{CallArgs, Interpreter};
 use super::ops;
 use super::program::CompareOp;
 use super::value::Val;
 
 /// Whether `value is name(args)`.
-pub(super) fn apply(it: &Interpreter<'_>, name: &str, value: &Val, mut args: Args) -> Result<bool, Stop> {
-    let compare = |op, args: &mut Args| ops::compare(op, value, &args.require(0, "other")?, it.budget);
+pub(super) fn apply(it: &Interpreter<'_>, name: &str, value: &Val, mut args: CallArgs) -> Result<bool, Stop> {
+    let compare = |op, args: &mut CallArgs| ops::compare(op, value, &args.require(0, "other")?, it.budget);
     Ok(match name {
         "defined" => !matches!(value, Val::Undefined),
         "undefined" => matches!(value, Val::Undefined),

@@ -75,17 +75,17 @@ pub(super) enum ExprKind {
     Attr(Box<Expr>, Name),
     Item(Box<[Expr; 2]>),
     Slice { value: Box<Expr>, bounds: Box<[Option<Expr>; 3]> },
-    Filter { name: Name, value: Option<Box<Expr>>, args: Vec<Arg> },
-    Test { name: Name, value: Box<Expr>, args: Vec<Arg> },
+    Filter { name: Name, value: Option<Box<Expr>>, args: Vec<CallArg> },
+    Test { name: Name, value: Box<Expr>, args: Vec<CallArg> },
     Call(Box<Call>),
 }
 
 pub(super) struct Call {
     pub(super) callee: Expr,
-    pub(super) args: Vec<Arg>,
+    pub(super) args: Vec<CallArg>,
 }
 
-pub(super) enum Arg {
+pub(super) enum CallArg {
     Positional(Expr),
     Named(Name, Expr),
     List(Expr),
@@ -95,16 +95,16 @@ pub(super) enum Arg {
 /// Converts a parsed template.
 pub(super) fn lower(template: &ast::Stmt<'_>) -> Result<Body, ChatError> {
     match template {
-        ast::Stmt::Template(template) => Lowering { depth: 0 }.body(&template.children),
-        other => Lowering { depth: 0 }.stmt(other).map(|stmt| vec![stmt]),
+        ast::Stmt::Template(template) => TemplateLowering { depth: 0 }.body(&template.children),
+        other => TemplateLowering { depth: 0 }.stmt(other).map(|stmt| vec![stmt]),
     }
 }
 
-struct Lowering {
+struct TemplateLowering {
     depth: usize,
 }
 
-impl Lowering {
+impl TemplateLowering {
     fn deeper<T>(
         &mut self,
         line: u32,
@@ -281,13 +281,13 @@ impl Lowering {
         Ok(Call { callee: self.expr(&call.expr)?, args: self.args(&call.args)? })
     }
 
-    fn args(&mut self, args: &[ast::CallArg<'_>]) -> Result<Vec<Arg>, ChatError> {
+    fn args(&mut self, args: &[ast::CallArg<'_>]) -> Result<Vec<CallArg>, ChatError> {
         let lower = |arg: &ast::CallArg<'_>| {
             Ok(match arg {
-                ast::CallArg::Pos(value) => Arg::Positional(self.expr(value)?),
-                ast::CallArg::Kwarg(name, value) => Arg::Named((*name).into(), self.expr(value)?),
-                ast::CallArg::PosSplat(value) => Arg::List(self.expr(value)?),
-                ast::CallArg::KwargSplat(value) => Arg::Map(self.expr(value)?),
+                ast::CallArg::Pos(value) => CallArg::Positional(self.expr(value)?),
+                ast::CallArg::Kwarg(name, value) => CallArg::Named((*name).into(), self.expr(value)?),
+                ast::CallArg::PosSplat(value) => CallArg::List(self.expr(value)?),
+                ast::CallArg::KwargSplat(value) => CallArg::Map(self.expr(value)?),
             })
         };
         args.iter().map(lower).collect()

@@ -32,7 +32,7 @@ pub(super) enum Val {
     Namespace(usize),
     Macro(usize),
     Loop(Rc<LoopState>),
-    Function(Function),
+    Function(GlobalFunction),
 }
 
 pub(super) struct Text {
@@ -63,7 +63,7 @@ pub(super) struct LoopState {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Function {
+pub(super) enum GlobalFunction {
     Range,
     Dict,
     Namespace,

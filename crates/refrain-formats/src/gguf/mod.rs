@@ -18,7 +18,7 @@ pub use fault::{GgufFault, GgufLocation};
 pub use metadata::Metadata;
 pub use types::{dtype_of, number_of};
 pub use value::{Array, FromValue, MetadataValue, StrArray};
-pub use writer::GgufWriter;
+pub use writer::{GgufWriter, TensorSink};
 
 pub(crate) use parse::MAGIC;
 pub(crate) use split::SplitName;

@@ -3,9 +3,8 @@
 use super::fault::{GgufFault, GgufLocation};
 use super::types;
 use super::value::{Array, MetadataValue};
-use crate::FormatError;
+use crate::{AtomicFile, FormatError};
 use refrain_tensor::{Bytes, DType, Shape};
-use std::fs::File;
 use std::io::{self, BufWriter, Write};
 use std::path::Path;
 
@@ -34,7 +33,8 @@ struct Tensor {
     name: String,
     number: u32,
     shape: Shape,
-    bytes: Bytes,
+    n_bytes: u64,
+    bytes: Option<Bytes>, // none: supplied while the file is written
 }
 
 const DEFAULT_ALIGNMENT: u32 = 32;
@@ -70,6 +70,11 @@ impl GgufWriter {
         Ok(self)
     }
 
+    /// Keys and values, in the order of the file.
+    pub fn entries(&self) -> &[(String, MetadataValue)] {
+        &self.entries
+    }
+
     /// Adds a tensor, whose name must be new. The shape is outermost first.
     pub fn tensor(
         &mut self,
@@ -77,6 +82,25 @@ impl GgufWriter {
         dtype: DType,
         shape: Shape,
         bytes: Bytes,
+    ) -> Result<&mut GgufWriter, FormatError> {
+        self.declare(name, dtype, shape)?;
+        let Some(tensor) = self.tensors.last_mut() else { return Ok(self) };
+        let (need_bytes, got_bytes) = (tensor.n_bytes, bytes.as_slice().len() as u64);
+        if need_bytes != got_bytes {
+            self.tensors.pop();
+            let fault = GgufFault::ByteCount { dtype, shape, need_bytes, got_bytes };
+            return Err(refuse(GgufLocation::Tensor(name.into()), fault));
+        }
+        tensor.bytes = Some(bytes);
+        Ok(self)
+    }
+
+    /// Adds a tensor, whose name must be new. Its bytes are supplied to [`GgufWriter::write_streamed`].
+    pub fn declare(
+        &mut self,
+        name: &str,
+        dtype: DType,
+        shape: Shape,
     ) -> Result<&mut GgufWriter, FormatError> {
         let blame = |fault| refuse(GgufLocation::Tensor(name.into()), fault);
         let number = types::number_of(dtype).ok_or_else(|| blame(GgufFault::NotAGgufType { dtype }))?;
@@ -96,59 +120,68 @@ impl GgufWriter {
                 dtype,
             }));
         };
-        let (need_bytes, got_bytes) = (need as u64, bytes.as_slice().len() as u64);
-        if need_bytes != got_bytes {
-            return Err(blame(GgufFault::ByteCount { dtype, shape, need_bytes, got_bytes }));
-        }
         if self.tensors.iter().any(|t| t.name == name) {
             return Err(blame(GgufFault::Duplicate));
         }
-        self.tensors.push(Tensor { name: name.into(), number, shape, bytes });
+        self.tensors.push(Tensor { name: name.into(), number, shape, n_bytes: need as u64, bytes: None });
         Ok(self)
     }
 
-    /// Returns the file as bytes.
+    /// Returns the file as bytes. Tensors without bytes are zeros.
     pub fn to_vec(&self) -> Vec<u8> {
         let mut head = self.head();
         let align = self.alignment.unwrap_or(DEFAULT_ALIGNMENT) as usize;
         for t in &self.tensors {
             head.resize(head.len().next_multiple_of(align), 0);
-            head.extend_from_slice(t.bytes.as_slice());
+            match &t.bytes {
+                Some(bytes) => head.extend_from_slice(bytes.as_slice()),
+                None => head.resize(head.len() + t.n_bytes as usize, 0),
+            }
         }
         head
     }
 
     /// Writes the file. An existing file is replaced only after everything has been written; a failure leaves it unchanged.
     pub fn write(&self, path: impl AsRef<Path>) -> Result<(), FormatError> {
-        let path = path.as_ref();
-        let mut part = path.as_os_str().to_owned();
-        part.push(".part");
-        let part = Path::new(&part);
-        let create = File::create(part).map_err(|e| FormatError::io("create", part, e))?;
-        let written = self.write_to(BufWriter::new(create)).map_err(|e| FormatError::io("write", part, e));
-        let moved =
-            written.and_then(|()| std::fs::rename(part, path).map_err(|e| FormatError::io("write", path, e)));
-        if moved.is_err()
-            && let Err(error) = std::fs::remove_file(part)
-        {
-            tracing::debug!(%error, path = %part.display(), "could not remove a half-written file");
-        }
-        moved
+        self.write_streamed(path.as_ref(), |idx, _| {
+            let location = GgufLocation::Tensor(self.tensors[idx].name.clone());
+            Err(refuse(location, GgufFault::Missing))
+        })
     }
 
-    /// Writes the file to `out`.
-    pub fn write_to(&self, mut out: impl Write) -> io::Result<()> {
+    /// Writes the file, with tensors that `fetch` writes one after the other: those that were declared without bytes, by
+    /// their index. An existing file is replaced only after everything is on the disk; a failure leaves it unchanged and
+    /// nothing behind.
+    pub fn write_streamed<E: From<FormatError>>(
+        &self,
+        path: &Path,
+        mut fetch: impl FnMut(usize, &mut TensorSink<'_>) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let failed = |e| E::from(FormatError::io("write", path, e));
+        let mut file = AtomicFile::create(path)?;
+        let mut out = BufWriter::new(&mut file);
         let head = self.head();
         let align = u64::from(self.alignment.unwrap_or(DEFAULT_ALIGNMENT));
         let mut offset = head.len() as u64;
-        out.write_all(&head)?;
-        for t in &self.tensors {
+        out.write_all(&head).map_err(failed)?;
+        for (idx, t) in self.tensors.iter().enumerate() {
             let start = offset.next_multiple_of(align);
-            io::copy(&mut io::Read::take(io::repeat(0), start - offset), &mut out)?;
-            out.write_all(t.bytes.as_slice())?;
-            offset = start + t.bytes.as_slice().len() as u64;
+            io::copy(&mut io::Read::take(io::repeat(0), start - offset), &mut out).map_err(failed)?;
+            let mut sink = TensorSink { out: &mut out, path, n_bytes: 0 };
+            match &t.bytes {
+                Some(bytes) => sink.write(bytes.as_slice())?,
+                None => fetch(idx, &mut sink)?,
+            }
+            let (need_bytes, got_bytes) = (t.n_bytes, sink.n_bytes);
+            if need_bytes != got_bytes {
+                let reason = format!("tensor {} has {got_bytes} bytes instead of {need_bytes}", t.name);
+                return Err(failed(io::Error::new(io::ErrorKind::InvalidData, reason)));
+            }
+            offset = start + t.n_bytes;
         }
-        out.flush()
+        out.flush().map_err(failed)?;
+        drop(out);
+        Ok(file.commit()?)
     }
 
     /// Returns everything before the tensor data, without the final padding.
@@ -173,9 +206,25 @@ impl GgufWriter {
             }
             out.extend_from_slice(&t.number.to_le_bytes());
             out.extend_from_slice(&offset.to_le_bytes());
-            offset = (offset + t.bytes.as_slice().len() as u64).next_multiple_of(align);
+            offset = (offset + t.n_bytes).next_multiple_of(align);
         }
         out
+    }
+}
+
+/// Takes the bytes of one tensor in any number of pieces.
+#[allow(missing_debug_implementations)] // a writer has nothing to show
+pub struct TensorSink<'a> {
+    out: &'a mut dyn Write,
+    path: &'a Path,
+    n_bytes: u64,
+}
+
+impl TensorSink<'_> {
+    /// Appends bytes.
+    pub fn write(&mut self, bytes: &[u8]) -> Result<(), FormatError> {
+        self.n_bytes += bytes.len() as u64;
+        self.out.write_all(bytes).map_err(|e| FormatError::io("write", self.path, e))
     }
 }
 

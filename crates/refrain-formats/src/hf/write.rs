@@ -1,9 +1,8 @@
 //! Writing of Hugging Face folders.
 
-use crate::FormatError;
+use crate::{AtomicFile, FormatError};
 use refrain_tensor::{DType, Shape};
 use serde_json::{Map, Value, json};
-use std::fs::File;
 use std::io::{self, BufWriter, Write};
 use std::path::Path;
 
@@ -27,44 +26,30 @@ pub fn write_safetensors<E: From<FormatError>>(
     notes: &[(&str, &str)],
     mut fetch: impl FnMut(usize) -> Result<Vec<u8>, E>,
 ) -> Result<(), E> {
-    let part = part_of(path);
     let failed = |source: io::Error| E::from(FormatError::io("write", path, source));
-    let mut write = || {
-        let mut out = BufWriter::new(File::create(&part).map_err(failed)?);
-        let header = header(tensors, notes);
-        out.write_all(&(header.len() as u64).to_le_bytes()).map_err(failed)?;
-        out.write_all(header.as_bytes()).map_err(failed)?;
-        for (idx, tensor) in tensors.iter().enumerate() {
-            let bytes = fetch(idx)?;
-            if bytes.len() != n_bytes(tensor) {
-                let reason = format!("tensor {} has the wrong size: {} bytes", tensor.name, bytes.len());
-                return Err(failed(io::Error::new(io::ErrorKind::InvalidData, reason)));
-            }
-            out.write_all(&bytes).map_err(failed)?;
+    let mut file = AtomicFile::create(path)?;
+    let mut out = BufWriter::new(&mut file);
+    let header = header(tensors, notes);
+    out.write_all(&(header.len() as u64).to_le_bytes()).map_err(failed)?;
+    out.write_all(header.as_bytes()).map_err(failed)?;
+    for (idx, tensor) in tensors.iter().enumerate() {
+        let bytes = fetch(idx)?;
+        if bytes.len() != n_bytes(tensor) {
+            let reason = format!("tensor {} has the wrong size: {} bytes", tensor.name, bytes.len());
+            return Err(failed(io::Error::new(io::ErrorKind::InvalidData, reason)));
         }
-        out.flush().map_err(failed)?;
-        std::fs::rename(&part, path).map_err(failed)
-    };
-    write().inspect_err(|_| discard(&part))
+        out.write_all(&bytes).map_err(failed)?;
+    }
+    out.flush().map_err(failed)?;
+    drop(out);
+    Ok(file.commit()?)
 }
 
 /// Writes a small file atomically.
 pub fn write_whole(path: &Path, content: &[u8]) -> Result<(), FormatError> {
-    let part = part_of(path);
-    let written = std::fs::write(&part, content).and_then(|()| std::fs::rename(&part, path));
-    written.inspect_err(|_| discard(&part)).map_err(|e| FormatError::io("write", path, e))
-}
-
-fn part_of(path: &Path) -> std::path::PathBuf {
-    let mut part = path.as_os_str().to_owned();
-    part.push(".part");
-    part.into()
-}
-
-fn discard(part: &Path) {
-    if let Err(error) = std::fs::remove_file(part) {
-        tracing::debug!(%error, path = %part.display(), "could not remove a half-written file");
-    }
+    let mut file = AtomicFile::create(path)?;
+    file.write_all(content).map_err(|e| FormatError::io("write", path, e))?;
+    file.commit()
 }
 
 fn n_bytes(tensor: &NewTensor) -> usize {

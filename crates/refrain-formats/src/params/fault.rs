@@ -83,7 +83,8 @@ impl ParamsFault {
     pub fn hint(&self) -> Option<String> {
         use ParamsFault as F;
         let hint = match self {
-            F::UnknownArch { .. } | F::RopeScaling { .. } | F::Activation { .. } | F::Unsupported { .. } => {
+            F::UnknownArch { .. } => "use a model of a known architecture".into(),
+            F::RopeScaling { .. } | F::Activation { .. } | F::Unsupported { .. } => {
                 format!("use a model of one of these architectures: {}", Arch::known())
             }
             F::DenseLayers { .. } | F::ValueDim { .. } | F::LayerType { .. } => {

@@ -8,7 +8,7 @@ use refrain_driver::{
     Buf, Context, Device, DeviceKind, Launch, Memory, MemoryLayout, Method, RecordOptions, Stream,
 };
 use refrain_graph::{Op, TensorType};
-use refrain_kernels::{BufView, KernelError, Kernels, LoadOptions, simulated};
+use refrain_kernels::{BufView, KernelError, KernelLoadOptions, Kernels, simulated};
 use refrain_reference::{In, Out};
 use refrain_tensor::{DType, Layout, Shape};
 use refrain_testkit::{Rng, Tol, compare, encode};
@@ -47,7 +47,7 @@ impl Bed {
         let ctx = device.context().unwrap();
         let nvrtc = std::env::var_os("REFRAIN_NVRTC").map(Into::into);
         let cache = Some(std::env::temp_dir().join("refrain-kernel-tests"));
-        let options = LoadOptions { cache, nvrtc, arch: None };
+        let options = KernelLoadOptions { cache, nvrtc, arch: None };
         let kernels = Kernels::load(&ctx, &options)
             .unwrap_or_else(|e| panic!("{e}\nhint: {}", e.hint().unwrap_or_default()));
         Bed {

@@ -62,7 +62,7 @@ fn in_planes(x: &[u8], n_cols: usize, plane_rows: usize) -> Vec<u8> {
 
 /// Decodes 4-bit weights like the kernel: the scale and the remaining minimum (8 * scale - min) are rounded
 /// to 16 bits before quants minus 8 are multiplied.
-fn four_bits(dtype: DType, bytes: &[u8]) -> Vec<f32> {
+pub fn four_bits(dtype: DType, bytes: &[u8]) -> Vec<f32> {
     let half = |b: &[u8]| f16::from_le_bytes([b[0], b[1]]).to_f32();
     let mut out = Vec::new();
     let mut push = |scale: f32, min: f32, quants: &mut dyn Iterator<Item = u8>| {

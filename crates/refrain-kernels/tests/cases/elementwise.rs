@@ -36,6 +36,7 @@ pub fn unary() -> Vec<Case> {
         Unary::Sigmoid,
         Unary::Silu,
         Unary::GeluTanh,
+        Unary::GeluErf,
         Unary::Affine { mul: -1.5, add: 0.25 },
         Unary::SoftCap(3.0),
     ];
@@ -44,6 +45,7 @@ pub fn unary() -> Vec<Case> {
     cases.extend(views().into_iter().map(|(name, layout)| unary_case(Unary::Silu, name, layout)));
     cases.push(far_left(Unary::Silu, &[-5.0, -20.0, -50.0, -80.0, 0.0, 40.0, 200.0]));
     cases.push(far_left(Unary::GeluTanh, &[-1.0, -3.0, -5.0, -5.6, 0.0, 6.0, 30.0]));
+    cases.push(far_left(Unary::GeluErf, &[-1.0, -3.0, -5.0, -8.0, 0.0, 6.0, 30.0]));
     cases
 }
 

@@ -2,13 +2,14 @@
 
 use refrain_graph::{ExpertActivation, Route, RouteGroups, RouteScore};
 use refrain_kernels::{
-    ExpertGateArgs, ExpertSizes, ExpertSumArgs, ExpertWeight, LINEAR_DTYPES, PACKED_DTYPES, RouteArgs,
-    expert_scratch_bytes, pack,
+    ExpertGateArgs, ExpertSizes, ExpertSumArgs, ExpertWeight, GEMM_DTYPES, GroupedArgs, GroupedSizes,
+    LINEAR_DTYPES, PACKED_DTYPES, RouteArgs, expert_scratch_bytes, pack,
 };
 use refrain_reference::route_row;
 use refrain_tensor::DType;
 use refrain_testkit::{Rng, Tol, encode};
 
+use super::batch::four_bits;
 use crate::bed::{Case, Role, decode, f32s, i32s, normals};
 
 const ROUTE: Route = Route {
@@ -87,7 +88,14 @@ pub fn products() -> Vec<Case> {
     let mut cases = Vec::new();
     for dtype in LINEAR_DTYPES.into_iter().chain(PACKED_DTYPES) {
         let unit = dtype.block_len().max(32);
-        let sizes = |n_rows, n_choices, n_experts, n, k| ExpertSizes { n_rows, n_choices, n_experts, n, k };
+        let sizes = |n_rows, n_choices, n_experts, n, k| ExpertSizes {
+            n_rows,
+            n_choices,
+            n_experts,
+            n,
+            k,
+            is_fixed: false,
+        };
         // One row, several, and enough to be sorted: some experts have no rows, one has more than eight.
         for s in [sizes(1, 3, 5, 24, 2 * unit), sizes(3, 2, 4, 16, unit), sizes(19, 2, 4, 72, unit)] {
             cases.push(gate_case(dtype, s, ExpertActivation::Silu, false, false));
@@ -98,7 +106,7 @@ pub fn products() -> Vec<Case> {
     for dtype in [DType::F32, DType::BF16, DType::Q8_0, DType::Q4_K] {
         for n_rows in [2, 17] {
             let k = if dtype.is_quantized() { dtype.block_len() } else { 40 };
-            let s = ExpertSizes { n_rows, n_choices: 3, n_experts: 7, n: 8, k };
+            let s = ExpertSizes { n_rows, n_choices: 3, n_experts: 7, n: 8, k, is_fixed: false };
             for activation in [ExpertActivation::GeluTanh, clamped] {
                 cases.push(gate_case(dtype, s, activation, true, true));
             }
@@ -109,7 +117,7 @@ pub fn products() -> Vec<Case> {
     // Rows that end in the middle of a chunk, and an expert that ends in the middle of a tile.
     for dtype in [DType::F32, DType::F16, DType::BF16] {
         for n_rows in [1, 16] {
-            let s = ExpertSizes { n_rows, n_choices: 2, n_experts: 3, n: 5, k: 33 };
+            let s = ExpertSizes { n_rows, n_choices: 2, n_experts: 3, n: 5, k: 33, is_fixed: false };
             cases.push(gate_case(dtype, s, ExpertActivation::Silu, false, false));
             cases.push(sum_case(dtype, s, false));
         }
@@ -254,5 +262,154 @@ fn sum_case(dtype: DType, s: ExpertSizes, biased: bool) -> Case {
             step: "case",
         };
         kernels.expert_sum(&args, out)
+    })
+}
+
+/// Whole expert layers of many rows, on tensor cores.
+pub fn layers() -> Vec<Case> {
+    let mut cases = Vec::new();
+    let sizes = |n_rows, n_choices, n_experts, [k, inner, n]: [usize; 3]| GroupedSizes {
+        n_rows,
+        n_choices,
+        n_experts,
+        k,
+        inner,
+        n,
+    };
+    let silu = ExpertActivation::Silu;
+    let layer = |dtypes, s, tile| Layer { dtypes, s, tile, f: silu, joined: false, biased: false };
+    for dtype in GEMM_DTYPES.into_iter().chain(PACKED_DTYPES) {
+        let unit = dtype.block_len().max(32);
+        // Some experts have no rows, one has several tiles; columns end inside a plane, rows inside a block.
+        let inner = if unit == 256 { 256 } else { 96 };
+        cases.push(layer([dtype; 2], sizes(17, 2, 6, [unit, inner, 72]), 8));
+    }
+    let clamped = ExpertActivation::ClampedSilu { alpha: 1.702, limit: 1.5 };
+    for (dtypes, s, tile) in [
+        ([DType::Q4_K, DType::Q6_K], sizes(40, 2, 3, [512, 256, 136]), 32),
+        ([DType::Q4_K, DType::Q8_0], sizes(70, 2, 2, [256, 160, 8]), 64),
+        ([DType::BF16, DType::F16], sizes(34, 3, 3, [72, 200, 264]), 16),
+        ([DType::BF16, DType::BF16], sizes(68, 2, 1, [136, 72, 16]), 64),
+        ([DType::Q5_0, DType::Q4_0], sizes(16, 4, 40, [64, 32, 8]), 8),
+    ] {
+        let biased = s.n_rows != 70;
+        cases.push(Layer { dtypes, s, tile, f: clamped, joined: true, biased });
+        cases.push(Layer { dtypes, s, tile, f: ExpertActivation::GeluTanh, joined: false, biased: !biased });
+    }
+    cases.into_iter().map(layer_case).collect()
+}
+
+struct Layer {
+    /// Of gate and up, and of down.
+    dtypes: [DType; 2],
+    s: GroupedSizes,
+    /// Rows of a tile.
+    tile: usize,
+    f: ExpertActivation,
+    joined: bool,
+    biased: bool,
+}
+
+fn to_bf16(x: &[f32]) -> Vec<f32> {
+    decode(DType::BF16, &encode(DType::BF16, x))
+}
+
+/// Weights of all experts as bytes, and as the numbers that the tensor cores multiply.
+fn narrow_experts(dtype: DType, n_experts: usize, rows: usize, k: usize, seed: u64) -> (Vec<u8>, Vec<f32>) {
+    let file = encode(dtype, &normals(n_experts * rows * k, seed));
+    let values = match dtype {
+        DType::Q4_0 | DType::Q4_1 | DType::Q4_K => four_bits(dtype, &file),
+        _ => to_bf16(&decode(dtype, &file)),
+    };
+    match PACKED_DTYPES.contains(&dtype) {
+        true => (pack(dtype, &file, n_experts * rows, k).unwrap(), values),
+        false => (file, values),
+    }
+}
+
+fn layer_case(layer: Layer) -> Case {
+    let Layer { dtypes, s, tile, f, joined, biased } = layer;
+    let of = ExpertSizes {
+        n_rows: s.n_rows,
+        n_choices: s.n_choices,
+        n_experts: s.n_experts,
+        n: s.n,
+        k: s.k,
+        is_fixed: false,
+    };
+    let rows = if joined { 2 * s.inner } else { s.inner };
+    let (x, ids) = (normals(s.n_rows * s.k, 1), choices(&of));
+    let factors = normals(ids.len(), 2);
+    let n_first: usize = if joined { 1 } else { 2 };
+    let mut weights: Vec<_> =
+        (0..n_first).map(|i| narrow_experts(dtypes[0], s.n_experts, rows, s.k, 3 + i as u64)).collect();
+    weights.push(narrow_experts(dtypes[1], s.n_experts, s.n, s.inner, 6));
+    let mut biases: Vec<_> = (0..n_first).map(|i| normals(s.n_experts * rows, 7 + i as u64)).collect();
+    biases.push(normals(s.n_experts * s.n, 9));
+    let rounded = to_bf16(&x);
+    let mut y = vec![0.0_f64; s.n_rows * s.n];
+    for (pair, &id) in ids.iter().enumerate() {
+        let Some(expert) = usize::try_from(id).ok().filter(|id| *id < s.n_experts) else { continue };
+        let product = |x: &[f32], which: usize, at: usize| {
+            let bias = if biased { f64::from(biases[which][at]) } else { 0.0 };
+            dot(x, &weights[which].1[at * x.len()..][..x.len()]) + bias
+        };
+        let x = &rounded[pair / s.n_choices * s.k..][..s.k];
+        let inner = |row: usize| {
+            let gate = product(x, 0, expert * rows + row);
+            let up = match joined {
+                true => product(x, 0, expert * rows + s.inner + row),
+                false => product(x, 1, expert * rows + row),
+            };
+            f.apply(gate, up) as f32
+        };
+        let inner = to_bf16(&(0..s.inner).map(inner).collect::<Vec<f32>>());
+        for row in 0..s.n {
+            let part = product(&inner, n_first, expert * s.n + row);
+            y[pair / s.n_choices * s.n + row] += f64::from(factors[pair]) * part;
+        }
+    }
+    let name = format!("layer {dtypes:?} {s:?} tiles of {tile} {f:?} joined={joined} bias={biased}");
+    // Enough for tiles of any size.
+    let scratch = 4 * 64 * (ids.len() + 64 * s.n_experts).max(1) * 16;
+    let mut roles = vec![
+        // Sums near the midpoint of two 16-bit numbers may round either way.
+        Role::Out(y.iter().map(|v| *v as f32).collect(), Tol::Whole(1e-2)),
+        Role::In(f32s(&x)),
+        Role::In(i32s(&ids)),
+        Role::In(f32s(&factors)),
+        Role::Scratch(scratch),
+    ];
+    roles.extend(weights.into_iter().map(|(bytes, _)| Role::In(bytes)));
+    roles.extend(biases.iter().map(|bias| Role::In(f32s(bias))));
+    Case::new(name, roles, move |kernels, b, out| {
+        let weight = |i: usize, dtype, rows| ExpertWeight {
+            w: b[5 + i],
+            dtype,
+            rows,
+            first: 0,
+            bias: biased.then_some(b[6 + n_first + i]),
+        };
+        let gate = weight(0, dtypes[0], rows);
+        let up = match joined {
+            true => ExpertWeight { first: s.inner, ..gate },
+            false => weight(1, dtypes[0], rows),
+        };
+        let plan = kernels.grouped_plan(s, dtypes[0], dtypes[1]).unwrap().with_tile_rows(tile);
+        let bytes = plan.scratch_bytes().unwrap();
+        let args = GroupedArgs {
+            plan,
+            activation: f,
+            x: b[1],
+            ids: b[2],
+            weights: b[3],
+            gate,
+            up,
+            down: weight(n_first, dtypes[1], s.n),
+            y: b[0],
+            scratch: b[4].slice(0, bytes)?,
+            step: "case",
+        };
+        kernels.grouped(&args, out)
     })
 }

@@ -74,8 +74,16 @@ fn case(dtype: DType, m: usize, ns: &[usize], k: usize, second: f32) -> Case {
         let (n_parts, x, rows) = (ns.len(), bufs[2 * ns.len()], bufs[2 * ns.len() + 1]);
         let parts: Vec<FewPart> =
             (0..n_parts).map(|i| FewPart { w: bufs[n_parts + i], y: bufs[i], n: ns[i] }).collect();
-        out.push(kernels.few_rows(&FewRowsArgs { x, rows, m, k, step: "case" })?);
-        out.push(kernels.few(&FewArgs { rows, dtype, parts: &parts, m, k, step: "case" })?);
+        out.push(kernels.few_rows(&FewRowsArgs { x, rows, m, k, is_fixed: false, step: "case" })?);
+        out.push(kernels.few(&FewArgs {
+            rows,
+            dtype,
+            parts: &parts,
+            m,
+            k,
+            is_fixed: false,
+            step: "case",
+        })?);
         Ok(())
     })
 }

@@ -64,7 +64,7 @@ fn map_case(name: String, map: MapOp, op: &Op, dtype: DType, tol: Tol, inputs: V
     })
 }
 
-const UNARY: [Unary; 10] = [
+const UNARY: [Unary; 11] = [
     Unary::Neg,
     Unary::Exp,
     Unary::Log,
@@ -73,6 +73,7 @@ const UNARY: [Unary; 10] = [
     Unary::Sigmoid,
     Unary::Silu,
     Unary::GeluTanh,
+    Unary::GeluErf,
     Unary::Affine { mul: -1.5, add: 0.25 },
     Unary::SoftCap(3.0),
 ];

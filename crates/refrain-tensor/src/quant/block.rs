@@ -12,10 +12,14 @@ pub trait Block<const N: usize>: Pod {
 
     /// Encodes finite `values`, with rounding; `None` if they are too large for the block's scales.
     fn encode(values: &[f32; N]) -> Option<Self>;
+
+    /// Encodes finite `values` with a small squared error, in which each element counts as its weight says; `None` if
+    /// they are too large for the block's scales. Weights are not negative.
+    fn encode_weighted(values: &[f32; N], weights: &[f32; N]) -> Option<Self>;
 }
 
 /// An f16 within a block: little-endian, without alignment.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 #[repr(transparent)]
 pub struct F16Le(pub [u8; 2]);
 

@@ -2,7 +2,7 @@
 
 use super::block::{Block, F16Le, nibble};
 use super::q4::pack_nibbles;
-use super::search::{Levels, SymmetricSpec, encode_symmetric, fit_scale, inverse};
+use super::search::{Levels, SymmetricSpec, encode_symmetric, fit_scale, inverse, round_in};
 use crate::DType;
 use bytemuck::{Pod, Zeroable};
 use std::array::from_fn;
@@ -67,12 +67,16 @@ impl Block<32> for BlockIq4Nl {
 
     fn decode(&self) -> [f32; 32] {
         let d = self.d.to_f32();
-        from_fn(|i| d * Iq4Levels.value(nibble(self.qs[i % 16], i / 16)))
+        from_fn(|i| d * level(nibble(self.qs[i % 16], i / 16)))
+    }
+
+    fn encode(values: &[f32; 32]) -> Option<Self> {
+        Self::encode_weighted(values, &[1.0; 32])
     }
 
     /// Searches for a scale with a small squared error; each element takes the nearest level for the rounded scale.
-    fn encode(values: &[f32; 32]) -> Option<Self> {
-        let d = F16Le::from_f32(fit_scale(values, &Iq4Levels))?;
+    fn encode_weighted(values: &[f32; 32], weights: &[f32; 32]) -> Option<Self> {
+        let d = F16Le::from_f32(fit_scale(values, weights, &Iq4Levels))?;
         let inv = inverse(d.to_f32());
         let q = values.map(|v| Iq4Levels.nearest(v * inv));
         Some(BlockIq4Nl { d, qs: pack_nibbles(&q) })
@@ -85,12 +89,17 @@ impl Block<256> for BlockIq4Xs {
     fn decode(&self) -> [f32; 256] {
         let d = self.d.to_f32();
         let scales = self.unpack_scales().map(|s| d * f32::from(s));
-        from_fn(|i| scales[i / 32] * Iq4Levels.value(nibble(self.qs[16 * (i / 32) + i % 16], i % 32 / 16)))
+        from_fn(|i| scales[i / 32] * level(nibble(self.qs[16 * (i / 32) + i % 16], i % 32 / 16)))
+    }
+
+    fn encode(values: &[f32; 256]) -> Option<Self> {
+        Self::encode_weighted(values, &[1.0; 256])
     }
 
     /// Searches for scales with a small squared error; each element takes the nearest level for its scale.
-    fn encode(values: &[f32; 256]) -> Option<Self> {
-        let fit = encode_symmetric(values, &Iq4Levels, SymmetricSpec { sub_len: 32, scale_min: -32 })?;
+    fn encode_weighted(values: &[f32; 256], weights: &[f32; 256]) -> Option<Self> {
+        let fit =
+            encode_symmetric(values, weights, &Iq4Levels, SymmetricSpec { sub_len: 32, scale_min: -32 })?;
         let stored: [u8; 8] = from_fn(|s| (fit.scales[s] + 32) as u8);
         let scales_l = from_fn(|t| stored[2 * t] & 0x0f | stored[2 * t + 1] << 4);
         let scales_h = (0..8).fold(0u16, |bits, s| bits | u16::from(stored[s] >> 4) << (2 * s)).to_le_bytes();
@@ -102,6 +111,25 @@ impl Block<256> for BlockIq4Xs {
     }
 }
 
+/// The level nearest to each half from -127 to 113. Midpoints between levels are whole or half.
+const NEAREST: [f32; 481] = {
+    let mut nearest = [0.0; 481];
+    let (mut i, mut q) = (0, 0);
+    while i < nearest.len() {
+        let double = i as i32 - 254;
+        while q < 15 && double > IQ4_NL_VALUES[q] as i32 + IQ4_NL_VALUES[q + 1] as i32 {
+            q += 1;
+        }
+        nearest[i] = IQ4_NL_VALUES[q] as f32;
+        i += 1;
+    }
+    nearest
+};
+
+fn level(q: u8) -> f32 {
+    f32::from(IQ4_NL_VALUES[usize::from(q)])
+}
+
 /// The levels of [`IQ4_NL_VALUES`].
 struct Iq4Levels;
 
@@ -111,11 +139,12 @@ impl Levels for Iq4Levels {
         IQ4_NL_VALUES.windows(2).map(|w| u8::from(v > (f32::from(w[0]) + f32::from(w[1])) / 2.0)).sum()
     }
 
-    fn value(&self, q: u8) -> f32 {
-        f32::from(IQ4_NL_VALUES[usize::from(q)])
+    #[inline(always)]
+    fn rounded(&self, v: f32) -> f32 {
+        NEAREST[(round_in(2.0 * v, -254.0, 226.0) + 254.0) as usize]
     }
 
     fn extremes(&self) -> [f32; 2] {
-        [self.value(0), self.value(15)]
+        [level(0), level(15)]
     }
 }

@@ -124,6 +124,63 @@ pub fn quantize(dtype: DType, values: &[f32], out: &mut [u8]) -> Result<(), Tens
     encoded.map_err(|OutOfRange { index }| TensorError::OutOfRange { dtype, index, value: values[index] })
 }
 
+/// Encodes `values` as `dtype` into `out` with a small weighted squared error, for the best model rather than for known
+/// bytes. Every block type searches for its scales, the simple ones too.
+///
+/// `values` are rows of `row_len` elements. `importance` has one factor per column, such as the mean squared activation
+/// that multiplies it; without one, all columns count the same. Large values weigh somewhat more than small ones.
+///
+/// Rows are independent, so a large tensor may be split between rows and encoded by several threads.
+///
+/// NaN, infinities and values outside the range of the type are errors; `out` is then partially written.
+pub fn quantize_weighted(
+    dtype: DType,
+    values: &[f32],
+    row_len: usize,
+    importance: Option<&[f32]>,
+    out: &mut [u8],
+) -> Result<(), TensorError> {
+    check_lengths(dtype, values.len(), out.len())?;
+    let is_weighted = dtype.is_quantized() && can_encode(dtype) && row_len.is_multiple_of(dtype.block_len());
+    let fits = values.len().is_multiple_of(row_len.max(1)) && importance.is_none_or(|i| i.len() == row_len);
+    if !is_weighted || !fits {
+        return quantize(dtype, values, out);
+    }
+    if let Some(index) = values.iter().position(|v| !v.is_finite()) {
+        return Err(TensorError::NotFinite { dtype, index, value: values[index] });
+    }
+    let row_bytes = row_len / dtype.block_len() * dtype.block_bytes();
+    for (row, (values, out)) in values.chunks_exact(row_len).zip(out.chunks_exact_mut(row_bytes)).enumerate()
+    {
+        let encoded = match dtype {
+            DType::Q4_0 => encode_row::<BlockQ4_0, 32>(values, importance, out),
+            DType::Q4_1 => encode_row::<BlockQ4_1, 32>(values, importance, out),
+            DType::Q5_0 => encode_row::<BlockQ5_0, 32>(values, importance, out),
+            DType::Q5_1 => encode_row::<BlockQ5_1, 32>(values, importance, out),
+            DType::Q8_0 => encode_row::<BlockQ8_0, 32>(values, importance, out),
+            DType::Q2_K => encode_row::<BlockQ2K, 256>(values, importance, out),
+            DType::Q3_K => encode_row::<BlockQ3K, 256>(values, importance, out),
+            DType::Q4_K => encode_row::<BlockQ4K, 256>(values, importance, out),
+            DType::Q5_K => encode_row::<BlockQ5K, 256>(values, importance, out),
+            DType::Q6_K => encode_row::<BlockQ6K, 256>(values, importance, out),
+            DType::IQ4_NL => encode_row::<BlockIq4Nl, 32>(values, importance, out),
+            DType::IQ4_XS => encode_row::<BlockIq4Xs, 256>(values, importance, out),
+            DType::MXFP4 => encode_row::<BlockMxfp4, 32>(values, importance, out),
+            DType::IQ2_XXS | DType::IQ2_XS | DType::IQ2_S | DType::IQ3_XXS | DType::IQ3_S => {
+                return Err(TensorError::Unsupported { dtype, verb: "encoded with weights" });
+            }
+            DType::F32 | DType::F16 | DType::BF16 | DType::I32 | DType::U32 | DType::I64 | DType::U8 => {
+                return Err(TensorError::Unsupported { dtype, verb: "encoded with weights" });
+            }
+        };
+        encoded.map_err(|OutOfRange { index }| {
+            let index = row * row_len + index;
+            TensorError::OutOfRange { dtype, index, value: values[index % row_len] }
+        })?;
+    }
+    Ok(())
+}
+
 impl HostTensor {
     /// Decodes the elements in row-major order of the shape, for any layout.
     ///
@@ -186,6 +243,36 @@ fn encode_blocks<B: Block<N>, const N: usize>(values: &[f32], out: &mut [u8]) ->
     }
     Ok(())
 }
+
+fn encode_row<B: Block<N>, const N: usize>(
+    values: &[f32],
+    importance: Option<&[f32]>,
+    out: &mut [u8],
+) -> Result<(), OutOfRange> {
+    let blocks: &mut [B] = bytemuck::cast_slice_mut(out);
+    let importance = importance.map(|all| all.as_chunks::<N>().0);
+    for (i, (values, block)) in values.as_chunks::<N>().0.iter().zip(blocks).enumerate() {
+        let weights = element_weights(values, importance.map(|all| &all[i]));
+        let encoded = B::encode_weighted(values, &weights);
+        *block = encoded.ok_or_else(|| OutOfRange { index: i * N + search::peak_idx(values) })?;
+    }
+    Ok(())
+}
+
+/// The weight of each element's error. An error of a large element is more often seen in the output than one of a small
+/// element, so its weight grows with its size relative to the block.
+fn element_weights<const N: usize>(values: &[f32; N], importance: Option<&[f32; N]>) -> [f32; N] {
+    let square = |v: f32| f64::from(v) * f64::from(v);
+    let mean = values.iter().map(|&v| square(v)).sum::<f64>() / N as f64;
+    let inv = if mean > 0.0 { 1.0 / mean } else { 0.0 };
+    std::array::from_fn(|i| {
+        let size = (SIZE_FLOOR + (square(values[i]) * inv) as f32).sqrt();
+        importance.map_or(size, |importance| size * importance[i])
+    })
+}
+
+/// What an element of size zero weighs, in squares of the root mean square of its block.
+const SIZE_FLOOR: f32 = 2.0;
 
 fn zeros(n_elements: usize) -> Result<Vec<f32>, TensorError> {
     let mut values = Vec::new();

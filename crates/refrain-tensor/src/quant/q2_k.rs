@@ -42,9 +42,13 @@ impl Block<256> for BlockQ2K {
         })
     }
 
-    /// Searches for scales and minima with a small squared error; each element takes the nearest level for them.
     fn encode(values: &[f32; 256]) -> Option<Self> {
-        let fit = encode_affine(values, AffineSpec { sub_len: 16, q_max: 3, scale_max: 15 })?;
+        Self::encode_weighted(values, &[1.0; 256])
+    }
+
+    /// Searches for scales and minima with a small squared error; each element takes the nearest level for them.
+    fn encode_weighted(values: &[f32; 256], weights: &[f32; 256]) -> Option<Self> {
+        let fit = encode_affine(values, weights, AffineSpec { sub_len: 16, q_max: 3, scale_max: 15 })?;
         let scales = from_fn(|s| fit.scales[s] | fit.mins[s] << 4);
         let qs = from_fn(|j| {
             let first = 128 * (j / 32) + j % 32;

@@ -55,10 +55,15 @@ impl Block<256> for BlockQ3K {
         })
     }
 
-    /// Searches for scales with a small squared error; each element takes the nearest level for its scale.
     fn encode(values: &[f32; 256]) -> Option<Self> {
+        Self::encode_weighted(values, &[1.0; 256])
+    }
+
+    /// Searches for scales with a small squared error; each element takes the nearest level for its scale.
+    fn encode_weighted(values: &[f32; 256], weights: &[f32; 256]) -> Option<Self> {
         let fit = encode_symmetric(
             values,
+            weights,
             &Steps { lo: -4, hi: 3 },
             SymmetricSpec { sub_len: 16, scale_min: -32 },
         )?;

@@ -1,7 +1,7 @@
 //! Q4_0 and Q4_1: 32 elements of four bits under one scale.
 
 use super::block::{Block, F16Le, nibble};
-use super::search::{inverse, peak_idx, range};
+use super::search::{Levels, Steps, fit_line, fit_scale, inverse, peak_idx, range, round_in};
 use crate::DType;
 use bytemuck::{Pod, Zeroable};
 use std::array::from_fn;
@@ -58,6 +58,14 @@ impl Block<32> for BlockQ4_0 {
         let q = values.map(|v| ((v * inv + 8.5) as u8).min(15));
         Some(BlockQ4_0 { d: F16Le::from_f32(d)?, qs: pack_nibbles(&q) })
     }
+
+    fn encode_weighted(values: &[f32; 32], weights: &[f32; 32]) -> Option<Self> {
+        let levels = Steps { lo: -8, hi: 7 };
+        let d = F16Le::from_f32(fit_scale(values, weights, &levels))?;
+        let inv = inverse(d.to_f32());
+        let q = values.map(|v| levels.nearest(v * inv));
+        Some(BlockQ4_0 { d, qs: pack_nibbles(&q) })
+    }
 }
 
 impl Block<32> for BlockQ4_1 {
@@ -75,6 +83,14 @@ impl Block<32> for BlockQ4_1 {
         let inv = inverse(d);
         let q = values.map(|v| (((v - min) * inv + 0.5) as u8).min(15));
         Some(BlockQ4_1 { d: F16Le::from_f32(d)?, m: F16Le::from_f32(min)?, qs: pack_nibbles(&q) })
+    }
+
+    fn encode_weighted(values: &[f32; 32], weights: &[f32; 32]) -> Option<Self> {
+        let [d, m] = fit_line(values, weights, 15);
+        let (d, m) = (F16Le::from_f32(d)?, F16Le::from_f32(m)?);
+        let (inv, min) = (inverse(d.to_f32()), m.to_f32());
+        let q = values.map(|v| round_in((v - min) * inv, 0.0, 15.0) as u8);
+        Some(BlockQ4_1 { d, m, qs: pack_nibbles(&q) })
     }
 }
 

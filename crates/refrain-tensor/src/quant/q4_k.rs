@@ -78,9 +78,13 @@ impl Block<256> for BlockQ4K {
         })
     }
 
-    /// Searches for scales and minima with a small squared error; each element takes the nearest level for them.
     fn encode(values: &[f32; 256]) -> Option<Self> {
-        let fit = encode_affine(values, AffineSpec { sub_len: 32, q_max: 15, scale_max: 63 })?;
+        Self::encode_weighted(values, &[1.0; 256])
+    }
+
+    /// Searches for scales and minima with a small squared error; each element takes the nearest level for them.
+    fn encode_weighted(values: &[f32; 256], weights: &[f32; 256]) -> Option<Self> {
+        let fit = encode_affine(values, weights, AffineSpec { sub_len: 32, q_max: 15, scale_max: 63 })?;
         let scales = pack_scales_and_mins(&fit.scales, &fit.mins);
         Some(BlockQ4K { d: fit.d, dmin: fit.dmin, scales, qs: pack_nibbles_64(&fit.q) })
     }

@@ -2,7 +2,7 @@
 
 use super::block::{Block, F16Le, nibble};
 use super::q4::pack_nibbles;
-use super::search::{inverse, peak_idx, range};
+use super::search::{Levels, Steps, fit_line, fit_scale, inverse, peak_idx, range, round_in};
 use crate::DType;
 use bytemuck::{Pod, Zeroable};
 use std::array::from_fn;
@@ -65,6 +65,14 @@ impl Block<32> for BlockQ5_0 {
         let q = values.map(|v| ((v * inv + 16.5) as u8).min(31));
         Some(BlockQ5_0 { d: F16Le::from_f32(d)?, qh: pack_fifth_bits(&q), qs: pack_nibbles(&q) })
     }
+
+    fn encode_weighted(values: &[f32; 32], weights: &[f32; 32]) -> Option<Self> {
+        let levels = Steps { lo: -16, hi: 15 };
+        let d = F16Le::from_f32(fit_scale(values, weights, &levels))?;
+        let inv = inverse(d.to_f32());
+        let q = values.map(|v| levels.nearest(v * inv));
+        Some(BlockQ5_0 { d, qh: pack_fifth_bits(&q), qs: pack_nibbles(&q) })
+    }
 }
 
 impl Block<32> for BlockQ5_1 {
@@ -82,6 +90,14 @@ impl Block<32> for BlockQ5_1 {
         let inv = inverse(d);
         let q = values.map(|v| (((v - min) * inv + 0.5) as u8).min(31));
         let (d, m) = (F16Le::from_f32(d)?, F16Le::from_f32(min)?);
+        Some(BlockQ5_1 { d, m, qh: pack_fifth_bits(&q), qs: pack_nibbles(&q) })
+    }
+
+    fn encode_weighted(values: &[f32; 32], weights: &[f32; 32]) -> Option<Self> {
+        let [d, m] = fit_line(values, weights, 31);
+        let (d, m) = (F16Le::from_f32(d)?, F16Le::from_f32(m)?);
+        let (inv, min) = (inverse(d.to_f32()), m.to_f32());
+        let q = values.map(|v| round_in((v - min) * inv, 0.0, 31.0) as u8);
         Some(BlockQ5_1 { d, m, qh: pack_fifth_bits(&q), qs: pack_nibbles(&q) })
     }
 }

@@ -47,9 +47,13 @@ impl Block<256> for BlockQ5K {
         })
     }
 
-    /// Searches for scales and minima with a small squared error; each element takes the nearest level for them.
     fn encode(values: &[f32; 256]) -> Option<Self> {
-        let fit = encode_affine(values, AffineSpec { sub_len: 32, q_max: 31, scale_max: 63 })?;
+        Self::encode_weighted(values, &[1.0; 256])
+    }
+
+    /// Searches for scales and minima with a small squared error; each element takes the nearest level for them.
+    fn encode_weighted(values: &[f32; 256], weights: &[f32; 256]) -> Option<Self> {
+        let fit = encode_affine(values, weights, AffineSpec { sub_len: 32, q_max: 31, scale_max: 63 })?;
         let scales = pack_scales_and_mins(&fit.scales, &fit.mins);
         let qh = from_fn(|l| (0..8).fold(0, |byte, k| byte | fit.q[32 * k + l] >> 4 << k));
         Some(BlockQ5K { d: fit.d, dmin: fit.dmin, scales, qh, qs: pack_nibbles_64(&fit.q) })

@@ -44,10 +44,14 @@ impl Block<256> for BlockQ6K {
         })
     }
 
-    /// Searches for scales with a small squared error; each element takes the nearest level for its scale.
     fn encode(values: &[f32; 256]) -> Option<Self> {
+        Self::encode_weighted(values, &[1.0; 256])
+    }
+
+    /// Searches for scales with a small squared error; each element takes the nearest level for its scale.
+    fn encode_weighted(values: &[f32; 256], weights: &[f32; 256]) -> Option<Self> {
         let spec = SymmetricSpec { sub_len: 16, scale_min: -128 };
-        let fit = encode_symmetric(values, &Steps { lo: -32, hi: 31 }, spec)?;
+        let fit = encode_symmetric(values, weights, &Steps { lo: -32, hi: 31 }, spec)?;
         let ql = from_fn(|j| {
             let first = 128 * (j / 64) + j % 64;
             fit.q[first] & 0x0f | fit.q[first + 64] << 4

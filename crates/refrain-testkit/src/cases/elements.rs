@@ -110,13 +110,21 @@ pub(super) fn functions() -> Vec<Case> {
     }
     let far = Arg::float(DType::F32, [8])
         .fill(Fill::Floats(vec![-1e30, -200.0, -89.0, -0.0, 0.0, 89.0, 200.0, 1e30]));
-    for f in [Unary::Sigmoid, Unary::Silu, Unary::GeluTanh, Unary::Tanh, Unary::Exp, Unary::SoftCap(30.0)] {
+    for f in [
+        Unary::Sigmoid,
+        Unary::Silu,
+        Unary::GeluTanh,
+        Unary::GeluErf,
+        Unary::Tanh,
+        Unary::Exp,
+        Unary::SoftCap(30.0),
+    ] {
         cases.push(Case::one_node("far out", Op::Unary(f), Tol::Each(1e-5), vec![far.clone()]));
     }
     cases
 }
 
-fn unary_functions() -> [(Unary, Fill); 10] {
+fn unary_functions() -> [(Unary, Fill); 11] {
     let around_zero = || Fill::Uniform(-6.0, 6.0);
     [
         (Unary::Neg, Fill::Wild),
@@ -127,6 +135,7 @@ fn unary_functions() -> [(Unary, Fill); 10] {
         (Unary::Sigmoid, around_zero()),
         (Unary::Silu, around_zero()),
         (Unary::GeluTanh, around_zero()),
+        (Unary::GeluErf, around_zero()),
         (Unary::Affine { mul: -1.5, add: 0.25 }, Fill::Wild),
         (Unary::SoftCap(30.0), Fill::Uniform(-100.0, 100.0)),
     ]

@@ -122,6 +122,7 @@ fn element_gradients(dtype: DType) -> Vec<Case> {
         Unary::Sigmoid,
         Unary::Silu,
         Unary::GeluTanh,
+        Unary::GeluErf,
         Unary::Affine { mul: -1.5, add: 0.25 },
         Unary::SoftCap(2.0),
     ];

@@ -93,9 +93,9 @@ config! {
     warmup: u64 = 0;
     /// AdamW's weight decay, on matrices and embeddings only.
     weight_decay: f64 = 0.1;
-    /// AdamW's two decay rates of the moments.
+    /// AdamW's decay rates of the first and second moment.
     betas: [f64; 2] = [0.9, 0.95];
-    /// AdamW's term in the denominator.
+    /// Added to the denominator of AdamW's update.
     eps: f64 = 1e-8;
     /// Largest global gradient norm, or `none`.
     clip: Clip = Clip::Norm(1.0);

@@ -4,14 +4,14 @@ use super::net::Sizes;
 
 /// Samples and their classes.
 pub(crate) struct Data {
-    /// Numbers of each sample, source after source.
+    /// Features of each sample, source by source.
     pub(crate) rows: Vec<f32>, // [n_samples, n_sources * n_features]
     pub(crate) classes: Vec<i32>, // [n_samples]
 }
 
 impl Data {
-    /// Noise, in which a third of a sample's sources, other ones each time, hold a trace of the pattern of its class. Another
-    /// third hold traces of patterns of all classes, which say nothing.
+    /// Noise. A random third of a sample's sources also holds a weak pattern of the sample's class, another third weak
+    /// patterns of random classes, which carry no information.
     pub(crate) fn synthetic(sizes: &Sizes, n_samples: usize, seed: u64) -> Data {
         let Sizes { n_sources, n_features, n_classes, .. } = *sizes;
         let mut random = Random(seed);
@@ -37,7 +37,7 @@ impl Data {
     }
 }
 
-/// A small generator (splitmix64): the same numbers on every machine.
+/// A small random generator (splitmix64): the same numbers on every machine.
 pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
@@ -52,14 +52,14 @@ impl Random {
         (self.next() >> 33) as usize % n.max(1)
     }
 
-    /// Roughly normal: the sum of four even numbers, with a variance of 1.
+    /// Roughly normal: the sum of four uniform numbers, with a variance of 1.
     pub(crate) fn normal(&mut self) -> f32 {
         let bits = self.next();
         let sum: u32 = (0..4).map(|i| (bits >> (16 * i)) as u16).map(u32::from).sum();
         (sum as f32 / 65_536.0 - 2.0) * 3f32.sqrt()
     }
 
-    /// An order of `0..n`.
+    /// A permutation of `0..n`.
     pub(crate) fn order(&mut self, n: usize) -> Vec<i32> {
         let mut order: Vec<i32> = (0..n as i32).collect();
         (1..n).rev().for_each(|i| order.swap(i, self.below(i + 1)));

@@ -23,7 +23,7 @@ type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 const USAGE: &str = "usage: crossasset [--device cpu|cuda|sim] [--samples N] [--epochs N] [--batch N] \
                      [--dtype bf16|f32] [--kernels DIR]";
 
-/// What is asked for.
+/// Options from the command line.
 struct Options {
     device: String,
     n_samples: usize,
@@ -107,7 +107,7 @@ fn main() -> Result<()> {
     train("without graphs", cuda(kind, GraphMode::Off)?, net, &data, &options)
 }
 
-/// Trains on nine tenths of the data and prints what each epoch came to.
+/// Trains on nine tenths of the data and prints the result of each epoch.
 fn train<B: Backend>(
     what: &str,
     (backend, monitor): (B, Option<Monitor>),
@@ -170,7 +170,7 @@ fn train<B: Backend>(
     Ok(())
 }
 
-/// The share of held-out samples whose class is found.
+/// Accuracy on the held-out samples.
 fn accuracy<B: Backend>(classifier: &mut Classifier<B>, data: &Data, from: usize) -> Result<f64> {
     let ids: Vec<i32> = (from as i32..data.classes.len() as i32).collect();
     let mut n_right = 0;
@@ -189,7 +189,7 @@ fn adam(step: usize) -> AdamSettings {
     AdamSettings { lr: 2e-3 * warm, betas: [0.9, 0.99], eps: 1e-8, weight_decay: 0.01, clip: Some(1.0) }
 }
 
-/// Norms begin at 1, biases at 0, matrices with a variance of one over their columns.
+/// Initial values: norms 1, biases 0, matrices with a variance of one over the number of columns.
 fn initial(param: &Param) -> Vec<f32> {
     let n = param.dims.iter().product();
     match param.dims[..] {

@@ -1,10 +1,10 @@
-//! The network and its training step, built op by op: no model of this library is behind it.
+//! The network and its training step, built op by op, without a model of this library.
 //!
 //! ```text
-//! ids ──► rows of the data ──► one row a source ──► linear + which source it is
+//! ids ──► rows of the data ──► one row per source ──► linear + source embedding
 //!                                                        │
 //!          ┌─────────────── n_layers times ──────────────┘
-//!          ├─ norm ─► q, k, v ─► q and k to length 1 ─► attention among the sources of a sample ─► linear ─► +
+//!          ├─ norm ─► q, k, v ─► q and k to length 1 ─► attention over the sources of a sample ─► linear ─► +
 //!          └─ norm ─► linear ─► GELU ─► linear ─► +
 //!                                                        │
 //! loss ◄── cross-entropy ◄── linear ◄── norm ◄── mean over sources
@@ -18,19 +18,19 @@ use refrain::graph::{
 use refrain::{DType, train::AdamSettings};
 use refrain_tensor::{Bytes, HostTensor, Shape, quant};
 
-/// Added under the roots of norms and lengths.
+/// Added under the square roots of norms and lengths.
 const EPS: f32 = 1e-6;
-/// Factor on the cosines that attention weighs sources by.
+/// Scale of the cosine similarities in attention.
 const SHARPNESS: f32 = 8.0;
 
 /// Sizes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sizes {
-    /// Samples of a step.
+    /// Samples per step.
     pub(crate) batch: usize,
-    /// Sources of a sample.
+    /// Sources per sample.
     pub(crate) n_sources: usize,
-    /// Numbers of a source.
+    /// Features per source.
     pub(crate) n_features: usize,
     pub(crate) width: usize,
     pub(crate) n_heads: usize,
@@ -41,14 +41,14 @@ pub(crate) struct Sizes {
     pub(crate) dtype: DType,
 }
 
-/// What a step does with its logits.
+/// What a step computes from its logits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Phase {
     /// Updates the weights.
     Learn,
-    /// Gives the gradients.
+    /// Outputs the gradients.
     Differentiate,
-    /// Gives the logits.
+    /// Outputs the logits.
     Classify,
 }
 
@@ -58,27 +58,27 @@ pub(crate) struct Param {
     pub(crate) name: String,
     pub(crate) dims: Vec<usize>,
     pub(crate) value: StateId,
-    /// In F32, where the value is shorter.
+    /// Master weight in F32, if the value has 16 bits.
     pub(crate) master: Option<StateId>,
     pub(crate) m: StateId,
     pub(crate) v: StateId,
 }
 
-/// The network: its sizes, and what it keeps between steps.
+/// The network: its sizes and its states.
 #[derive(Clone, Debug)]
 pub(crate) struct Net {
     pub(crate) sizes: Sizes,
     pub(crate) params: Vec<Param>,
     states: Vec<State>,
-    /// Samples that the data has.
+    /// Samples in the data.
     n_samples: usize,
 }
 
-/// A step's graph, and what its inputs and outputs are.
+/// A step's graph with its inputs and outputs.
 pub(crate) struct NetStep {
     pub(crate) graph: Graph,
     ids: InputId,             // [batch] I32; -1 for padding
-    targets: Option<InputId>, // [batch] I32; -1 where nothing is learnt
+    targets: Option<InputId>, // [batch] I32; -1 where there is no target
     scale: Option<InputId>,   // [1] F32
     adam: Option<InputId>,    // [ADAM_PARAMS] F32
     spans: InputId,           // [batch * n_sources, 2] I32
@@ -249,7 +249,7 @@ fn tensor_type(dtype: DType, dims: &[usize]) -> TensorType {
     TensorType { dtype, shape: Shape::new(dims).expect("a few dimensions") }
 }
 
-/// Numbers in F32 or BF16.
+/// Numbers as bytes in F32 or BF16.
 pub(crate) fn rounded(values: &[f32], dtype: DType) -> Vec<u8> {
     match dtype == DType::BF16 {
         true => values.iter().flat_map(|v| half::bf16::from_f32(*v).to_le_bytes()).collect(),
@@ -294,7 +294,7 @@ impl<B: Backend> Compiled<B> {
 
 /// The network on a backend, with its data.
 pub(crate) struct Classifier<B: Backend> {
-    // Compiled steps go before the backend that made them.
+    // Compiled steps are dropped before their backend.
     learn: Compiled<B>,
     classify: Compiled<B>,
     weights: B::Weights,
@@ -304,10 +304,10 @@ pub(crate) struct Classifier<B: Backend> {
     queue: StepQueue,
 }
 
-/// Numbers of each parameter, by its name.
+/// Values of each parameter, by name.
 type Named = Vec<(String, Vec<f32>)>;
 
-/// What a step found.
+/// Result of a step.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Found {
     pub(crate) loss: f32,
@@ -316,7 +316,7 @@ pub(crate) struct Found {
 }
 
 impl<B: Backend> Classifier<B> {
-    /// Brings data, in the rows that ids name, and initial values to the device.
+    /// Uploads the data, with one row per id, and the initial values.
     pub(crate) fn new(
         backend: B,
         net: Net,
@@ -339,12 +339,12 @@ impl<B: Backend> Classifier<B> {
         Ok(Classifier { learn, classify, weights, states, backend, net, queue: StepQueue::new() })
     }
 
-    /// How many steps may be in flight.
+    /// Maximum number of steps in flight.
     pub(crate) fn depth(&self) -> usize {
         self.backend.queue_depth()
     }
 
-    /// Sends a step behind those in flight.
+    /// Queues a step after those in flight.
     pub(crate) fn queue(
         &mut self,
         ids: &[i32],
@@ -399,7 +399,7 @@ impl<B: Backend> Classifier<B> {
         Ok(found)
     }
 
-    /// Every parameter as it is now, by name.
+    /// The current value of every parameter, by name.
     #[allow(dead_code, reason = "for the test that compares them with PyTorch's")]
     pub(crate) fn values(&self) -> Result<Named, Box<dyn std::error::Error>> {
         let mut found = Vec::new();

@@ -45,7 +45,7 @@ impl LocalLoad {
         LocalLoad::new(name, engine, monitor)
     }
 
-    /// Sends the load to a service, beside its other requests.
+    /// Sends the load to a service, alongside its other requests.
     pub fn of_service(service: &Service) -> Result<LocalLoad, Error> {
         let (engine, monitor) = service.monitored_engine();
         LocalLoad::new(service.model().name().to_owned(), engine.clone(), monitor.cloned())
@@ -103,7 +103,7 @@ impl LoadTarget for LocalLoad {
 
 impl Drop for LocalLoad {
     fn drop(&mut self) {
-        // A thread that has ended needs no message, and nobody is left to whom its panic could be reported.
+        // A thread that has ended needs no message, and its panic cannot be reported here.
         let _ = self.to_pump.send(PumpCall::Stop);
         if let Some(thread) = self.pump.take() {
             let _ = thread.join();

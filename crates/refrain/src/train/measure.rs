@@ -1,6 +1,6 @@
 //! Benchmarks of training steps.
 
-use crate::bench::{ResidentMemory, Samples};
+use crate::bench::{ProcessMemory, Samples};
 use crate::error::Error;
 use crate::session::Device;
 use crate::train::open::{GraphUse, look};
@@ -95,7 +95,7 @@ pub struct TrainBenchReport {
     /// Estimated bytes of states, activations and scratch memory.
     pub estimated_bytes: u64,
     /// Memory of the process, if the system reports it.
-    pub resident: Option<ResidentMemory>,
+    pub resident: Option<ProcessMemory>,
     /// Memory, graphs and timings of a CUDA device; `None` on the CPU.
     pub device: Option<Status>,
     /// Loss of the first and the last step.
@@ -242,7 +242,7 @@ pub fn bench_steps(bench: &TrainBench, mut progress: impl FnMut(&str)) -> Result
         n_replayed,
         launches,
         estimated_bytes,
-        resident: ResidentMemory::of_this_process(),
+        resident: ProcessMemory::of_this_process(),
         device: learner.device_status(),
         losses,
     })

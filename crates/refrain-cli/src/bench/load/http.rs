@@ -11,12 +11,12 @@ use std::io::{BufRead, BufReader};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// For connecting and for the head of a reply, which waits for a place among the running requests.
+/// Time limit for connecting and for the response headers, which may wait until the request is running.
 const PATIENCE: Duration = Duration::from_secs(600);
 const SHORT_PATIENCE: Duration = Duration::from_secs(10);
 /// Stack of a thread that reads a reply.
 const STACK_BYTES: usize = 256 << 10;
-/// An event of one token is far below this.
+/// Limit on the length of an event; an event of one token is far shorter.
 const MAX_LINE_BYTES: usize = 1 << 20;
 
 pub(super) struct ServerLoad {
@@ -25,14 +25,14 @@ pub(super) struct ServerLoad {
 
 struct ServerAddress {
     agent: ureq::Agent,
-    /// Without a slash at the end.
+    /// Address without a trailing slash.
     base: String,
     model: String,
     key: Option<Token>,
 }
 
 impl ServerLoad {
-    /// Finds out what the server serves.
+    /// Connects to a server and asks for its model.
     pub(super) fn connect(url: &str, key: Option<Token>) -> anyhow::Result<ServerLoad> {
         let base = url.trim_end_matches('/').trim_end_matches("/v1").to_owned();
         let config = ureq::Agent::config_builder()
@@ -123,7 +123,7 @@ impl ServerAddress {
                     progress.tokens(1);
                 }
             }
-            // Tokens without text of their own, or several in one event, are added at the end.
+            // Tokens without text, and several tokens in one event, are added at the end.
             if let Some(n_tokens) = event["usage"]["completion_tokens"].as_u64() {
                 progress.tokens((n_tokens as usize).saturating_sub(n_seen));
             }
