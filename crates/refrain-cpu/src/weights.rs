@@ -80,7 +80,10 @@ impl CpuWeights {
                 Some((tensor.dtype(), packed.layout_name(), packed.n_bytes()))
             }
             WeightEntry::Matrix { tensor, packed: None } => {
-                Some((tensor.dtype(), "as in the file", tensor.bytes().as_slice().len()))
+                let decoded = matrix_of(tensor).is_some_and(|m| m.is_ok_and(|m| m.is_decoded_for_each_use()));
+                let layout =
+                    if decoded { "as in the file, decoded for each product" } else { "as in the file" };
+                Some((tensor.dtype(), layout, tensor.bytes().as_slice().len()))
             }
             WeightEntry::Vector(_) => None,
         })

@@ -26,6 +26,10 @@ fn magnitude(dtype: DType, d: f64) -> f64 {
         DType::Q4_0 | DType::Q4_1 => 16.0,
         DType::Q5_0 | DType::Q5_1 => 32.0,
         DType::Q8_0 | DType::IQ4_NL => 128.0,
+        DType::MXFP4 => 12.0,
+        DType::IQ2_XXS | DType::IQ2_XS | DType::IQ2_S => 31.0 * 43.0 / 8.0,
+        DType::IQ3_XXS => 31.0 * 62.0 / 4.0,
+        DType::IQ3_S => 31.0 * 15.0,
         DType::Q2_K => 15.0 * 4.0,
         DType::Q3_K => 32.0 * 4.0,
         DType::Q4_K => 63.0 * 16.0,
@@ -257,7 +261,8 @@ fn extreme_blocks_stay_exact_in_integers() {
                     let want = product(Level::PORTABLE, &w, &x, 1);
                     let exact = reference(dtype, &bytes, n_rows, k, &x);
                     for (&got, &exact) in want.iter().zip(&exact) {
-                        let bound = magnitude(dtype, f64::from(scale.abs())) * k as f64 * 1e-6;
+                        // The smallest scale of MXFP4 is a subnormal number, whose products are rounded.
+                        let bound = magnitude(dtype, f64::from(scale.abs()) + 1e-38) * k as f64 * 1e-6;
                         assert!(
                             (f64::from(got) - exact).abs() <= bound,
                             "{dtype} fill {fill:#x}: got {got}, want {exact}"
@@ -366,7 +371,12 @@ fn packing_loses_nothing() {
             let k = length(dtype, 3);
             let n_rows = 37;
             let bytes = weights(dtype, n_rows * k, &mut random);
-            let packed = pack(&pool, level, &matrix(dtype, &bytes, n_rows, k)).unwrap();
+            let w = matrix(dtype, &bytes, n_rows, k);
+            let Some(packed) = pack(&pool, level, &w) else {
+                assert!(w.is_decoded_for_each_use() && w.layout_name() == "file, decoded for each product");
+                continue;
+            };
+            assert!(!w.is_decoded_for_each_use(), "{dtype}");
             let row_bytes = dtype.bytes_for(k).unwrap();
             let mut row = vec![0; row_bytes];
             for (i, want) in bytes.chunks_exact(row_bytes).enumerate() {

@@ -191,3 +191,9 @@ ALL(q4_k, Quantised<PackedQ4_K>)
 ALL(q5_k, Quantised<PackedQ5_K>)
 // unit q6_k
 ALL(q6_k, Quantised<PackedQ6_K>)
+// unit iq4_nl
+ALL(iq4_nl, Quantised<PackedIQ4_NL>)
+// unit iq4_xs
+ALL(iq4_xs, Quantised<PackedIQ4_XS>)
+// unit mxfp4
+ALL(mxfp4, Quantised<PackedMXFP4>)

@@ -12,7 +12,7 @@ use refrain_formats::hf::{NewTensor, write_safetensors, write_whole};
 use refrain_formats::params::{Arch, LayerAttention, RopePairing, RopeScaling};
 use refrain_formats::tokenizer::VocabSpec;
 use refrain_graph::WeightId;
-use refrain_tensor::{Bytes, DType, HostTensor, Shape, quant};
+use refrain_tensor::{DType, HostTensor, Shape, quant};
 use std::path::Path;
 
 /// Output format.

@@ -44,14 +44,17 @@ pub fn act_kind(dtype: DType) -> Option<ActKind> {
     match dtype {
         DType::F32 | DType::F16 => Some(ActKind::F32),
         DType::BF16 => Some(ActKind::Bf16),
-        DType::Q4_0 | DType::Q4_1 | DType::Q5_0 | DType::Q5_1 | DType::Q8_0 | DType::IQ4_NL => {
-            Some(ActKind::Q8)
-        }
+        DType::Q4_0
+        | DType::Q4_1
+        | DType::Q5_0
+        | DType::Q5_1
+        | DType::Q8_0
+        | DType::IQ4_NL
+        | DType::MXFP4 => Some(ActKind::Q8),
         DType::Q2_K | DType::Q3_K | DType::Q4_K | DType::Q5_K | DType::Q6_K | DType::IQ4_XS => {
             Some(ActKind::Q8K)
         }
-        DType::MXFP4 => None,
-        DType::IQ2_XXS | DType::IQ2_XS | DType::IQ2_S | DType::IQ3_XXS | DType::IQ3_S => None,
+        DType::IQ2_XXS | DType::IQ2_XS | DType::IQ2_S | DType::IQ3_XXS | DType::IQ3_S => Some(ActKind::Q8K),
         DType::I32 | DType::U32 | DType::I64 | DType::U8 => None,
     }
 }

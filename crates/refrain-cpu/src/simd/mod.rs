@@ -10,6 +10,7 @@ mod attention;
 mod buffer;
 mod elementwise;
 mod gemm;
+mod groups;
 mod lanes;
 mod level;
 mod math;

@@ -8,8 +8,11 @@
 //! fifth bits of Q5_0 and Q5_1 are arranged so that bit `t` of byte `b` belongs to element `4 t + b`. A tile
 //! has as many bytes as its 16 blocks.
 
+use half::bf16;
 use refrain_tensor::DType;
+use refrain_tensor::quant::mxfp4_scale;
 
+use super::groups;
 use super::lanes::{Simd, SimdKernel};
 
 /// Rows per tile.
@@ -20,13 +23,23 @@ pub(crate) const TILE_ROWS: usize = 16;
 pub(crate) struct TileSpec {
     /// Bytes per block in the file.
     pub(crate) block_bytes: usize,
-    /// Offset of the unaligned half float in the block.
-    half_at: Option<usize>,
+    /// The scale before the words.
+    scale: LoneScale,
     /// Offset of the words in the block.
     words_at: usize,
     /// Runs of words (first and count) that make up the tile, in order.
     runs: &'static [(usize, usize)],
     fixup: Fixup,
+}
+
+/// A scale that leaves a block unaligned: first in the tile, as 16 numbers of two bytes.
+#[derive(Clone, Copy, PartialEq)]
+enum LoneScale {
+    None,
+    /// A half float at this offset of the block.
+    Half(usize),
+    /// An exponent in the first byte, stored as BF16. The tile is larger than its blocks.
+    Exponent,
 }
 
 #[derive(Clone, Copy, PartialEq)]
@@ -36,6 +49,8 @@ enum Fixup {
     Unsigned,
     /// Reorders the bits of this word.
     FifthBits(usize),
+    /// Decodes groups to bytes (see `groups`).
+    Groups,
 }
 
 /// The scales of the parts. Then, for every other part of each half, the two words of low bits and the word of
@@ -59,26 +74,28 @@ const Q6_K_RUNS: &[(usize, usize)] = &[
 impl TileSpec {
     /// Returns the tile layout of `dtype`, or `None` if it has none.
     pub(crate) fn new(dtype: DType) -> Option<TileSpec> {
-        let (half_at, words_at, runs, fixup): (_, _, &[(usize, usize)], _) = match dtype {
-            DType::Q4_0 | DType::IQ4_NL => (Some(0), 2, &[(0, 4)], Fixup::None),
-            DType::Q4_1 => (None, 0, &[(0, 5)], Fixup::None),
-            DType::Q5_0 => (Some(0), 2, &[(0, 5)], Fixup::FifthBits(0)),
-            DType::Q5_1 => (None, 0, &[(0, 6)], Fixup::FifthBits(1)),
-            DType::Q8_0 => (Some(0), 2, &[(0, 8)], Fixup::Unsigned),
+        let (scale, words_at, runs, fixup): (_, _, &[(usize, usize)], _) = match dtype {
+            DType::Q4_0 | DType::IQ4_NL => (LoneScale::Half(0), 2, &[(0, 4)], Fixup::None),
+            DType::Q4_1 => (LoneScale::None, 0, &[(0, 5)], Fixup::None),
+            DType::Q5_0 => (LoneScale::Half(0), 2, &[(0, 5)], Fixup::FifthBits(0)),
+            DType::Q5_1 => (LoneScale::None, 0, &[(0, 6)], Fixup::FifthBits(1)),
+            DType::Q8_0 => (LoneScale::Half(0), 2, &[(0, 8)], Fixup::Unsigned),
             // Scale pair, scales of the parts, quants.
-            DType::Q2_K => (None, 0, &[(20, 1), (0, 20)], Fixup::None),
+            DType::Q2_K => (LoneScale::None, 0, &[(20, 1), (0, 20)], Fixup::None),
             // Scales of the parts, third bits, low bits.
-            DType::Q3_K => (Some(108), 0, &[(24, 3), (0, 24)], Fixup::None),
-            DType::Q4_K => (None, 0, &[(0, 36)], Fixup::None),
-            DType::Q5_K => (None, 0, &[(0, 44)], Fixup::None),
-            DType::Q6_K => (Some(208), 0, Q6_K_RUNS, Fixup::None),
-            DType::IQ4_XS => (None, 0, &[(0, 34)], Fixup::None),
-            DType::MXFP4 | DType::IQ2_XXS | DType::IQ2_XS | DType::IQ2_S => return None,
-            DType::IQ3_XXS | DType::IQ3_S => return None,
+            DType::Q3_K => (LoneScale::Half(108), 0, &[(24, 3), (0, 24)], Fixup::None),
+            DType::Q4_K => (LoneScale::None, 0, &[(0, 36)], Fixup::None),
+            DType::Q5_K => (LoneScale::None, 0, &[(0, 44)], Fixup::None),
+            DType::Q6_K => (LoneScale::Half(208), 0, Q6_K_RUNS, Fixup::None),
+            DType::IQ4_XS => (LoneScale::None, 0, &[(0, 34)], Fixup::None),
+            DType::MXFP4 => (LoneScale::Exponent, 1, &[(0, 4)], Fixup::None),
+            DType::IQ2_XXS | DType::IQ2_XS | DType::IQ2_S | DType::IQ3_XXS | DType::IQ3_S => {
+                (LoneScale::None, 0, &[], Fixup::Groups)
+            }
             DType::F32 | DType::F16 | DType::BF16 => return None,
             DType::I32 | DType::U32 | DType::I64 | DType::U8 => return None,
         };
-        Some(TileSpec { block_bytes: dtype.block_bytes(), half_at, words_at, runs, fixup })
+        Some(TileSpec { block_bytes: dtype.block_bytes(), scale, words_at, runs, fixup })
     }
 
     fn n_words(&self) -> usize {
@@ -87,7 +104,16 @@ impl TileSpec {
 
     /// Bytes per tile.
     pub(crate) const fn tile_bytes(&self) -> usize {
-        TILE_ROWS * self.block_bytes
+        match (self.fixup, self.scale) {
+            (Fixup::Groups, _) => groups::TILE_BYTES,
+            (_, LoneScale::Exponent) => TILE_ROWS * (self.block_bytes + 1),
+            _ => TILE_ROWS * self.block_bytes,
+        }
+    }
+
+    /// Whether tiles take several times the bytes of the file, so that weights stay there.
+    pub(crate) fn is_decoded_for_each_use(&self) -> bool {
+        self.fixup == Fixup::Groups
     }
 }
 
@@ -119,7 +145,7 @@ impl SimdKernel for MakeTiles<'_> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let MakeTiles { spec, rows, n_blocks, dst } = self;
-        if spec.half_at.is_none() && spec.fixup == Fixup::None && spec.runs.len() == 1 {
+        if spec.scale == LoneScale::None && spec.fixup == Fixup::None && spec.runs.len() == 1 {
             // SAFETY: without an unaligned half float, blocks consist of words, and tiles are contiguous like
             // blocks.
             unsafe { s.transpose(rows, spec.n_words() * n_blocks, dst) };
@@ -131,10 +157,13 @@ impl SimdKernel for MakeTiles<'_> {
             // contract of `new`: a tile is 32 bytes of halves, if any, and 64 per word.
             unsafe {
                 let mut words = dst.add(block_idx * spec.tile_bytes());
-                if let Some(half_at) = spec.half_at {
+                if spec.scale != LoneScale::None {
                     for (i, row) in rows.iter().enumerate() {
-                        let half = row.add(block + half_at).cast::<[u8; 2]>().read();
-                        words.add(2 * i).cast::<[u8; 2]>().write(half);
+                        let scale = match spec.scale {
+                            LoneScale::Half(at) => row.add(block + at).cast::<[u8; 2]>().read(),
+                            _ => bf16::from_f32(mxfp4_scale(row.add(block).read())).to_le_bytes(),
+                        };
+                        words.add(2 * i).cast::<[u8; 2]>().write(scale);
                     }
                     words = words.add(32);
                 }
@@ -159,6 +188,7 @@ impl SimdKernel for MakeTiles<'_> {
 unsafe fn fix<S: Simd>(s: S, spec: TileSpec, words: *mut u8) {
     match spec.fixup {
         Fixup::None => {}
+        Fixup::Groups => unreachable!("made by `groups`"),
         Fixup::Unsigned => {
             let high_bits = s.splat(i32::from_le_bytes([0x80; 4]));
             for at in (0..64 * spec.n_words()).step_by(4 * S::LANES) {
@@ -191,19 +221,27 @@ fn spread_fifth_bits<S: Simd>(s: S, bits: S::I) -> S::I {
 impl TileSpec {
     /// Restores the block of row `row` of a tile in the file layout.
     pub(crate) fn unpack_block(&self, tile: &[u8], row: usize, block: &mut [u8]) {
-        let words = match self.half_at {
-            Some(half_at) => {
-                block[half_at..half_at + 2].copy_from_slice(&tile[2 * row..2 * row + 2]);
+        let scale = [tile[2 * row], tile[2 * row + 1]];
+        let words = match self.scale {
+            LoneScale::Half(at) => {
+                block[at..at + 2].copy_from_slice(&scale);
                 &tile[32..]
             }
-            None => tile,
+            LoneScale::Exponent => {
+                block[0] = match u16::from_le_bytes(scale) {
+                    0x20 => 0,
+                    normal => (normal >> 7) as u8 + 1,
+                };
+                &tile[32..]
+            }
+            LoneScale::None => tile,
         };
         let order = self.runs.iter().flat_map(|&(first, n)| first..first + n);
         for (j, in_block) in order.enumerate() {
             let at = 64 * j + 4 * row;
             let mut word = u32::from_le_bytes([words[at], words[at + 1], words[at + 2], words[at + 3]]);
             match self.fixup {
-                Fixup::None => {}
+                Fixup::None | Fixup::Groups => {}
                 Fixup::Unsigned => word ^= 0x8080_8080,
                 Fixup::FifthBits(fifth) if fifth == j => {
                     word = (0..32).map(|i| (word >> (i % 4 * 8 + i / 4) & 1) << i).sum();

@@ -7,6 +7,7 @@ use refrain_tensor::DType;
 use super::Level;
 use super::acts::{ActKind, act_kind};
 use super::buffer::AlignedBuffer;
+use super::groups;
 use super::tile::{MakeTiles, TILE_ROWS, TileSpec};
 use crate::pool::Pool;
 
@@ -112,9 +113,15 @@ impl<'a> WeightMatrix<'a> {
     /// Name of the layout, for printing.
     pub fn layout_name(&self) -> &'static str {
         match self.source {
+            Source::File { .. } if self.is_decoded_for_each_use() => "file, decoded for each product",
             Source::File { .. } => "file",
             Source::Tiles { .. } => "tiles of 16 rows",
         }
+    }
+
+    /// Whether a product decodes the file's bytes to larger ones each time: slower than reading packed weights.
+    pub fn is_decoded_for_each_use(&self) -> bool {
+        !self.is_packed() && self.spec.is_some_and(|spec| spec.is_decoded_for_each_use())
     }
 
     pub(super) fn spec(&self) -> Option<TileSpec> {
@@ -174,6 +181,17 @@ impl<'a> WeightMatrix<'a> {
         let row = |i: usize| &bytes[(first_row + i).min(self.n_rows - 1) * row_bytes..];
         let range = blocks.start * spec.block_bytes..blocks.end * spec.block_bytes;
         let rows: [*const u8; 16] = std::array::from_fn(|i| row(i)[range.clone()].as_ptr());
+        let tile_bytes = blocks.len() * spec.tile_bytes();
+        if spec.is_decoded_for_each_use() {
+            let rows = std::array::from_fn(|i| &row(i)[range.clone()]);
+            // SAFETY: `dst` has space for these bytes by the contract of this function. They are cleared before they
+            // are borrowed, since scratch may be uninitialised.
+            let tiles = unsafe {
+                std::ptr::write_bytes(dst, 0, tile_bytes);
+                std::slice::from_raw_parts_mut(dst, tile_bytes)
+            };
+            return groups::make_tiles_of(self.dtype, &rows, tiles);
+        }
         // SAFETY: `range` is inside each row, and `dst` holds a tile for each block.
         level.dispatch(unsafe { MakeTiles::new(spec, &rows, blocks.len(), dst) });
     }
@@ -192,13 +210,14 @@ pub struct PackedMatrix {
 
 /// Repacks a matrix in the file layout, on the threads of `pool`.
 ///
-/// `None` if repacking does not pay off (floats, whose rows are read directly; a matrix that is already packed,
+/// `None` if repacking does not pay off (floats, whose rows are read directly; the IQ2 and IQ3 types, whose tiles are
+/// several times larger than the file; a matrix that is already packed,
 /// or has so few rows that the padding matters), or if memory runs out: the file layout then serves.
 pub fn pack(pool: &Pool, level: Level, w: &WeightMatrix<'_>) -> Option<PackedMatrix> {
     if w.is_packed() || w.k == 0 || (w.n_rows < TILE_ROWS) {
         return None;
     }
-    let spec = w.spec?;
+    let spec = w.spec.filter(|spec| !spec.is_decoded_for_each_use())?;
     let group_bytes = w.n_blocks() * spec.tile_bytes();
     let n_bytes = group_bytes.checked_mul(w.n_rows.div_ceil(TILE_ROWS))?;
     let mut buffer = AlignedBuffer::zeroed(n_bytes)?;

@@ -8,7 +8,7 @@ use refrain_cpu::simd::{
 use refrain_tensor::DType;
 use refrain_tensor::quant::dequantize;
 
-pub(crate) const WEIGHT_TYPES: [DType; 15] = [
+pub(crate) const WEIGHT_TYPES: [DType; 21] = [
     DType::F32,
     DType::F16,
     DType::BF16,
@@ -24,6 +24,12 @@ pub(crate) const WEIGHT_TYPES: [DType; 15] = [
     DType::Q5_K,
     DType::Q6_K,
     DType::IQ4_XS,
+    DType::MXFP4,
+    DType::IQ2_XXS,
+    DType::IQ2_XS,
+    DType::IQ2_S,
+    DType::IQ3_XXS,
+    DType::IQ3_S,
 ];
 
 /// xorshift64*
@@ -51,6 +57,7 @@ impl Random {
 fn halves(dtype: DType) -> &'static [usize] {
     match dtype {
         DType::Q4_0 | DType::Q5_0 | DType::Q8_0 | DType::IQ4_NL | DType::IQ4_XS => &[0],
+        DType::IQ2_XXS | DType::IQ2_XS | DType::IQ2_S | DType::IQ3_XXS | DType::IQ3_S => &[0],
         DType::Q4_1 | DType::Q5_1 | DType::Q4_K | DType::Q5_K => &[0, 2],
         DType::Q2_K => &[80, 82],
         DType::Q3_K => &[108],
@@ -74,6 +81,10 @@ pub(crate) fn weights_with(
         _ => {
             let mut bytes: Vec<u8> = (0..n_bytes).map(|_| (random.bits() >> 32) as u8).collect();
             for block in bytes.chunks_exact_mut(dtype.block_bytes()) {
+                if dtype == DType::MXFP4 {
+                    // The exponent of the scale: levels are multiples of half of it.
+                    block[0] = (scale(random).abs().to_bits() >> 23) as u8 + 1;
+                }
                 for &at in halves(dtype) {
                     block[at..at + 2].copy_from_slice(&f16::from_f32(scale(random)).to_le_bytes());
                 }

@@ -2,6 +2,8 @@
 
 use std::marker::PhantomData;
 
+use refrain_tensor::quant::MXFP4_VALUES;
+
 use super::{SUMS, TileArgs, prefetch};
 use crate::simd::acts::Q8Layout;
 use crate::simd::lanes::{GROUP, Simd, SimdKernel, fsplat_at, splat_at};
@@ -108,6 +110,15 @@ unsafe fn lone_half<S: Simd>(s: S, tile: *const u8, g: usize) -> (S::F, S::F) {
     (unsafe { s.load_f16(tile.add(2 * S::LANES * g)) }, s.fsplat(0.0))
 }
 
+/// Like [`lone_half`], with BF16 scales, which have the exponents of MXFP4.
+/// # Safety
+/// `tile` points at a tile that begins with 16 BF16 numbers.
+#[inline(always)]
+unsafe fn lone_bf16<S: Simd>(s: S, tile: *const u8, g: usize) -> (S::F, S::F) {
+    // SAFETY: inside the tile by the contract of this function.
+    (unsafe { s.load_bf16(tile.add(2 * S::LANES * g)) }, s.fsplat(0.0))
+}
+
 /// Scale and minimum in one word.
 /// # Safety
 /// `tile` points at a tile whose first word is a pair of half floats.
@@ -178,6 +189,20 @@ unsafe fn iq4_nibbles<S: Simd>(s: S, words: *const u8, g: usize) -> [S::I; 8] {
     quants
 }
 
+/// Like [`nibbles`], looked up in [`MXFP4_LEVELS`].
+///
+/// # Safety
+/// As for [`nibbles`].
+#[inline(always)]
+unsafe fn mxfp4_nibbles<S: Simd>(s: S, words: *const u8, g: usize) -> [S::I; 8] {
+    // SAFETY: by the contract of this function.
+    let mut quants = unsafe { nibbles(s, words, g) };
+    for quants in &mut quants {
+        *quants = s.lookup(&MXFP4_LEVELS, *quants);
+    }
+    quants
+}
+
 macro_rules! block32 {
     ($name:ident: $bytes:expr, offset $offset:expr, min $min:expr, $scales:ident, $quants:ident from $at:expr) => {
         #[allow(non_camel_case_types)]
@@ -207,6 +232,19 @@ block32!(Q5_0: 22, offset 16, min false, lone_half, nibbles_and_fifth from 32);
 block32!(Q5_1: 24, offset 0, min true, half_pair, nibbles_and_fifth from 64);
 block32!(Q8_0: 34, offset 128, min false, lone_half, whole_bytes from 32);
 block32!(Iq4Nl: 18, offset 128, min false, lone_half, iq4_nibbles from 32);
+
+block32!(Mxfp4: 18, offset 16, min false, lone_bf16, mxfp4_nibbles from 32);
+
+/// Levels of MXFP4, plus 16.
+const MXFP4_LEVELS: [u8; 16] = {
+    let mut table = [0; 16];
+    let mut i = 0;
+    while i < 16 {
+        table[i] = (MXFP4_VALUES[i] as i32 + 16) as u8;
+        i += 1;
+    }
+    table
+};
 
 /// Values that the nibbles of IQ4_NL and IQ4_XS stand for, plus 128.
 pub(super) const IQ4_VALUES: [u8; 16] = {

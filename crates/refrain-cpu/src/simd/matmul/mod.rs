@@ -246,8 +246,8 @@ fn row_group<'a>(
 
 /// Adds a chunk of tiles to the running sums.
 fn tile_sums<const M: usize>(level: Level, dtype: DType, args: TileArgs<M>) {
-    use block32::{Iq4Nl, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, TileQ8};
-    use superblock::{Iq4Xs, Q2K, Q3K, Q4K, Q5K, Q6K, TileQ8K};
+    use block32::{Iq4Nl, Mxfp4, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, TileQ8};
+    use superblock::{Groups, Iq4Xs, Q2K, Q3K, Q4K, Q5K, Q6K, TileQ8K};
     match dtype {
         DType::Q4_0 => level.dispatch(TileQ8::<Q4_0, M>::new(args)),
         DType::Q4_1 => level.dispatch(TileQ8::<Q4_1, M>::new(args)),
@@ -261,9 +261,10 @@ fn tile_sums<const M: usize>(level: Level, dtype: DType, args: TileArgs<M>) {
         DType::Q5_K => level.dispatch(TileQ8K::<Q5K, M>::new(args)),
         DType::Q6_K => level.dispatch(TileQ8K::<Q6K, M>::new(args)),
         DType::IQ4_XS => level.dispatch(TileQ8K::<Iq4Xs, M>::new(args)),
-        DType::MXFP4 | DType::IQ2_XXS | DType::IQ2_XS | DType::IQ2_S | DType::IQ3_XXS | DType::IQ3_S => {
-            unreachable!("`WeightMatrix::new` refused {dtype}")
-        }
+        DType::MXFP4 => level.dispatch(TileQ8::<Mxfp4, M>::new(args)),
+        DType::IQ2_XXS | DType::IQ2_XS | DType::IQ2_S => level.dispatch(TileQ8K::<Groups<8>, M>::new(args)),
+        DType::IQ3_XXS => level.dispatch(TileQ8K::<Groups<4>, M>::new(args)),
+        DType::IQ3_S => level.dispatch(TileQ8K::<Groups<1>, M>::new(args)),
         DType::F32 | DType::F16 | DType::BF16 => unreachable!("{dtype} has no tiles"),
         DType::I32 | DType::U32 | DType::I64 | DType::U8 => {
             unreachable!("`WeightMatrix::new` refused {dtype}")

@@ -2,13 +2,14 @@
 //!
 //! A block has 8 or 16 parts, each with a small integer scale, and every 32 activations have a shift. Both are
 //! part of the exact integer sum: at most 16 parts of 16 products of 32 · 127, scaled by at most 128 and
-//! shifted by at most 3 bits, stay below 2^30.
+//! shifted by at most 3 bits, stay below 2^30. So do products of 62 · 127, scaled by at most 31.
 
 use std::marker::PhantomData;
 
 use super::block32::IQ4_VALUES;
 use super::{SUMS, TileArgs, prefetch};
 use crate::simd::acts::Q8KLayout;
+use crate::simd::groups;
 use crate::simd::lanes::{GROUP, Simd, SimdKernel, fsplat_at, splat_at};
 
 /// A weight type in blocks of 256.
@@ -214,7 +215,11 @@ unsafe fn part_dots<S: Simd, B: SuperBlock, const M: usize>(
                 s.splat(0)
             } else if B::PARTS == 16 {
                 let bias = splat_at(s, x[r].add(at.bias16 + 4 * (16 * block_idx + part)));
-                s.sar(bias, (32 / B::OFFSET.max(1)).trailing_zeros())
+                if B::OFFSET > 32 {
+                    s.shl(bias, (B::OFFSET / 32).trailing_zeros())
+                } else {
+                    s.sar(bias, (32 / B::OFFSET.max(1)).trailing_zeros())
+                }
             } else {
                 let bias = splat_at(s, x[r].add(at.bias32 + 4 * (8 * block_idx + part)));
                 s.sar(bias, (128 / B::OFFSET.max(1)).trailing_zeros())
@@ -624,5 +629,35 @@ impl SuperBlock for Iq4Xs {
         let low = s.and(s.shr(head.scales[0], 4 * part as u32), s.splat(15));
         let high = s.and(s.shr(head.scales[1], 2 * part as u32), s.splat(3));
         s.sub(s.or(low, s.shl(high, 4)), s.splat(32))
+    }
+}
+
+/// The IQ2 and IQ3 types, as decoded by [`groups`](crate::simd::groups); scales are multiples of `d / DIVISOR`.
+pub(super) struct Groups<const DIVISOR: u32>;
+
+impl<const DIVISOR: u32> SuperBlock for Groups<DIVISOR> {
+    const TILE_BYTES: usize = groups::TILE_BYTES;
+    const PARTS: usize = 16;
+    const OFFSET: i32 = groups::LEVEL_OFFSET;
+    const WIDE: bool = false;
+    const MIN: bool = false;
+
+    #[inline(always)]
+    unsafe fn head<S: Simd>(s: S, tile: *const u8, g: usize) -> BlockScales<S> {
+        BlockScales {
+            // SAFETY: 16 half floats precede the words. The divisor is a power of two, so the product is exact.
+            d: s.fmul(unsafe { lone_half(s, tile, g) }, s.fsplat(1.0 / DIVISOR as f32)),
+            d_min: s.fsplat(0.0),
+            // SAFETY: the scales are words 0 .. 4.
+            scales: unsafe { words(s, tile.add(32), g, 0) },
+            mins: [s.splat(0); 4],
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn quants<S: Simd>(s: S, tile: *const u8, g: usize, part: usize) -> [S::I; 8] {
+        // SAFETY: the levels are words 4 .. 68, four to a part.
+        let levels: [S::I; 4] = unsafe { words(s, tile.add(32), g, 4 + 4 * part) };
+        std::array::from_fn(|t| levels[t % 4])
     }
 }
