@@ -141,7 +141,7 @@ pub fn quantize_weighted(
     out: &mut [u8],
 ) -> Result<(), TensorError> {
     check_lengths(dtype, values.len(), out.len())?;
-    let is_weighted = dtype.is_quantized() && row_len.is_multiple_of(dtype.block_len());
+    let is_weighted = dtype.is_quantized() && can_encode(dtype) && row_len.is_multiple_of(dtype.block_len());
     let fits = values.len().is_multiple_of(row_len.max(1)) && importance.is_none_or(|i| i.len() == row_len);
     if !is_weighted || !fits {
         return quantize(dtype, values, out);
@@ -165,6 +165,10 @@ pub fn quantize_weighted(
             DType::Q6_K => encode_row::<BlockQ6K, 256>(values, importance, out),
             DType::IQ4_NL => encode_row::<BlockIq4Nl, 32>(values, importance, out),
             DType::IQ4_XS => encode_row::<BlockIq4Xs, 256>(values, importance, out),
+            DType::MXFP4 => encode_row::<BlockMxfp4, 32>(values, importance, out),
+            DType::IQ2_XXS | DType::IQ2_XS | DType::IQ2_S | DType::IQ3_XXS | DType::IQ3_S => {
+                return Err(TensorError::Unsupported { dtype, verb: "encoded with weights" });
+            }
             DType::F32 | DType::F16 | DType::BF16 | DType::I32 | DType::U32 | DType::I64 | DType::U8 => {
                 return Err(TensorError::Unsupported { dtype, verb: "encoded with weights" });
             }

@@ -54,6 +54,23 @@ impl Block<32> for BlockMxfp4 {
         let q = values.map(|v| nearest(d, v));
         Some(BlockMxfp4 { e, qs: pack_nibbles(&q) })
     }
+
+    /// Tries the power of two that clips the largest magnitude, and its two neighbours.
+    fn encode_weighted(values: &[f32; 32], weights: &[f32; 32]) -> Option<Self> {
+        let plain = Self::encode(values)?;
+        let fit = |e: u8| {
+            let d = mxfp4_scale(e);
+            let q = values.map(|v| nearest(d, v));
+            let error = |i: usize| {
+                let e = f64::from(values[i]) - f64::from(d * f32::from(MXFP4_VALUES[usize::from(q[i])]));
+                f64::from(weights[i]) * e * e
+            };
+            ((0..32).map(error).sum::<f64>(), BlockMxfp4 { e, qs: pack_nibbles(&q) })
+        };
+        // 254 is the largest exponent that is not reserved.
+        let near = plain.e.saturating_sub(1)..=plain.e.saturating_add(1).min(254);
+        near.map(fit).min_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, block)| block)
+    }
 }
 
 fn nearest(d: f32, v: f32) -> u8 {
