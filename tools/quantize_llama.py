@@ -33,7 +33,7 @@ def windows_of(llama, text: str, n_windows: int) -> list[list[int]]:
 
 def log_probabilities(path: str, text: str, n_windows: int) -> tuple[np.ndarray, np.ndarray]:
     """Log-probabilities of all tokens, and the tokens that follow."""
-    llama = llama_cpp.Llama(path, n_ctx=CONTEXT, n_batch=CONTEXT, logits_all=True, verbose=False, n_threads=2)
+    llama = llama_cpp.Llama(path, n_ctx=CONTEXT, n_batch=CONTEXT, logits_all=True, verbose=False, n_threads=1, n_threads_batch=1)
     rows, following = [], []
     for part in windows_of(llama, text, n_windows):
         llama.reset()

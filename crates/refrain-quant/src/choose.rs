@@ -3,7 +3,7 @@
 use crate::error::QuantError;
 use crate::pass::InputTensor;
 use crate::recipe::{ModelFacts, Recipe, TensorFacts};
-use refrain_tensor::DType;
+use refrain_tensor::{DType, quant};
 use regex::Regex;
 use std::collections::BTreeMap;
 use std::fmt;
@@ -21,7 +21,7 @@ impl Override {
         let (pattern, dtype) =
             text.rsplit_once('=').ok_or_else(|| QuantError::OverrideForm { text: text.to_owned() })?;
         let dtype = DType::from_name(dtype.trim())
-            .filter(|dtype| dtype.is_float() || dtype.is_quantized())
+            .filter(|dtype| quant::can_encode(*dtype))
             .ok_or_else(|| QuantError::UnknownType { name: dtype.trim().to_owned() })?;
         let fail = |source| QuantError::Pattern { pattern: pattern.to_owned(), source: Box::new(source) };
         Ok(Override { pattern: Regex::new(pattern).map_err(fail)?, dtype })

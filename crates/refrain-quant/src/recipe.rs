@@ -30,13 +30,15 @@ enum Mix {
     Q4KM,
     Q5KM,
     Iq4,
+    /// Only experts have the type of the name.
+    Mxfp4Experts,
 }
 
 const fn recipe(name: &'static str, base: DType, mix: Mix, file_type: u32) -> Recipe {
     Recipe { name, base, mix, file_type }
 }
 
-const RECIPES: [Recipe; 20] = [
+const RECIPES: [Recipe; 22] = [
     recipe("Q2_K", DType::Q2_K, Mix::Q2K, 10),
     recipe("Q2_K_S", DType::Q2_K, Mix::Q2KS, 21),
     recipe("Q3_K_S", DType::Q3_K, Mix::Plain, 11),
@@ -46,6 +48,8 @@ const RECIPES: [Recipe; 20] = [
     recipe("Q4_1", DType::Q4_1, Mix::Plain, 3),
     recipe("IQ4_NL", DType::IQ4_NL, Mix::Iq4, 25),
     recipe("IQ4_XS", DType::IQ4_XS, Mix::Iq4, 30),
+    recipe("MXFP4", DType::MXFP4, Mix::Plain, 38),
+    recipe("MXFP4_MOE", DType::Q8_0, Mix::Mxfp4Experts, 38),
     recipe("Q4_K_S", DType::Q4_K, Mix::Q4KS, 14),
     recipe("Q4_K_M", DType::Q4_K, Mix::Q4KM, 15),
     recipe("Q5_0", DType::Q5_0, Mix::Plain, 8),
@@ -103,6 +107,10 @@ impl Recipe {
         }
         if tensor.name == "token_embd.weight" || tensor.name == "per_layer_token_embd.weight" {
             return self.base;
+        }
+        if self.mix == Mix::Mxfp4Experts {
+            let is_expert = tensor.part.contains("_exps.");
+            return if is_expert { DType::MXFP4 } else { self.base };
         }
         if model.is_recurrent && is_sensitive_in_recurrent_models(tensor.part) {
             return DType::Q8_0;
