@@ -222,6 +222,27 @@ pub struct LoadStatus {
     pub steps: StepCounts,
 }
 
+impl LoadStatus {
+    /// Adds the counts of an earlier time, of the same model in another process for example.
+    pub(crate) fn add_counts(&mut self, past: &LoadStatus) {
+        // The numbers of a process that is not trusted must not overflow.
+        let add = |sum: &mut u64, n: u64| *sum = sum.saturating_add(n);
+        add(&mut self.n_preempted, past.n_preempted);
+        add(&mut self.n_prefix_hit_tokens, past.n_prefix_hit_tokens);
+        add(&mut self.n_prompt_tokens, past.n_prompt_tokens);
+        add(&mut self.n_generated_tokens, past.n_generated_tokens);
+        add(&mut self.steps.replayed, past.steps.replayed);
+        add(&mut self.steps.eager, past.steps.eager);
+        add(&mut self.steps.failed, past.steps.failed);
+        for (label, n) in &past.steps.reasons {
+            match self.steps.reasons.iter_mut().find(|(other, _)| other == label) {
+                Some((_, sum)) => add(sum, *n),
+                None => self.steps.reasons.push((label.clone(), *n)),
+            }
+        }
+    }
+}
+
 /// How the steps of a model ran.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct StepCounts {
