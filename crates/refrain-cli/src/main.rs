@@ -29,9 +29,11 @@ mod pull;
 mod reference;
 mod rm;
 mod run;
+mod serve;
 mod tokenize;
 mod train;
 mod trial;
+mod worker;
 
 mod bars; // progress bars
 mod fail; // errors and hints
