@@ -7,6 +7,7 @@ use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::process::{Child, Command, Stdio};
+use std::sync::Mutex;
 use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -18,7 +19,7 @@ struct Served {
     process: Child,
     url: String,
     /// Lines of standard error.
-    log: Receiver<String>,
+    log: Mutex<Receiver<String>>,
 }
 
 impl Served {
@@ -29,7 +30,7 @@ impl Served {
         let stderr = BufReader::new(process.stderr.take().expect("a pipe"));
         let (sender, log) = channel();
         thread::spawn(move || stderr.lines().map_while(Result::ok).try_for_each(|line| sender.send(line)));
-        let mut served = Served { _cli: cli, process, url: String::new(), log };
+        let mut served = Served { _cli: cli, process, url: String::new(), log: Mutex::new(log) };
         let line = served.line("http://");
         served.url = line[line.find("http://").expect("an address")..].to_owned();
         served
@@ -43,9 +44,9 @@ impl Served {
 
     /// The next line of the log that contains a text.
     fn line(&self, text: &str) -> String {
-        let mut seen = Vec::new();
+        let (log, mut seen) = (self.log.lock().expect("no thread panicked"), Vec::new());
         loop {
-            match self.log.recv_timeout(PATIENCE) {
+            match log.recv_timeout(PATIENCE) {
                 Ok(line) if line.contains(text) => return line,
                 Ok(line) => seen.push(line),
                 Err(error) => panic!("no {text:?} in the log ({error}): {seen:#?}"),

@@ -283,8 +283,8 @@ function wire() {
   input.addEventListener("input", () => fitHeight(input));
   input.addEventListener("keydown", (event) => {
     // A phone's keyboard has no Shift+Enter: there, Enter makes a new line.
-    const hasKeyboard = matchMedia("(pointer: fine)").matches;
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing && hasKeyboard) {
+    const isTouched = matchMedia("(pointer: coarse)").matches;
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing && !isTouched) {
       event.preventDefault();
       send();
     }

@@ -49,11 +49,11 @@ export class EngineView {
     this.#element.replaceChildren(
       el("h2", {}, "Engine"),
       rows([
-        ["Tokens per second", formatRate(rate)],
+        ["Tokens / s", formatRate(rate)],
         ["Running", formatCount(status.nRunning)],
         ["Waiting", formatCount(status.nWaiting)],
-        ["First token, p50 / p99", `${formatMs(status.ttftMs.p50)} / ${formatMs(status.ttftMs.p99)}`],
-        ["Between tokens, p50 / p99", `${formatMs(status.interTokenMs.p50)} / ${formatMs(status.interTokenMs.p99)}`],
+        ["First token p50/p99", `${formatMs(status.ttftMs.p50)} / ${formatMs(status.ttftMs.p99)}`],
+        ["Token to token", `${formatMs(status.interTokenMs.p50)} / ${formatMs(status.interTokenMs.p99)}`],
         ["Up", formatDuration(status.uptimeS)],
       ]),
       this.#chart(),
@@ -100,7 +100,7 @@ function workerView(worker) {
   return [
     el("h3", {}, `Worker ${worker.idx}: `, el("span", { class: worker.state.tone }, worker.state.label)),
     rows(entries),
-    worker.lastFailure ? el("p", { class: "warn" }, `Last failure: ${worker.lastFailure}`) : null,
+    ...(worker.lastFailure ? [el("p", { class: "warn" }, `Last failure: ${worker.lastFailure}`)] : []),
     ...steps,
   ];
 }

@@ -251,6 +251,12 @@ pub(crate) struct OpenGuard {
     since: Instant,
 }
 
+impl OpenGuard {
+    pub(crate) fn n_open(&self) -> usize {
+        self.metrics.n_open.load(Ordering::Relaxed)
+    }
+}
+
 impl Drop for OpenGuard {
     fn drop(&mut self) {
         self.metrics.n_open.fetch_sub(1, Ordering::Relaxed);

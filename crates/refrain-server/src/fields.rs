@@ -177,11 +177,6 @@ impl Fields {
         let error = ApiError::unsupported(path.clone(), format!("the field {path} is not supported"));
         Err(ApiError { code: Some("unknown_parameter"), ..error }.hint(hint))
     }
-
-    #[cfg(test)]
-    pub(crate) fn known(&self) -> &[&'static str] {
-        &self.known
-    }
 }
 
 /// A value in an error message, at most a few words long.

@@ -9,7 +9,7 @@ use refrain::{DecodeStream, PartKind, StopFilter, StopOutcome, ThinkFilter};
 use refrain_worker::{FinishedBy, Refusal, RefusalKind, TokenReply, TokenUpdate};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Why a reply ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -140,6 +140,14 @@ impl TextReply {
             if !delta.is_empty() {
                 return Some(Ok(delta));
             }
+        }
+    }
+
+    /// Waits for a while, so that more tokens arrive, but not longer than until the end.
+    async fn gather(&mut self, pause: Duration) {
+        if let Some(reply) = &self.reply {
+            // Running out of time is the usual case.
+            let _ = tokio::time::timeout(pause, reply.over()).await;
         }
     }
 
@@ -424,6 +432,14 @@ impl Choices {
             deltas.map(move |delta| (idx, delta)).boxed()
         });
         Choices::Many(stream::select_all(numbered))
+    }
+
+    /// Waits for a while, so that the next delta has more tokens.
+    pub(crate) async fn gather(&mut self, pause: Duration) {
+        match self {
+            Choices::One(reply) => reply.gather(pause).await,
+            Choices::Many(_) => tokio::time::sleep(pause).await,
+        }
     }
 
     /// The next delta with the index of its choice; `None` when all have ended. Safe to cancel.

@@ -270,7 +270,8 @@ pub struct ReplySender {
 /// Makes a reply and its sender. `on_cancel` is called once, when the reply is dropped before its end; it must not block.
 pub fn token_reply(on_cancel: impl FnOnce() + Send + 'static) -> (ReplySender, TokenReply) {
     let state = ReplyState { updates: VecDeque::new(), is_over: false, on_cancel: Some(Box::new(on_cancel)) };
-    let shared = Arc::new(ReplyQueue { state: Mutex::new(state), arrived: Notify::new() });
+    let shared =
+        Arc::new(ReplyQueue { state: Mutex::new(state), arrived: Notify::new(), over: Notify::new() });
     (ReplySender { shared: shared.clone() }, TokenReply { shared })
 }
 
@@ -278,6 +279,7 @@ pub fn token_reply(on_cancel: impl FnOnce() + Send + 'static) -> (ReplySender, T
 struct ReplyQueue {
     state: Mutex<ReplyState>,
     arrived: Notify,
+    over: Notify,
 }
 
 struct ReplyState {
@@ -304,8 +306,12 @@ impl ReplySender {
             state.is_over = matches!(update, Ok(TokenUpdate::End(_)) | Err(_));
             state.updates.push_back(update);
         }
+        let is_over = state.is_over;
         drop(state);
         self.shared.arrived.notify_one();
+        if is_over {
+            self.shared.over.notify_one();
+        }
     }
 }
 
@@ -323,6 +329,14 @@ impl TokenReply {
                 }
             }
             arrived.await;
+        }
+    }
+
+    /// Waits for the end or an error, which may still be unread. Costs nothing for each update.
+    pub async fn over(&self) {
+        let over = self.shared.over.notified();
+        if !self.shared.lock().is_over {
+            over.await;
         }
     }
 

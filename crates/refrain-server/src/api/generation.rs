@@ -37,7 +37,7 @@ pub(crate) struct Generation {
     pub(crate) choices: Choices,
     pub(crate) n_choices: usize,
     pub(crate) usage: Usage,
-    _open: OpenGuard,
+    open: OpenGuard,
     _key: Option<KeyUse>,
 }
 
@@ -131,7 +131,7 @@ impl Job {
             choices: Choices::new(replies),
             n_choices,
             usage: Usage { n_prompt, ..Usage::default() },
-            _open: open,
+            open,
             _key: key,
         })
     }
@@ -163,6 +163,11 @@ pub(crate) struct WholeChoice {
 }
 
 impl Generation {
+    /// Open requests of the server.
+    pub(crate) fn n_open(&self) -> usize {
+        self.open.n_open()
+    }
+
     /// Waits for all choices.
     pub(crate) async fn collect(mut self) -> Result<(Vec<WholeChoice>, Generation), ApiError> {
         let mut whole: Vec<WholeChoice> = (0..self.n_choices).map(|_| WholeChoice::default()).collect();

@@ -46,12 +46,21 @@ pub(crate) fn named_event(name: &str, value: &impl Serialize, out: &mut Vec<u8>)
     event(value, out);
 }
 
+/// The longest pause between two events of a reply that has more tokens. A person does not see it.
+const MAX_PAUSE: Duration = Duration::from_millis(10);
+/// Part of that pause for each open request: writing to a socket costs more than everything else about a token.
+const PAUSE_PER_REQUEST: Duration = Duration::from_micros(100);
+/// Shorter pauses gain nothing: a timer costs as much.
+const MIN_PAUSE: Duration = Duration::from_millis(1);
+
 struct EventStream<W> {
     generation: Generation,
     writer: W,
     pulse: Interval,
     first: Option<Option<(usize, Result<Delta, ApiError>)>>,
     is_over: bool,
+    /// When the last event was made.
+    last: Option<Instant>,
 }
 
 /// Streams a generation. An error before the first token is returned.
@@ -67,7 +76,7 @@ pub(crate) async fn respond(
     pulse.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut head = Vec::new();
     writer.start(&generation, &mut head);
-    let events = EventStream { generation, writer, pulse, first, is_over: false };
+    let events = EventStream { generation, writer, pulse, first, is_over: false, last: None };
     let head = stream::iter((!head.is_empty()).then(|| Ok::<_, Infallible>(Bytes::from(head))));
     let events = stream::unfold(events, |mut events| async move {
         let bytes = events.next().await?;
@@ -84,10 +93,21 @@ pub(crate) async fn respond(
 }
 
 impl<W: EventWriter> EventStream<W> {
+    /// With many open requests, waits until several tokens can be sent as one event. The first token and the end never wait.
+    async fn gather(&mut self) {
+        let Some(last) = self.last else { return };
+        let n_open = u32::try_from(self.generation.n_open()).unwrap_or(u32::MAX);
+        let pause = PAUSE_PER_REQUEST.saturating_mul(n_open).min(MAX_PAUSE).saturating_sub(last.elapsed());
+        if pause >= MIN_PAUSE {
+            self.generation.choices.gather(pause).await;
+        }
+    }
+
     async fn next(&mut self) -> Option<Bytes> {
         if self.is_over {
             return None;
         }
+        self.gather().await;
         let next = match self.first.take() {
             Some(first) => first,
             None => tokio::select! {
@@ -96,6 +116,7 @@ impl<W: EventWriter> EventStream<W> {
                 _ = self.pulse.tick() => return Some(Bytes::from_static(b": waiting\n\n")),
             },
         };
+        self.last = Some(Instant::now());
         let mut out = Vec::with_capacity(512);
         match next {
             Some((choice, Ok(delta))) => {
