@@ -8,7 +8,7 @@ const TARGET: &str = "aarch64-unknown-linux-gnu";
 /// The C compiler that the crate `cc` runs for that target.
 const C_COMPILER: &str = "aarch64-linux-gnu-gcc";
 /// Crates that depend on C code: TLS needs `ring`.
-const WITH_C: &[&str] = &["refrain-hub", "refrain-cli"];
+const WITH_C: &[&str] = &["refrain-hub", "refrain-server", "refrain-cli"];
 
 /// Result of the search for toolchains: what can be checked, and what is skipped.
 #[derive(Debug, PartialEq, Eq)]

@@ -3,7 +3,7 @@
 use crate::interrupt::Interrupt;
 use crate::{
     batch, bench, chat, completions, doctor, finetune, inspect, list, merge, perplexity, plan, pull,
-    quantize, reference, rm, run, tokenize, train, trial,
+    quantize, reference, rm, run, serve, tokenize, train, trial, worker,
 };
 use clap::{Args, Parser, Subcommand};
 use refrain_hub::{Env, Store};
@@ -28,6 +28,7 @@ Examples:
   refrain run smollm2 \"Why is the sky blue?\"     pulls the model the first time
   refrain chat                                   a chat with the built-in model
   refrain chat ./model.gguf                      a chat with a model of your own
+  refrain serve smollm2                          OpenAI's API and a web page
   refrain train --new llama-1m --data story.txt  a model of your own, from scratch
   refrain COMMAND --help                         more about a command, with examples"
 )]
@@ -56,6 +57,7 @@ struct Global {
 enum Command {
     Run(run::Args),
     Chat(chat::Args),
+    Serve(Box<serve::Args>),
     Batch(batch::Args),
     Perplexity(perplexity::Args),
     Inspect(inspect::Args),
@@ -78,6 +80,8 @@ enum Command {
     Reference(reference::Args),
     #[command(name = trial::COMMAND, hide = true)]
     TryCapture(trial::Args),
+    #[command(name = worker::COMMAND, hide = true)]
+    Worker(Box<worker::Args>),
 }
 
 /// `refrain help`, as an alternative to `--help`.
@@ -120,6 +124,8 @@ impl Cli {
             _ if self.global.quiet => "error",
             // The doctor provokes failures on purpose and reports them itself.
             (Command::Doctor(_), _) => "off",
+            // Replaced workers and who connects to what are for whoever reads a server's log.
+            (Command::Serve(_), _) => "info",
             _ => "warn",
         };
         log_to_stderr(env.log.as_deref().unwrap_or(usual_log), self.global.verbose > 1);
@@ -142,6 +148,7 @@ impl Cli {
         match self.command {
             Command::Run(args) => run::run(args, &context),
             Command::Chat(args) => chat::run(&args, &context),
+            Command::Serve(args) => serve::run(&args, &context),
             Command::Batch(args) => batch::run(&args, &context),
             Command::Perplexity(args) => perplexity::run(&args, &context),
             Command::Inspect(args) => inspect::run(&args, &context),
@@ -160,6 +167,7 @@ impl Cli {
             Command::Help(args) => args.print(),
             Command::Reference(args) => reference::run(&args),
             Command::TryCapture(args) => trial::run(&args),
+            Command::Worker(args) => worker::run(&args, &context),
         }
     }
 }

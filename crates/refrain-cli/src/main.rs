@@ -30,9 +30,11 @@ mod quantize;
 mod reference;
 mod rm;
 mod run;
+mod serve;
 mod tokenize;
 mod train;
 mod trial;
+mod worker;
 
 mod bars; // progress bars
 mod fail; // errors and hints

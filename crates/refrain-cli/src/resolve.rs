@@ -6,6 +6,7 @@ use crate::out::talk;
 use crate::pull;
 use refrain::{Builtin, Model, ModelFiles};
 use refrain_hub::{HubError, Licence, LocalModel, ModelName};
+use refrain_worker::ModelSource;
 use std::path::{Path, PathBuf};
 
 /// Below this, a suggestion confuses more often than it helps.
@@ -42,6 +43,14 @@ impl FoundModel {
         match &self.location {
             Location::Builtin(builtin) => Ok(builtin.open()?),
             Location::Path(path) => Model::open(path).map_err(|error| with_nearest_file(path, error.into())),
+        }
+    }
+
+    /// Where its files are, for a process that opens them itself.
+    pub(crate) fn source(&self) -> ModelSource {
+        match &self.location {
+            Location::Builtin(builtin) => ModelSource::Builtin(*builtin),
+            Location::Path(path) => ModelSource::Path(path.clone()),
         }
     }
 

@@ -9,9 +9,22 @@
 #![forbid(unsafe_code)]
 
 mod tokens; // what a server asks for, and what comes back
+mod protocol; // how both travel over a socket
+mod pool; // the server's side: processes, their replacement, open requests
+mod worker; // the other side: reads requests, writes events
+mod engine; // what a worker chooses tokens with
+pub mod fake; // an engine without a model
+mod error;
 
+pub use engine::{
+    EngineFailure, ModelShelf, ModelSource, ModelSpec, Progress, Shelf, Title, TokenEngine, TokenSource,
+};
+pub use error::WorkerError;
+pub use pool::{Backoff, Deadlines, PoolOptions, WorkerCommand, WorkerPool};
+pub use protocol::{LastWords, MAX_PROMPT_TOKENS, PROTOCOL_VERSION, ProtocolError};
 pub use tokens::{
     BackendStatus, EmbedRequest, FinishedBy, LoadStatus, Refusal, RefusalKind, ReplySender, StepCounts,
     TokenBackend, TokenGrammar, TokenReply, TokenRequest, TokenSampling, TokenUpdate, WorkerState,
     WorkerStatus, token_reply,
 };
+pub use worker::{WorkerOptions, run_worker};

@@ -222,6 +222,27 @@ pub struct LoadStatus {
     pub steps: StepCounts,
 }
 
+impl LoadStatus {
+    /// Adds the counts of an earlier time, of the same model in another process for example.
+    pub(crate) fn add_counts(&mut self, past: &LoadStatus) {
+        // The numbers of a process that is not trusted must not overflow.
+        let add = |sum: &mut u64, n: u64| *sum = sum.saturating_add(n);
+        add(&mut self.n_preempted, past.n_preempted);
+        add(&mut self.n_prefix_hit_tokens, past.n_prefix_hit_tokens);
+        add(&mut self.n_prompt_tokens, past.n_prompt_tokens);
+        add(&mut self.n_generated_tokens, past.n_generated_tokens);
+        add(&mut self.steps.replayed, past.steps.replayed);
+        add(&mut self.steps.eager, past.steps.eager);
+        add(&mut self.steps.failed, past.steps.failed);
+        for (label, n) in &past.steps.reasons {
+            match self.steps.reasons.iter_mut().find(|(other, _)| other == label) {
+                Some((_, sum)) => add(sum, *n),
+                None => self.steps.reasons.push((label.clone(), *n)),
+            }
+        }
+    }
+}
+
 /// How the steps of a model ran.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct StepCounts {
@@ -249,7 +270,8 @@ pub struct ReplySender {
 /// Makes a reply and its sender. `on_cancel` is called once, when the reply is dropped before its end; it must not block.
 pub fn token_reply(on_cancel: impl FnOnce() + Send + 'static) -> (ReplySender, TokenReply) {
     let state = ReplyState { updates: VecDeque::new(), is_over: false, on_cancel: Some(Box::new(on_cancel)) };
-    let shared = Arc::new(ReplyQueue { state: Mutex::new(state), arrived: Notify::new() });
+    let shared =
+        Arc::new(ReplyQueue { state: Mutex::new(state), arrived: Notify::new(), over: Notify::new() });
     (ReplySender { shared: shared.clone() }, TokenReply { shared })
 }
 
@@ -257,6 +279,7 @@ pub fn token_reply(on_cancel: impl FnOnce() + Send + 'static) -> (ReplySender, T
 struct ReplyQueue {
     state: Mutex<ReplyState>,
     arrived: Notify,
+    over: Notify,
 }
 
 struct ReplyState {
@@ -283,8 +306,12 @@ impl ReplySender {
             state.is_over = matches!(update, Ok(TokenUpdate::End(_)) | Err(_));
             state.updates.push_back(update);
         }
+        let is_over = state.is_over;
         drop(state);
         self.shared.arrived.notify_one();
+        if is_over {
+            self.shared.over.notify_one();
+        }
     }
 }
 
@@ -302,6 +329,14 @@ impl TokenReply {
                 }
             }
             arrived.await;
+        }
+    }
+
+    /// Waits for the end or an error, which may still be unread. Costs nothing for each update.
+    pub async fn over(&self) {
+        let over = self.shared.over.notified();
+        if !self.shared.lock().is_over {
+            over.await;
         }
     }
 

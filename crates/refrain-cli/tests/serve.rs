@@ -1,0 +1,299 @@
+//! `refrain serve` as clients see it: the real server, with the built-in model on the CPU in a real worker process.
+
+mod common;
+
+use common::Cli;
+use serde_json::{Value, json};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
+use std::process::{Child, Command, Stdio};
+use std::sync::Mutex;
+use std::sync::mpsc::{Receiver, channel};
+use std::thread;
+use std::time::{Duration, Instant};
+
+const PATIENCE: Duration = Duration::from_secs(120);
+
+struct Served {
+    _cli: Cli,
+    process: Child,
+    url: String,
+    /// Lines of standard error.
+    log: Mutex<Receiver<String>>,
+}
+
+impl Served {
+    fn start(flags: &[&str]) -> Served {
+        let cli = Cli::new();
+        let args = [&["serve", "--port", "0", "--threads", "1"], flags].concat();
+        let mut process = cli.command(&args).stderr(Stdio::piped()).spawn().expect("the server starts");
+        let stderr = BufReader::new(process.stderr.take().expect("a pipe"));
+        let (sender, log) = channel();
+        thread::spawn(move || stderr.lines().map_while(Result::ok).try_for_each(|line| sender.send(line)));
+        let mut served = Served { _cli: cli, process, url: String::new(), log: Mutex::new(log) };
+        let line = served.line("http://");
+        served.url = line[line.find("http://").expect("an address")..].to_owned();
+        served
+    }
+
+    fn ready(flags: &[&str]) -> Served {
+        let served = Served::start(flags);
+        served.line("ready on");
+        served
+    }
+
+    /// The next line of the log that contains a text.
+    fn line(&self, text: &str) -> String {
+        let (log, mut seen) = (self.log.lock().expect("no thread panicked"), Vec::new());
+        loop {
+            match log.recv_timeout(PATIENCE) {
+                Ok(line) if line.contains(text) => return line,
+                Ok(line) => seen.push(line),
+                Err(error) => panic!("no {text:?} in the log ({error}): {seen:#?}"),
+            }
+        }
+    }
+
+    fn get(&self, path: &str) -> (u16, Value) {
+        let mut response = agent().get(format!("{}{path}", self.url)).call().expect("an answer");
+        let body = response.body_mut().read_to_string().expect("a body");
+        (response.status().as_u16(), serde_json::from_str(&body).unwrap_or(Value::String(body)))
+    }
+
+    fn post(&self, path: &str, body: &Value) -> (u16, Value) {
+        let mut response = agent().post(format!("{}{path}", self.url)).send_json(body).expect("an answer");
+        let status = response.status().as_u16();
+        (status, response.body_mut().read_json().expect("JSON"))
+    }
+
+    /// Streams a completion; `arrived` is called with the number of events so far.
+    fn stream(&self, body: &Value, mut arrived: impl FnMut(usize)) -> Streamed {
+        let mut body = body.clone();
+        body["stream"] = json!(true);
+        body["stream_options"] = json!({ "include_usage": true });
+        let response =
+            agent().post(format!("{}/v1/completions", self.url)).send_json(&body).expect("an answer");
+        let mut streamed = Streamed::default();
+        let mut n_events = 0;
+        for line in BufReader::new(response.into_body().into_reader()).lines() {
+            let line = line.expect("the stream is whole");
+            let Some(data) = line.strip_prefix("data: ") else { continue };
+            if data == "[DONE]" {
+                streamed.is_done = true;
+                break;
+            }
+            let event: Value = serde_json::from_str(data).expect("JSON");
+            assert!(event["error"].is_null(), "{event}");
+            if let Some(choice) = event["choices"].get(0) {
+                streamed.text += choice["text"].as_str().expect("text");
+                if let Some(reason) = choice["finish_reason"].as_str() {
+                    streamed.finish = reason.to_owned();
+                }
+            }
+            if let Some(n) = event["usage"]["completion_tokens"].as_u64() {
+                streamed.n_tokens = n;
+            }
+            n_events += 1;
+            arrived(n_events);
+        }
+        streamed
+    }
+
+    fn worker_pid(&self) -> Option<u64> {
+        self.get("/status").1["backend"]["workers"][0]["pid"].as_u64()
+    }
+
+    fn signal(pid: u64, signal: &str) {
+        let sent = Command::new("kill").args([signal, &pid.to_string()]).status().expect("kill runs");
+        assert!(sent.success(), "kill {signal} {pid}");
+    }
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        // It may have ended.
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+#[derive(Debug, Default, PartialEq)]
+struct Streamed {
+    text: String,
+    finish: String,
+    n_tokens: u64,
+    is_done: bool,
+}
+
+fn agent() -> ureq::Agent {
+    ureq::Agent::config_builder().http_status_as_error(false).timeout_global(Some(PATIENCE)).build().into()
+}
+
+fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !is_so() {
+        assert!(start.elapsed() < PATIENCE, "{what} did not happen");
+        thread::sleep(Duration::from_millis(20));
+    }
+}
+
+fn is_alive(pid: u64) -> bool {
+    // A process that nobody has waited for yet has ended as well.
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    stat.rsplit(')').next().is_some_and(|rest| !rest.trim().is_empty() && !rest.trim().starts_with('Z'))
+}
+
+fn story(seed: usize) -> Value {
+    let penalties = json!({ "frequency_penalty": 0.2, "presence_penalty": 0.1 });
+    let mut body = json!({
+        "prompt": "Once upon a time", "max_tokens": 48, "ignore_eos": true, "temperature": 0.9, "seed": seed,
+    });
+    if seed % 2 == 1 {
+        body.as_object_mut().expect("an object").extend(penalties.as_object().expect("an object").clone());
+    }
+    body
+}
+
+/// Streams several stories at once, disturbs the worker in the middle, and compares with the undisturbed stories.
+fn survives(served: &Served, disturb: impl FnOnce(u64) + Send) {
+    const N: usize = 6;
+    let undisturbed: Vec<Streamed> = (0..N).map(|seed| served.stream(&story(seed), |_| {})).collect();
+    assert!(
+        undisturbed.iter().all(|s| s.is_done && s.n_tokens == 48 && s.finish == "length"),
+        "{undisturbed:?}"
+    );
+    let pid = served.worker_pid().expect("a worker");
+    let (sender, under_way) = channel();
+    let streamed: Vec<Streamed> = thread::scope(|scope| {
+        let clients: Vec<_> = (0..N)
+            .map(|seed| {
+                let sender = sender.clone();
+                scope.spawn(move || {
+                    served.stream(&story(seed), |n| {
+                        if n == 5 {
+                            sender.send(()).expect("a test")
+                        }
+                    })
+                })
+            })
+            .collect();
+        for _ in 0..N {
+            under_way.recv_timeout(PATIENCE).expect("all stories begin");
+        }
+        disturb(pid);
+        clients.into_iter().map(|client| client.join().expect("a story")).collect()
+    });
+    assert_eq!(streamed, undisturbed);
+    let worker = &served.get("/status").1["backend"]["workers"][0];
+    assert_eq!(worker["n_restarts"], 1, "{worker}");
+    assert_ne!(worker["pid"].as_u64(), Some(pid));
+}
+
+#[test]
+fn a_killed_worker_is_replaced_and_every_reply_is_the_undisturbed_one() {
+    let served = Served::ready(&["stories"]);
+    survives(&served, |pid| Served::signal(pid, "-KILL"));
+    served.line("killed by signal 9");
+    let (status, text) = served.get("/metrics");
+    assert_eq!(status, 200);
+    assert!(text.as_str().is_some_and(|text| text.contains("refrain_worker_restarts_total{worker=\"0\"} 1")));
+}
+
+#[test]
+fn a_worker_that_hangs_is_replaced_and_every_reply_is_the_undisturbed_one() {
+    let served = Served::ready(&["stories", "--stall", "2"]);
+    survives(&served, |pid| Served::signal(pid, "-STOP"));
+    served.line("it sent nothing for 2s");
+}
+
+#[test]
+fn a_worker_dies_with_its_server() {
+    let mut served = Served::ready(&["stories"]);
+    let pid = served.worker_pid().expect("a worker");
+    assert!(is_alive(pid));
+    served.process.kill().expect("the server is killed");
+    wait_until("the end of the worker", || !is_alive(pid));
+}
+
+#[test]
+fn a_client_that_goes_away_frees_its_place() {
+    let served = Served::ready(&["stories"]);
+    for stream in [true, false] {
+        let body =
+            json!({ "prompt": "A cat", "max_tokens": 400, "ignore_eos": true, "stream": stream }).to_string();
+        let host = served.url.trim_start_matches("http://");
+        let mut client = TcpStream::connect(host).expect("a connection");
+        let head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n";
+        write!(client, "{head}Content-Length: {}\r\n\r\n{body}", body.len()).expect("sent");
+        let load = || served.get("/status").1["backend"]["workers"][0]["models"][0].clone();
+        wait_until("the start of the request", || load()["n_running"] == 1);
+        if stream {
+            client.read_exact(&mut [0; 100]).expect("some of the reply");
+        }
+        drop(client);
+        wait_until("the end of the request", || load()["n_running"] == 0);
+        assert_eq!(load()["kv_blocks_used"], 0);
+        wait_until("the end of its bookkeeping", || served.get("/status").1["n_open"] == 0);
+    }
+    assert!(
+        served.get("/status").1["n_generated_tokens"].as_u64() < Some(700),
+        "the requests ran to their ends"
+    );
+}
+
+#[test]
+fn sigterm_lets_open_replies_end() {
+    let mut served = Served::ready(&["stories"]);
+    let pid = u64::from(served.process.id());
+    let worker = served.worker_pid().expect("a worker");
+    let streamed = served.stream(&story(1), |n| {
+        if n == 3 {
+            Served::signal(pid, "-TERM");
+        }
+    });
+    assert!(streamed.is_done && streamed.n_tokens == 48, "{streamed:?}");
+    let status = served.process.wait().expect("the server ends");
+    assert_eq!(status.code(), Some(0));
+    assert!(!is_alive(worker));
+}
+
+#[test]
+fn workers_that_cannot_load_their_model_end_the_server_with_the_reason() {
+    let mut served = Served::start(&["stories", "-c", "100000000", "--kv-tokens", "16"]);
+    let status = served.process.wait().expect("the server ends");
+    assert_ne!(status.code(), Some(0));
+    served.line("failed before it was ready");
+}
+
+#[test]
+fn a_server_without_a_key_serves_this_machine_only() {
+    let cli = Cli::new();
+    let ended = cli.run(&["serve", "--host", "0.0.0.0", "--port", "0"]);
+    assert_ne!(ended.code, Some(0));
+    assert!(ended.stderr.contains("no API key is set") && ended.stderr.contains("hint:"), "{}", ended.stderr);
+    let served = Served::start(&["stories", "--api-key", "sk-test-1234"]);
+    assert_eq!(served.get("/v1/models").0, 401);
+    assert_eq!(served.get("/version").0, 200);
+    let (status, _) = served.post("/v1/completions", &json!({ "prompt": "A" }));
+    assert_eq!(status, 401);
+}
+
+#[test]
+fn a_chat_is_answered_by_the_built_in_model() {
+    let served = Served::ready(&[]);
+    assert_eq!(served.get("/ready").0, 200);
+    let messages = json!([{ "role": "user", "content": "Hello" }]);
+    let body = json!({ "messages": messages, "temperature": 0, "max_tokens": 20, "logprobs": true, "top_logprobs": 2 });
+    let (status, reply) = served.post("/v1/chat/completions", &body);
+    assert_eq!(status, 200, "{reply}");
+    let choice = &reply["choices"][0];
+    let text = choice["message"]["content"].as_str().expect("a text");
+    let logprobs = choice["logprobs"]["content"].as_array().expect("log-probabilities");
+    let joined: String = logprobs.iter().filter_map(|t| t["token"].as_str()).collect();
+    assert!(!text.is_empty() && joined.contains(text.trim()), "{text:?} in {joined:?}");
+    assert!(
+        logprobs.iter().all(|t| t["top_logprobs"][0]["logprob"] == t["logprob"]),
+        "greedy takes the best"
+    );
+    assert_eq!(reply["usage"]["completion_tokens"], logprobs.len());
+}

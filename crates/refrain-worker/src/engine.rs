@@ -1,0 +1,363 @@
+//! What a worker serves requests with: an engine per model, from a shelf of models.
+//!
+//! The traits separate a worker from what chooses its tokens. [`ModelShelf`] is the real shelf; [`fake`](crate::fake) has
+//! one without models, to measure and to test with.
+
+use crate::protocol::LastWords;
+use crate::tokens::{FinishedBy, LoadStatus, Refusal, RefusalKind, StepCounts, TokenRequest, TokenUpdate};
+use refrain::{
+    Builtin, CudaError, EngineError, FinishReason, LoadListener, Model, Request, SamplingParams, Service,
+    ServiceOptions, StepKind, Stopped, TokenEvent, TokenStream,
+};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::task::{Context, Poll};
+
+/// Counts whatever shows that a worker is not stuck.
+#[derive(Clone, Debug, Default)]
+pub struct Progress(Arc<AtomicU64>);
+
+impl Progress {
+    /// Notes that something advanced.
+    pub fn advance(&self, n: u64) {
+        self.0.fetch_add(n, Ordering::Relaxed);
+    }
+
+    /// Number of advances so far.
+    pub fn count(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+/// A model on a device that serves requests for tokens.
+pub trait TokenEngine: Send + Sync + 'static {
+    /// Submits a request. The last `n_delivered` tokens of its prompt are tokens that an earlier engine chose for it: its
+    /// limits on tokens include them. Must not wait for a step.
+    fn submit(
+        &self,
+        request: TokenRequest,
+        n_delivered: usize,
+    ) -> Result<Box<dyn TokenSource>, EngineFailure>;
+
+    /// Name of the backend.
+    fn backend(&self) -> &str;
+
+    /// The load. May wait for the end of a step. The name of the model is set by the caller.
+    fn load(&self) -> Result<LoadStatus, EngineFailure>;
+}
+
+/// The updates of one request. Dropping it cancels the request.
+pub trait TokenSource: Send {
+    /// The next update; `None` after the end. The waker must not block.
+    fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<TokenUpdate, EngineFailure>>>;
+}
+
+/// Why an engine did not do what it was asked for.
+#[derive(Clone, Debug, PartialEq)]
+pub enum EngineFailure {
+    /// One request is at fault.
+    Refused(Refusal),
+    /// The engine is unusable: the worker must be replaced.
+    Unusable(LastWords),
+}
+
+/// The models that a worker may load.
+pub trait Shelf: Send + 'static {
+    /// What loading decides.
+    fn titles(&self) -> Vec<Title>;
+
+    /// The memory that a model takes when it is loaded, in bytes.
+    fn needs(&mut self, model_idx: usize) -> Result<u64, EngineFailure>;
+
+    /// Loads a model. A refusal of kind [`RefusalKind::Busy`] says that the device's memory is short: another attempt is
+    /// made if another model can be unloaded.
+    fn load(&mut self, model_idx: usize, progress: &Progress) -> Result<Arc<dyn TokenEngine>, EngineFailure>;
+}
+
+/// A model on a shelf.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Title {
+    /// Name under which it is served.
+    pub name: String,
+    /// Loaded when the worker starts, instead of with the first request.
+    pub at_start: bool,
+}
+
+/// A model to serve.
+#[derive(Clone, Debug)]
+pub struct ModelSpec {
+    /// Name under which it is served.
+    pub name: String,
+    /// Its files.
+    pub source: ModelSource,
+    /// Folder of a LoRA adapter that is applied to it.
+    pub adapter: Option<PathBuf>,
+    /// Device, context and cache.
+    pub options: ServiceOptions,
+    /// Whether it is loaded when the worker starts.
+    pub at_start: bool,
+}
+
+/// Where a model comes from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ModelSource {
+    /// A model of the library.
+    Builtin(Builtin),
+    /// A GGUF file or a Hugging Face folder.
+    Path(PathBuf),
+}
+
+/// Models in files.
+#[derive(Debug)]
+pub struct ModelShelf {
+    specs: Vec<ModelSpec>,
+}
+
+impl ModelShelf {
+    /// A shelf of these models.
+    pub fn new(specs: Vec<ModelSpec>) -> ModelShelf {
+        ModelShelf { specs }
+    }
+
+    fn open(&self, model_idx: usize) -> Result<(Model, &ModelSpec), refrain::Error> {
+        let spec = &self.specs[model_idx];
+        let model = match &spec.source {
+            ModelSource::Builtin(builtin) => builtin.open()?,
+            ModelSource::Path(path) => Model::open(path)?,
+        };
+        match &spec.adapter {
+            // 1 applies an adapter as it was trained.
+            Some(folder) => Ok((model.with_lora(folder, 1.0)?, spec)),
+            None => Ok((model, spec)),
+        }
+    }
+}
+
+impl Shelf for ModelShelf {
+    fn titles(&self) -> Vec<Title> {
+        let title = |spec: &ModelSpec| Title { name: spec.name.clone(), at_start: spec.at_start };
+        self.specs.iter().map(title).collect()
+    }
+
+    fn needs(&mut self, model_idx: usize) -> Result<u64, EngineFailure> {
+        let (model, spec) =
+            self.open(model_idx).map_err(|error| not_loaded(&self.specs[model_idx], &error))?;
+        Service::memory_needs(&model, &spec.options).map_err(|error| not_loaded(spec, &error))
+    }
+
+    fn load(&mut self, model_idx: usize, progress: &Progress) -> Result<Arc<dyn TokenEngine>, EngineFailure> {
+        let refused = |error| not_loaded(&self.specs[model_idx], &error);
+        let (model, spec) = self.open(model_idx).map_err(refused)?;
+        progress.advance(1);
+        let (mut options, progress) = (spec.options.clone(), progress.clone());
+        options.session.on_load = LoadListener::new(move |_| progress.advance(1));
+        let service = Service::new(&model, &options).map_err(refused)?;
+        Ok(Arc::new(ServiceEngine { service }))
+    }
+}
+
+/// The failure to load a model.
+fn not_loaded(spec: &ModelSpec, error: &refrain::Error) -> EngineFailure {
+    let failure = failure(error);
+    let EngineFailure::Refused(refusal) = failure else { return failure };
+    let kind = match error.cuda() {
+        Some(CudaError::DoesNotFit(_)) => RefusalKind::Busy,
+        _ => RefusalKind::Unavailable,
+    };
+    let message = format!("model {} cannot be loaded: {}", spec.name, refusal.message);
+    EngineFailure::Refused(Refusal { kind, message, ..refusal })
+}
+
+/// A service as an engine of a worker.
+struct ServiceEngine {
+    service: Service,
+}
+
+impl TokenEngine for ServiceEngine {
+    fn submit(
+        &self,
+        request: TokenRequest,
+        n_delivered: usize,
+    ) -> Result<Box<dyn TokenSource>, EngineFailure> {
+        if request.grammar.is_some() {
+            return Err(invalid(
+                "the engine cannot constrain a reply with a grammar yet".into(),
+                "send the request without a response format or grammar",
+            ));
+        }
+        match self.service.submit_tokens(continuation(request, n_delivered)) {
+            Ok(stream) => Ok(Box::new(ServiceSource { stream })),
+            // The earlier worker failed between the last token and the end.
+            Err(refrain::Error::Engine(EngineError::PromptTooLong { .. })) if n_delivered > 0 => {
+                Ok(Box::new(Ended(Some(FinishedBy::ContextFull))))
+            }
+            Err(error) => Err(failure(&error)),
+        }
+    }
+
+    fn backend(&self) -> &str {
+        self.service.backend()
+    }
+
+    fn load(&self) -> Result<LoadStatus, EngineFailure> {
+        let load = self.service.load().map_err(|error| failure(&error))?;
+        let ledger = self.service.ledger().map_err(|error| failure(&error))?;
+        let mut steps = StepCounts::default();
+        for tally in StepKind::ALL.map(|kind| ledger.tally(kind)) {
+            steps.replayed += tally.replayed;
+            steps.eager += tally.eager;
+            steps.failed += tally.failed;
+            for (label, n, _) in tally.reasons() {
+                match steps.reasons.iter_mut().find(|(other, _)| other == label) {
+                    Some((_, sum)) => *sum += n,
+                    None => steps.reasons.push((label.to_owned(), n)),
+                }
+            }
+        }
+        Ok(LoadStatus {
+            model: String::new(),
+            context: self.service.context(),
+            n_running: load.n_running,
+            n_waiting: load.n_waiting,
+            n_preempted: load.n_preempted,
+            kv_blocks: load.blocks.total,
+            kv_blocks_used: load.blocks.used,
+            n_prefix_hit_tokens: load.prompts.n_cached,
+            n_prompt_tokens: load.prompts.n_tokens,
+            // The worker counts them as it sends them.
+            n_generated_tokens: 0,
+            steps,
+        })
+    }
+}
+
+/// The request that goes on where another one was interrupted.
+///
+/// Random numbers depend on the seed and the position, penalties look at the prompt, and end tokens are forbidden up to a
+/// position. All of these are the same when delivered tokens become part of the prompt, if the limits shrink with it.
+fn continuation(request: TokenRequest, n_delivered: usize) -> Request {
+    let TokenRequest { prompt, sampling, end, min_tokens, max_tokens, n_top_logprobs, .. } = request;
+    let mut out = Request::once(prompt);
+    out.sampling = SamplingParams {
+        temperature: sampling.temperature,
+        top_k: sampling.top_k,
+        top_p: sampling.top_p,
+        min_p: sampling.min_p,
+        repeat_penalty: sampling.repeat_penalty,
+        frequency_penalty: sampling.frequency_penalty,
+        presence_penalty: sampling.presence_penalty,
+        penalty_window: sampling.penalty_window,
+        logit_bias: sampling.logit_bias,
+        seed: sampling.seed,
+    };
+    out.end = end;
+    out.min_tokens = min_tokens.saturating_sub(n_delivered);
+    out.max_tokens = max_tokens.map_or(usize::MAX, |max| max.saturating_sub(n_delivered));
+    out.n_top_logprobs = n_top_logprobs;
+    out.priority = request.priority;
+    out.user = request.user;
+    out.shares_prefix = request.share_prefix;
+    out
+}
+
+struct ServiceSource {
+    stream: TokenStream,
+}
+
+impl TokenSource for ServiceSource {
+    fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<TokenUpdate, EngineFailure>>> {
+        self.stream.poll_next(context).map(|item| {
+            let event = match item? {
+                Ok(event) => event,
+                Err(error) => return Some(Err(failure(&refrain::Error::Engine(error)))),
+            };
+            Some(Ok(match event {
+                TokenEvent::Prompt { n_done, n_tokens } => TokenUpdate::Prompt { n_done, n_tokens },
+                TokenEvent::Token { token, logprob, top, .. } => TokenUpdate::Token { token, logprob, top },
+                TokenEvent::End(FinishReason::EndToken) => TokenUpdate::End(FinishedBy::EndToken),
+                TokenEvent::End(FinishReason::MaxTokens) => TokenUpdate::End(FinishedBy::MaxTokens),
+                TokenEvent::End(FinishReason::ContextFull) => TokenUpdate::End(FinishedBy::ContextFull),
+                TokenEvent::End(FinishReason::Cancelled) => TokenUpdate::End(FinishedBy::Cancelled),
+            }))
+        })
+    }
+}
+
+/// A request that has ended.
+struct Ended(Option<FinishedBy>);
+
+impl TokenSource for Ended {
+    fn poll_next(&mut self, _: &mut Context<'_>) -> Poll<Option<Result<TokenUpdate, EngineFailure>>> {
+        Poll::Ready(self.0.take().map(|by| Ok(TokenUpdate::End(by))))
+    }
+}
+
+pub(crate) fn invalid(message: String, hint: &str) -> EngineFailure {
+    let (kind, hint) = (RefusalKind::Invalid, Some(hint.to_owned()));
+    EngineFailure::Refused(Refusal { kind, message, hint, retry_after: None })
+}
+
+/// Sorts an error of the library: one request is at fault, or the engine is.
+fn failure(error: &refrain::Error) -> EngineFailure {
+    let (message, hint) = (chain(error), error.hint());
+    let unusable = |lost_device| {
+        EngineFailure::Unusable(LastWords { lost_device, message: message.clone(), hint: hint.clone() })
+    };
+    if loses_device(error) {
+        return unusable(true);
+    }
+    let refrain::Error::Engine(error) = error else {
+        return EngineFailure::Refused(Refusal {
+            kind: RefusalKind::Failed,
+            message,
+            hint,
+            retry_after: None,
+        });
+    };
+    let kind = match error {
+        EngineError::Stopped(_) => return unusable(false),
+        EngineError::QueueFull { .. } => RefusalKind::Busy,
+        EngineError::PromptTooLong { .. }
+        | EngineError::EmptyPrompt
+        | EngineError::UnknownToken { .. }
+        | EngineError::TokenLimits { .. }
+        | EngineError::NeverFits { .. }
+        | EngineError::TopLogprobs { .. }
+        | EngineError::UnknownAdapter { .. }
+        | EngineError::Sampling(_) => RefusalKind::Invalid,
+        _ => RefusalKind::Failed,
+    };
+    EngineFailure::Refused(Refusal { kind, message, hint, retry_after: None })
+}
+
+fn loses_device(error: &refrain::Error) -> bool {
+    if matches!(error, refrain::Error::Engine(EngineError::Stopped(Stopped::DeviceLost { .. }))) {
+        return true;
+    }
+    let mut next: Option<&(dyn std::error::Error + 'static)> = Some(error);
+    while let Some(cause) = next {
+        if let Some(refrain::graph::RunError::ContextLost { .. }) = cause.downcast_ref() {
+            return true;
+        }
+        if let Some(refrain::graph::CompileError::ContextLost { .. }) = cause.downcast_ref() {
+            return true;
+        }
+        next = cause.source();
+    }
+    false
+}
+
+/// An error with its causes, as one line.
+pub(crate) fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut next = error.source();
+    while let Some(cause) = next {
+        let cause_text = cause.to_string();
+        if !text.contains(&cause_text) {
+            text = format!("{text}: {cause_text}");
+        }
+        next = cause.source();
+    }
+    text
+}

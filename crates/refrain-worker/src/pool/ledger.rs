@@ -1,0 +1,337 @@
+//! Open requests: which worker serves them, which tokens were delivered, and which of them may be at fault.
+//!
+//! Everything here is pure: calls in, frames and updates out. A request whose workers failed [`MAX_DEATHS`] times without
+//! a token in between fails. From [`SUSPECT_DEATHS`] on it is sent while nothing else new is, so that it fails alone.
+
+use super::options::Backoff;
+use super::process::Failure;
+use super::slot::Slot;
+use crate::protocol::{
+    self, FromWorker, MAX_PROMPT_TOKENS, MAX_TO_WORKER_BYTES, ToWorker, WireEvent, WireId,
+};
+use crate::tokens::{
+    BackendStatus, LoadStatus, Refusal, RefusalKind, ReplySender, TokenRequest, TokenUpdate, WorkerState,
+};
+use std::borrow::Cow;
+use std::collections::{HashMap, VecDeque};
+use std::time::Instant;
+
+/// From this many failures of its workers on, a request is tried alone.
+const SUSPECT_DEATHS: u32 = 2;
+/// A request fails after this many failures of its workers without a token in between.
+const MAX_DEATHS: u32 = 3;
+
+/// All open requests and all workers.
+pub(super) struct PoolState {
+    pub(super) slots: Vec<Slot>,
+    backoff: Backoff,
+    requests: HashMap<WireId, OpenRequest>,
+    /// Requests that no worker serves, in order. Cancelled ones may be among them.
+    waiting: VecDeque<WireId>,
+    last_id: WireId,
+}
+
+struct OpenRequest {
+    /// Delivered tokens are appended to its prompt.
+    request: TokenRequest,
+    n_delivered: usize,
+    /// Prompt tokens that were reported as done by the current worker.
+    n_prompt_done: usize,
+    sender: ReplySender,
+    worker_idx: Option<usize>,
+    /// Failures of its workers since its last token.
+    n_deaths: u32,
+}
+
+impl PoolState {
+    pub(super) fn new(n_workers: usize, backoff: Backoff) -> PoolState {
+        PoolState {
+            slots: (0..n_workers).map(Slot::new).collect(),
+            backoff,
+            requests: HashMap::new(),
+            waiting: VecDeque::new(),
+            last_id: 0,
+        }
+    }
+
+    pub(super) fn n_open(&self) -> usize {
+        self.requests.len()
+    }
+
+    pub(super) fn next_id(&mut self) -> WireId {
+        self.last_id += 1;
+        self.last_id
+    }
+
+    pub(super) fn status(&self) -> BackendStatus {
+        BackendStatus { workers: self.slots.iter().map(Slot::status).collect() }
+    }
+
+    /// Opens a request.
+    pub(super) fn add(&mut self, id: WireId, request: TokenRequest, sender: ReplySender) {
+        let open =
+            OpenRequest { request, n_delivered: 0, n_prompt_done: 0, sender, worker_idx: None, n_deaths: 0 };
+        self.requests.insert(id, open);
+        self.waiting.push_back(id);
+        self.dispatch(Instant::now());
+    }
+
+    /// Ends a request that nobody reads any more.
+    pub(super) fn cancel(&mut self, id: WireId) {
+        let Some(open) = self.requests.remove(&id) else { return };
+        let Some(idx) = open.worker_idx else {
+            self.waiting.retain(|waiting| *waiting != id);
+            return;
+        };
+        let mut frame = Vec::new();
+        if protocol::encode(&ToWorker::Cancel { id }, MAX_TO_WORKER_BYTES, &mut frame).is_ok() {
+            self.slots[idx].send(frame);
+        }
+        self.closed(idx, id);
+    }
+
+    /// A worker no longer serves a request.
+    fn closed(&mut self, idx: usize, id: WireId) {
+        let slot = &mut self.slots[idx];
+        slot.open.remove(&id);
+        if slot.trial == Some(id) {
+            slot.trial = None;
+            self.dispatch(Instant::now());
+        }
+    }
+
+    /// Refuses every open request.
+    pub(super) fn refuse_all(&mut self, refusal: &Refusal) {
+        self.waiting.clear();
+        for (id, open) in self.requests.drain() {
+            if let Some(idx) = open.worker_idx {
+                self.slots[idx].open.remove(&id);
+            }
+            open.sender.send([Err(refusal.clone())]);
+        }
+    }
+
+    /// Why requests are refused at once: all workers fail soon after their start.
+    pub(super) fn crash_loop(&self, now: Instant) -> Option<Refusal> {
+        let is_looping = |slot: &Slot| slot.n_failures() >= self.backoff.crash_loop && !slot.is_ready();
+        if !self.slots.iter().all(is_looping) {
+            return None;
+        }
+        let slot = self.slots.iter().min_by_key(|slot| slot.next_start)?;
+        let why = slot.status.last_failure.as_deref().unwrap_or("for no known reason");
+        Some(Refusal {
+            kind: RefusalKind::Unavailable,
+            message: format!("the worker failed {} times in a row, last because {why}", slot.n_failures()),
+            hint: Some("the server's log has the reasons; a new process is tried after a pause".into()),
+            retry_after: slot.next_start.map(|at| at.saturating_duration_since(now)),
+        })
+    }
+
+    /// Gives waiting requests to workers that are ready.
+    fn dispatch(&mut self, now: Instant) {
+        let mut suspects = VecDeque::new();
+        while let Some(id) = self.waiting.pop_front() {
+            let Some(open) = self.requests.get(&id) else { continue };
+            let is_suspect = open.n_deaths >= SUSPECT_DEATHS;
+            let free =
+                self.slots.iter().enumerate().filter(|(_, slot)| slot.is_ready() && slot.trial.is_none());
+            let Some((idx, _)) = free.min_by_key(|(_, slot)| slot.open.len()) else {
+                self.waiting.push_front(id);
+                break;
+            };
+            // Requests without suspicion go first: a suspect keeps others waiting.
+            if is_suspect && self.waiting.iter().any(|id| self.is_innocent(*id)) {
+                suspects.push_back(id);
+                continue;
+            }
+            if is_suspect {
+                self.slots[idx].trial = Some(id);
+            }
+            self.send(id, idx, now);
+        }
+        suspects.append(&mut self.waiting);
+        self.waiting = suspects;
+    }
+
+    fn is_innocent(&self, id: WireId) -> bool {
+        self.requests.get(&id).is_some_and(|open| open.n_deaths < SUSPECT_DEATHS)
+    }
+
+    fn send(&mut self, id: WireId, idx: usize, now: Instant) {
+        let Some(open) = self.requests.get_mut(&id) else { return };
+        let (n_delivered, request) = (open.n_delivered, Cow::Borrowed(&open.request));
+        let mut frame = Vec::new();
+        let message = ToWorker::Submit { id, n_delivered, request };
+        if let Err(error) = protocol::encode(&message, MAX_TO_WORKER_BYTES, &mut frame) {
+            let refusal = Refusal {
+                kind: RefusalKind::Invalid,
+                message: format!("the request cannot be sent to a worker: {error}"),
+                hint: Some("shorten the prompt".into()),
+                retry_after: None,
+            };
+            open.sender.send([Err(refusal)]);
+            self.requests.remove(&id);
+            if self.slots[idx].trial == Some(id) {
+                self.slots[idx].trial = None;
+            }
+            return;
+        }
+        open.worker_idx = Some(idx);
+        open.n_prompt_done = 0;
+        self.slots[idx].opens(id, frame, now);
+    }
+
+    /// Handles a message of a worker. Returns whether the status has changed and whether the worker has become ready.
+    pub(super) fn message(
+        &mut self,
+        idx: usize,
+        message: FromWorker,
+        served: &[String],
+        now: Instant,
+    ) -> (bool, bool) {
+        let slot = &mut self.slots[idx];
+        slot.heard(now);
+        match message {
+            FromWorker::Ready { backend } => {
+                slot.status.backend = backend;
+                slot.status.state = WorkerState::Ready;
+                slot.advanced(now);
+                self.dispatch(now);
+                (true, true)
+            }
+            FromWorker::Heartbeat { progress, is_loading, mut models } => {
+                models.retain(|load: &LoadStatus| served.contains(&load.model));
+                slot.heartbeat(progress, is_loading, models, now);
+                (true, false)
+            }
+            FromWorker::Events(events) => {
+                slot.advanced(now);
+                if let Err(how) = self.events(idx, events) {
+                    self.slots[idx].kill(Failure::BrokeRules(how));
+                }
+                (false, false)
+            }
+            // The connection ends with it.
+            FromWorker::Failed(_) => (false, false),
+        }
+    }
+
+    /// Delivers events. Those of one request usually follow each other, and are delivered together.
+    fn events(&mut self, idx: usize, events: Vec<(WireId, WireEvent)>) -> Result<(), &'static str> {
+        let mut events = events.into_iter().peekable();
+        let mut updates = Vec::new();
+        while let Some((id, event)) = events.next() {
+            let mut next = Some(event);
+            let open = self.requests.get_mut(&id).filter(|open| open.worker_idx == Some(idx));
+            let Some(open) = open else {
+                // It was cancelled.
+                while events.next_if(|(other, _)| *other == id).is_some() {}
+                continue;
+            };
+            let (mut n_tokens, mut is_over, mut broken) = (0, false, None);
+            while let Some(event) = next {
+                match open.accept(event) {
+                    Ok(Some(update)) => {
+                        n_tokens += usize::from(matches!(update, Ok(TokenUpdate::Token { .. })));
+                        is_over |= matches!(update, Ok(TokenUpdate::End(_)) | Err(_));
+                        updates.push(update);
+                    }
+                    Ok(None) => {}
+                    Err(how) => broken = Some(how),
+                }
+                let goes_on = !is_over && broken.is_none();
+                next = events.next_if(|(other, _)| goes_on && *other == id).map(|(_, event)| event);
+            }
+            open.sender.send(updates.drain(..));
+            if n_tokens > 0 {
+                open.n_deaths = 0;
+                self.slots[idx].delivered();
+            }
+            if is_over {
+                self.requests.remove(&id);
+                self.closed(idx, id);
+            } else if n_tokens > 0 && self.slots[idx].trial == Some(id) {
+                self.slots[idx].trial = None;
+                self.dispatch(Instant::now());
+            }
+            if let Some(how) = broken {
+                return Err(how);
+            }
+        }
+        Ok(())
+    }
+
+    /// A worker's process is gone: its requests wait for another one. Returns how many there are.
+    pub(super) fn gone(&mut self, idx: usize, failure: &Failure, now: Instant) -> usize {
+        let slot = &mut self.slots[idx];
+        slot.gone(failure);
+        if slot.n_failures() > 0 {
+            slot.next_start = Some(now + self.backoff.pause(slot.n_failures()));
+        }
+        let mut moved: Vec<WireId> = slot.open.drain().collect();
+        moved.sort_unstable();
+        let n_moved = moved.len();
+        for id in moved.into_iter().rev() {
+            let Some(open) = self.requests.get_mut(&id) else { continue };
+            open.worker_idx = None;
+            if !matches!(failure, Failure::Closed) {
+                open.n_deaths += 1;
+            }
+            if open.n_deaths >= MAX_DEATHS {
+                open.sender.send([Err(killer(open.n_deaths, failure))]);
+                self.requests.remove(&id);
+            } else {
+                self.waiting.push_front(id);
+            }
+        }
+        if let Some(refusal) = self.crash_loop(now) {
+            self.refuse_all(&refusal);
+        }
+        self.dispatch(now);
+        n_moved
+    }
+}
+
+/// The refusal of a request whose workers fail.
+fn killer(n_deaths: u32, failure: &Failure) -> Refusal {
+    Refusal {
+        kind: RefusalKind::Failed,
+        message: format!("{n_deaths} workers in a row failed while they served this request: {failure}"),
+        hint: failure.hint().or_else(|| Some("the request may be what makes them fail: report it".into())),
+        retry_after: None,
+    }
+}
+
+impl OpenRequest {
+    /// Checks an event and notes what it delivers. `None` is nothing to pass on; an error names the broken rule.
+    fn accept(&mut self, event: WireEvent) -> Result<Option<Result<TokenUpdate, Refusal>>, &'static str> {
+        let update = match event {
+            WireEvent::Refused(refusal) => return Ok(Some(Err(refusal))),
+            WireEvent::Update(update) => update,
+        };
+        match &update {
+            TokenUpdate::Prompt { n_done, .. } => {
+                // Progress of an evaluation that a failure repeats is passed on once more; otherwise it only grows.
+                if *n_done <= self.n_prompt_done || *n_done > self.request.prompt.len() {
+                    return Ok(None);
+                }
+                self.n_prompt_done = *n_done;
+            }
+            TokenUpdate::Token { token, top, .. } => {
+                if self.request.max_tokens.is_some_and(|max| self.n_delivered >= max) {
+                    return Err("it sent more tokens than a request asked for");
+                }
+                if self.request.prompt.len() >= MAX_PROMPT_TOKENS {
+                    return Err("it sent more tokens than any context has");
+                }
+                if top.len() > self.request.n_top_logprobs {
+                    return Err("it sent more alternatives than a request asked for");
+                }
+                self.request.prompt.push(*token);
+                self.n_delivered += 1;
+            }
+            TokenUpdate::End(_) => {}
+        }
+        Ok(Some(Ok(update)))
+    }
+}
