@@ -71,6 +71,18 @@ pub(crate) fn binary(
     }
 }
 
+/// `out = f(a, b)` for one `b`.
+pub(crate) fn with_scalar(f: Binary, a: &[f32], b: f32, out: &mut [f32]) {
+    let pairs = out.iter_mut().zip(a);
+    match f {
+        Binary::Add => pairs.for_each(|(o, a)| *o = a + b),
+        Binary::Sub => pairs.for_each(|(o, a)| *o = a - b),
+        Binary::Mul => pairs.for_each(|(o, a)| *o = a * b),
+        Binary::Div => pairs.for_each(|(o, a)| *o = a / b),
+        Binary::Max => pairs.for_each(|(o, a)| *o = a.max(b)),
+    }
+}
+
 /// `out = f(gate) * up`.
 pub(crate) fn gate(level: Level, f: Gate, gate: Option<&[f32]>, up: Option<&[f32]>, out: &mut [f32]) {
     match (f, gate, up) {

@@ -55,6 +55,7 @@ pub(crate) fn value_call(
         Op::RmsNorm { eps } => floats(&ins).then_some(ValueOp::RmsNorm { eps: *eps }),
         Op::AddRmsNorm { eps } => floats(&ins).then_some(ValueOp::AddRmsNorm { eps: *eps }),
         Op::Unary(f) => floats(&ins).then_some(ValueOp::Unary(*f)),
+        Op::Binary(f) if is_column(&ins, &outs[0]) => floats(&ins).then_some(ValueOp::BinaryColumn(*f)),
         Op::Binary(f) => (floats(&ins) && is_row(&ins, &outs[0])).then_some(ValueOp::Binary(*f)),
         Op::Gate(f) => floats(&ins).then_some(ValueOp::Gate(*f)),
         Op::Softmax => floats(&ins).then_some(ValueOp::Softmax),
@@ -186,6 +187,18 @@ fn is_row(ins: &[ValueOperand], out: &ValueOperand) -> bool {
     ins[0].len() == out.len() && (row == out.len() || (is_row && row > 0))
 }
 
+/// Whether the second operand has one element for each row of the output.
+fn is_column(ins: &[ValueOperand], out: &ValueOperand) -> bool {
+    let (a, b, y) = (ins[0].layout.shape(), ins[1].layout.shape(), out.layout.shape());
+    let rank = y.rank();
+    rank > 0
+        && a == y
+        && b.rank() == rank
+        && b.dim_back(0) == 1
+        && y.dim_back(0) > 1
+        && b.dims()[..rank - 1] == y.dims()[..rank - 1]
+}
+
 fn turn(rope: &Rope, ins: &[ValueOperand], tables: &mut Vec<AngleTable>, back: bool) -> Option<ValueOp> {
     let (ValueLoc::Control(bytes), ValueLoc::Weight(inv_freq)) = (&ins[1].at, &ins[2].at) else {
         return None;
@@ -236,6 +249,11 @@ impl ValueCall {
                 } else {
                     scratch_floats(&[chunk; 3], n_threads)
                 }
+            }
+            ValueOp::BinaryColumn(_) => {
+                let n = self.ins[1].len();
+                let chunk = chunk_of_rows(self.outs[0].width());
+                n + scratch_floats(&[chunk; 2], n_threads)
             }
             ValueOp::Softmax => scratch_floats(&[rows; 2], n_threads),
             ValueOp::SoftmaxGrad => scratch_floats(&[rows; 3], n_threads),

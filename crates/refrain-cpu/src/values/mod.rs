@@ -98,6 +98,8 @@ pub(crate) enum ValueOp {
     UnaryGrad(Unary),
     /// `b` has the size of the output, or is one row of it.
     Binary(Binary),
+    /// `b` has one element for each row of the output.
+    BinaryColumn(Binary),
     Gate(Gate),
     GateGrad(Gate),
     Softmax,
@@ -146,7 +148,7 @@ impl ValueCall {
             ValueOp::RmsNormGrad { .. } => "rms_norm_grad",
             ValueOp::Unary(_) => "unary",
             ValueOp::UnaryGrad(_) => "unary_grad",
-            ValueOp::Binary(_) => "binary",
+            ValueOp::Binary(_) | ValueOp::BinaryColumn(_) => "binary",
             ValueOp::Gate(_) => "gate",
             ValueOp::GateGrad(_) => "gate_grad",
             ValueOp::Softmax => "softmax",
@@ -255,6 +257,7 @@ impl Values<'_> {
             ValueOp::Unary(f) => self.unary(call, *f, arena),
             ValueOp::UnaryGrad(f) => self.unary_grad(call, *f, arena),
             ValueOp::Binary(f) => self.binary(call, *f, arena),
+            ValueOp::BinaryColumn(f) => self.binary_column(call, *f, arena),
             ValueOp::Gate(f) => self.gate(call, *f, arena),
             ValueOp::GateGrad(f) => self.gate_grad(call, *f, arena),
             ValueOp::Softmax => self.softmax(call, arena),

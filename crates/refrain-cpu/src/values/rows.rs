@@ -69,6 +69,23 @@ impl Values<'_> {
         });
     }
 
+    pub(super) fn binary_column(&mut self, call: &ValueCall, f: Binary, arena: &mut [f32]) {
+        let (mut ops, tools) = self.open(&call.outs, arena);
+        let Tools { pool, level, scratch, .. } = tools;
+        let d = call.outs[0].width();
+        let (column, local) = scratch.split_at_mut(call.ins[1].len());
+        whole(level, &ops, &call.ins[1], column);
+        let chunk = chunk_of_rows(d);
+        let ins = [ops.read(call, 0, chunk)];
+        let outs = Operands::writes(&mut ops.carved.outs, call, [chunk]);
+        spread(pool, level, ins, outs, local, |idx, [x], [y]| {
+            let column = &column[idx * (chunk / d)..];
+            for ((x, y), b) in x.chunks_exact(d).zip(y.chunks_exact_mut(d)).zip(column) {
+                rows::with_scalar(f, x, *b, y);
+            }
+        });
+    }
+
     pub(super) fn gate(&mut self, call: &ValueCall, f: Gate, arena: &mut [f32]) {
         let (mut ops, tools) = self.open(&call.outs, arena);
         let Tools { pool, level, scratch, .. } = tools;
