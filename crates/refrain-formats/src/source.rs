@@ -2,7 +2,7 @@
 
 use crate::gguf::{Gguf, SplitName};
 use crate::hf::HfFolder;
-use crate::params::{GenerationDefaults, ModelConfig};
+use crate::params::{EmbeddingDefaults, GenerationDefaults, ModelConfig};
 use crate::table::TensorInfo;
 use crate::{FormatError, gguf};
 use refrain_tensor::HostTensor;
@@ -55,6 +55,14 @@ impl ModelFiles {
         match self {
             ModelFiles::Gguf(gguf) => GenerationDefaults::from_gguf(gguf.metadata()),
             ModelFiles::Hf(folder) => GenerationDefaults::from_hf(folder),
+        }
+    }
+
+    /// Reads the embedding settings that the authors recommend.
+    pub fn embedding_defaults(&self) -> Result<EmbeddingDefaults, FormatError> {
+        match self {
+            ModelFiles::Gguf(gguf) => EmbeddingDefaults::from_gguf(gguf.metadata()),
+            ModelFiles::Hf(folder) => EmbeddingDefaults::from_hf(folder),
         }
     }
 

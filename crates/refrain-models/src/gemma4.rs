@@ -65,7 +65,7 @@ pub(crate) fn declare(w: &mut WeightTable<'_>) -> Result<Decoder, ModelError> {
         block.output_scale = w.layer_scalar(layer)?;
         blocks.push(block);
     }
-    Ok(Decoder { blocks, layer_inputs })
+    Ok(Decoder { blocks, layer_inputs, text_inputs: None })
 }
 
 /// A dense feed-forward part, plus experts if the configuration has any.

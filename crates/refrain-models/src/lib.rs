@@ -12,6 +12,7 @@ mod layers; // building blocks of layers
 mod step; // the parts of a step that all architectures share
 mod weights; // finding, checking and naming weights
 mod train; // training steps
+mod embed; // steps that turn texts into vectors
 mod host_rows; // tables that stay on the host
 mod adapter; // LoRA adapters
 mod rope; // rotary embedding frequencies
@@ -20,6 +21,7 @@ mod export; // writing model files
 mod shapes; // well-known shapes with random weights
 mod error;
 
+mod bert;
 mod cohere2;
 mod gemma3;
 mod gemma4;
@@ -31,8 +33,10 @@ mod lfm2;
 mod qwen35;
 
 pub use adapter::{Adapter, AdapterPart, LoraSpec, Targets};
+pub use embed::{EmbedGraph, EmbedInputs, EmbedSpec, PoolInputs};
 pub use error::ModelError;
 pub use model::{Head, KvSpec, Model, SampleHead, StepSpec};
+pub use refrain_formats::params::Pooling;
 pub use rope::inverse_frequencies;
 pub use shapes::{NamedShape, QuantMix, SHAPES};
 pub use state::{KvGeometry, KvScales, LayerKv, LayerState, SlotSpec, StateTable};

@@ -256,6 +256,7 @@ impl NamedShape {
                 Arch::Lfm2 => Some(RecurrentLayers::ShortConv { width: 3 }),
                 _ => None,
             },
+            n_token_types: None,
             left_out: Vec::new(),
         }
     }

@@ -4,7 +4,7 @@
 use crate::adapter::Attached;
 use crate::error::ModelError;
 use crate::host_rows::host_rows;
-use crate::layers::Decoder;
+use crate::layers::{BiasedNorm, Decoder};
 use crate::model::{Head, KvSpec, SampleHead, StepSpec};
 use crate::rope::inverse_frequencies;
 use crate::state::StateTable;
@@ -21,10 +21,17 @@ use refrain_tensor::DType;
 /// Weights outside the layers.
 #[derive(Clone, Debug)]
 pub(crate) struct GlobalWeights {
-    embedding: WeightId,         // [vocab, hidden]
-    output_norm: WeightId,       // [hidden]
-    output: WeightId,            // [vocab, hidden]; the embedding when they are tied
-    rotations: Vec<Frequencies>, // for each layer
+    embedding: WeightId, // [vocab, hidden]
+    /// Final norm and output projection; encoders have neither.
+    head: Option<HeadWeights>,
+    rotations: Vec<Frequencies>, // for each layer; empty in encoders
+}
+
+/// Weights after the layers.
+#[derive(Clone, Copy, Debug)]
+struct HeadWeights {
+    norm: WeightId,   // [hidden]
+    output: WeightId, // [vocab, hidden]; the embedding when they are tied
 }
 
 /// Rotary frequencies of a layer.
@@ -41,18 +48,23 @@ impl GlobalWeights {
     pub(crate) fn declare(w: &mut WeightTable<'_>) -> Result<GlobalWeights, ModelError> {
         let c = w.config;
         let table = [c.n_vocab, c.hidden];
+        if c.arch.is_encoder() {
+            let hf = "embeddings.word_embeddings.weight";
+            let embedding = w.global("token_embd.weight", hf, &table)?;
+            return Ok(GlobalWeights { embedding, head: None, rotations: Vec::new() });
+        }
         let embedding = w.global("token_embd.weight", "model.embed_tokens.weight", &table)?;
         let [gguf, hf] = match c.arch {
             Arch::Lfm2 => ["token_embd_norm.weight", "model.embedding_norm.weight"],
             _ => ["output_norm.weight", "model.norm.weight"],
         };
-        let output_norm = w.global_norm(gguf, hf, c.hidden)?;
+        let norm = w.global_norm(gguf, hf, c.hidden)?;
         let output = match c.tied_embeddings {
             true => embedding,
             false => w.optional("output.weight", "lm_head.weight", &table)?.unwrap_or(embedding),
         };
         let rotations = GlobalWeights::declare_rope(w)?;
-        Ok(GlobalWeights { embedding, output_norm, output, rotations })
+        Ok(GlobalWeights { embedding, head: Some(HeadWeights { norm, output }), rotations })
     }
 
     /// Frequencies of a layer for sequences within the original context.
@@ -154,7 +166,7 @@ pub(crate) struct StepBuilder<'m> {
 pub(crate) enum RowContext {
     /// Rows of sequences that continue from step to step.
     Paged(Box<PagedRows>),
-    /// Whole documents, for training.
+    /// Whole documents, for training, or texts to embed.
     Documents {
         spans: ValueId, // [n_tokens, 2]
         /// Dropout, if any.
@@ -312,7 +324,10 @@ impl<'m> StepBuilder<'m> {
             None => None,
         };
         self.temperatures = self.temperatures()?;
-        Ok(x)
+        match &decoder.text_inputs {
+            Some(inputs) => inputs.build(self, x),
+            None => Ok(x),
+        }
     }
 
     /// Factors on the queries of each row, `[n_tokens, 1, 1]`; `None` if all of them are 1.
@@ -365,6 +380,12 @@ impl<'m> StepBuilder<'m> {
         }
         let rows = self.builder.host_call(host_rows(), &[table, self.tokens])?[0];
         if self.builder.ty(rows).dtype == self.act { Ok(rows) } else { self.builder.cast(rows, self.act) }
+    }
+
+    /// The rows' positions in a table of learned positions: `[n_tokens, width]`.
+    pub(crate) fn position_rows(&mut self, table: WeightId) -> Result<ValueId, GraphError> {
+        let table = self.weight(table);
+        self.builder.gather_rows(table, self.positions, self.act)
     }
 
     /// Reshapes rows `[n_tokens, n * d]` to `[n_tokens, n, d]`.
@@ -466,6 +487,36 @@ impl<'m> StepBuilder<'m> {
         self.norm_with(x, w, self.config.norm_eps / (scale * scale), label)
     }
 
+    /// Layer norm with a bias.
+    pub(crate) fn biased_norm(
+        &mut self,
+        x: ValueId,
+        norm: BiasedNorm,
+        label: &str,
+    ) -> Result<ValueId, GraphError> {
+        let y = self.norm(x, norm.weight, label)?;
+        let bias = self.weight(norm.bias);
+        self.builder.add(y, bias)
+    }
+
+    /// Norm of the residual after a branch has joined it, in layers that have one.
+    pub(crate) fn sum_norm(
+        &mut self,
+        x: ValueId,
+        norm: Option<BiasedNorm>,
+        label: &str,
+    ) -> Result<ValueId, GraphError> {
+        match norm {
+            Some(norm) => self.biased_norm(x, norm, label),
+            None => Ok(x),
+        }
+    }
+
+    /// Final norm of the rows, in models that have one.
+    pub(crate) fn final_norm(&mut self, x: ValueId) -> Result<ValueId, GraphError> {
+        self.residual_norm(x, self.shared.head.map(|head| head.norm), "output_norm")
+    }
+
     pub(crate) fn add(&mut self, a: ValueId, b: ValueId) -> Result<ValueId, GraphError> {
         self.builder.add(a, b)
     }
@@ -515,7 +566,9 @@ impl<'m> StepBuilder<'m> {
             RopePairing::Neox => ir::RopeStyle::Neox,
             RopePairing::Norm => ir::RopeStyle::Interleaved,
         };
-        let Frequencies { inv_freq, long, magnitude } = self.shared.rotations[layer];
+        let Some(&Frequencies { inv_freq, long, magnitude }) = self.shared.rotations.get(layer) else {
+            return Ok(x);
+        };
         let rope = ir::Rope { style, n_dims: self.config.rope_dims(layer), magnitude };
         // Chosen by the maximum context, as in llama.cpp: cached keys cannot be rotated again when a sequence
         // outgrows the original context.
@@ -558,7 +611,8 @@ impl<'m> StepBuilder<'m> {
                 self.builder.attention(attention, q, attended, paged.paging)?
             }
             RowContext::Documents { spans, .. } => {
-                let attention = ir::SpanAttention { scale, causal: true, window, softcap };
+                let causal = !c.arch.is_encoder();
+                let attention = ir::SpanAttention { scale, causal, window, softcap };
                 let [k, v] = attended;
                 self.builder.node(Op::SpanAttention(attention), &[q, k, v, *spans], "attention")?[0]
             }
@@ -617,8 +671,9 @@ impl<'m> StepBuilder<'m> {
     /// The final norm and the logits of the rows: F32 for sampling, the type of activations in training
     /// steps.
     pub(crate) fn logits(&mut self, x: ValueId) -> Result<ValueId, GraphError> {
-        let x = self.residual_norm(x, Some(self.shared.output_norm), "output_norm")?;
-        let output = Linear { weight: self.shared.output, bias: None };
+        let Some(head) = self.shared.head else { panic!("an encoder has no logits") };
+        let x = self.final_norm(x)?;
+        let output = Linear { weight: head.output, bias: None };
         let mut logits = self.linear(x, output, "output")?;
         if self.act != DType::F32 && matches!(self.rows, RowContext::Paged(_)) {
             logits = self.builder.cast(logits, DType::F32)?;

@@ -146,6 +146,11 @@ impl Model {
 
     /// Builds the graph of a training step.
     pub fn train_graph(&self, spec: &TrainSpec, phase: TrainPhase) -> Result<TrainGraph, GradError> {
+        if self.config().arch.is_encoder() {
+            let because = "an encoder predicts no next token";
+            let label = format!("training step of {}", self.config().arch);
+            return Err(GradError::NotDifferentiable { label, op: "cross_entropy", because });
+        }
         if self.has_slots() {
             let because = "recurrent layers have no backward pass";
             let label = format!("training step of {}", self.config().arch);

@@ -2,6 +2,7 @@
 
 use crate::adapter::LinearSite;
 use crate::error::ModelError;
+use crate::layers::BiasedNorm;
 use refrain_formats::params::ModelConfig;
 use refrain_formats::{FormatError, ModelFiles};
 use refrain_graph::{TensorType, Weight, WeightId};
@@ -24,7 +25,11 @@ impl TensorSource for ModelFiles {
         }
         // The text part of a multimodal model, in new and old folder layouts.
         let new = name.strip_prefix("model.").map(|rest| format!("model.language_model.{rest}"));
-        let inner = new.into_iter().chain([format!("language_model.{name}")]);
+        // An encoder below a head, and old names of its norms.
+        let old =
+            name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta");
+        let below = [format!("bert.{name}"), format!("bert.{old}"), old];
+        let inner = new.into_iter().chain([format!("language_model.{name}")]).chain(below);
         let is_there = |name: &String| matches!(self, ModelFiles::Hf(_)) && self.has_tensor(name);
         inner.into_iter().find(is_there).map(|name| self.tensor(&name)).transpose()
     }
@@ -115,6 +120,36 @@ impl<'a> WeightTable<'a> {
     pub(crate) fn norm(&mut self, layer: usize, name: &str, n: usize) -> Result<WeightId, ModelError> {
         let (gguf, hf) = self.layer_tensor(layer, name, "weight");
         self.global_norm(&gguf, &hf, n)
+    }
+
+    /// A layer norm with a bias outside the layers, by the names of its module.
+    pub(crate) fn global_biased_norm(&mut self, [gguf, hf]: [&str; 2]) -> Result<BiasedNorm, ModelError> {
+        let n = self.config.hidden;
+        let mut part = |part: &str| self.global_norm(&format!("{gguf}.{part}"), &format!("{hf}.{part}"), n);
+        Ok(BiasedNorm { weight: part("weight")?, bias: part("bias")? })
+    }
+
+    /// A layer norm with a bias in a layer.
+    pub(crate) fn biased_norm(&mut self, layer: usize, name: &str) -> Result<BiasedNorm, ModelError> {
+        let n = self.config.hidden;
+        let mut part = |part: &str| {
+            let (gguf, hf) = self.layer_tensor(layer, name, part);
+            self.global_norm(&gguf, &hf, n)
+        };
+        Ok(BiasedNorm { weight: part("weight")?, bias: part("bias")? })
+    }
+
+    /// The first row of a table outside the layers, in F32.
+    pub(crate) fn first_row(
+        &mut self,
+        [gguf, hf]: [&str; 2],
+        dims: [usize; 2],
+    ) -> Result<WeightId, ModelError> {
+        let table = self.find(gguf, hf, &dims)?.ok_or_else(|| self.missing(gguf, hf))?;
+        let wrap = |source| ModelError::Tensor { name: self.source.name(gguf, hf).into(), source };
+        let row = table.to_f32().map_err(wrap)?;
+        let row = HostTensor::from_f32(Shape::from([dims[1]]), &row[..dims[1]]).map_err(wrap)?;
+        Ok(self.push(gguf, hf, row))
     }
 
     /// A linear map in a layer.
@@ -376,7 +411,8 @@ impl<'a> WeightTable<'a> {
     fn layer_tensor(&self, layer: usize, name: &str, part: &str) -> (String, String) {
         let known = self.own_names.iter().chain(USUAL_NAMES).find(|(gguf, _)| *gguf == name);
         let hf = known.map_or(name, |(_, hf)| hf);
-        (format!("blk.{layer}.{name}.{part}"), format!("model.layers.{layer}.{hf}.{part}"))
+        let layers = if self.config.arch.is_encoder() { "encoder.layer" } else { "model.layers" };
+        (format!("blk.{layer}.{name}.{part}"), format!("{layers}.{layer}.{hf}.{part}"))
     }
 
     fn find(&self, gguf: &str, hf: &str, dims: &[usize]) -> Result<Option<HostTensor>, ModelError> {

@@ -37,6 +37,13 @@ impl JsonObject {
         JsonObject::new(path, read_json(path, MOST)?)
     }
 
+    /// Reads a file that holds a list of objects.
+    pub fn read_list(path: &Path) -> Result<Vec<JsonObject>, FormatError> {
+        const MOST: u64 = 1 << 20;
+        let list: Vec<Value> = read_json(path, MOST)?;
+        list.into_iter().map(|value| JsonObject::new(path, value)).collect()
+    }
+
     /// Wraps a value that was read from `path`.
     pub fn new(path: &Path, value: Value) -> Result<JsonObject, FormatError> {
         match value {

@@ -73,7 +73,7 @@ impl ModelConfig {
         }
         let sizes = sizes(&keys, &layers, hidden, n_heads)?;
         let LayerSizes { n_kv_heads, head_dim, ffn } = sizes[0];
-        let norm = if arch == Arch::Cohere2 { NormKind::Layer } else { NormKind::Rms };
+        let norm = if matches!(arch, Arch::Cohere2 | Arch::Bert) { NormKind::Layer } else { NormKind::Rms };
         let rope = rope(gguf, &keys, &layers, &sizes)?;
         let logit_scale = keys.scale("logit_scale", &[Arch::Granite, Arch::Cohere2])?;
         let config = ModelConfig {
@@ -93,7 +93,11 @@ impl ModelConfig {
             })?,
             // Converters add Gemma's offset of 1 to the weights.
             norm_offset: 0.0,
-            activation: if arch.is_gemma() { Activation::GeluTanh } else { Activation::Silu },
+            activation: match arch {
+                Arch::Bert => Activation::GeluErf,
+                _ if arch.is_gemma() => Activation::GeluTanh,
+                _ => Activation::Silu,
+            },
             query_temperature: query_temperature(&keys, &rope)?,
             long_rope: long_rope(gguf, &rope)?,
             rope,
@@ -127,6 +131,10 @@ impl ModelConfig {
             per_layer: per_layer(gguf, &keys)?,
             experts: experts(&keys)?,
             recurrent: recurrent(&keys)?,
+            n_token_types: match gguf.tensor_info("token_types.weight").filter(|_| arch.is_encoder()) {
+                Some(table) => table.shape().dims().first().copied(),
+                None => arch.is_encoder().then_some(2),
+            },
             // The encoders are in a separate file.
             left_out: if name == "qwen3vl" { vec!["images"] } else { Vec::new() },
         };

@@ -30,6 +30,7 @@ enum HfFamily {
     Cohere2,
     Qwen35,
     Lfm2,
+    Bert,
 }
 
 /// Multimodal models whose text part is one of the families, by the entry of `architectures` and the `model_type`.
@@ -82,7 +83,7 @@ impl FamilyDefaults {
 }
 
 impl HfFamily {
-    const ALL: [HfFamily; 19] = [
+    const ALL: [HfFamily; 20] = [
         HfFamily::Llama,
         HfFamily::Mistral,
         HfFamily::Ministral3,
@@ -102,6 +103,7 @@ impl HfFamily {
         HfFamily::Cohere2,
         HfFamily::Qwen35,
         HfFamily::Lfm2,
+        HfFamily::Bert,
     ];
 
     /// Returns the entry of `architectures` and the `model_type`.
@@ -126,6 +128,7 @@ impl HfFamily {
             HfFamily::Cohere2 => ("Cohere2ForCausalLM", "cohere2"),
             HfFamily::Qwen35 => ("Qwen3_5ForCausalLM", "qwen3_5_text"),
             HfFamily::Lfm2 => ("Lfm2ForCausalLM", "lfm2"),
+            HfFamily::Bert => ("BertModel", "bert"),
         }
     }
 
@@ -147,6 +150,7 @@ impl HfFamily {
             HfFamily::Cohere2 => Arch::Cohere2,
             HfFamily::Qwen35 => Arch::Qwen35,
             HfFamily::Lfm2 => Arch::Lfm2,
+            HfFamily::Bert => Arch::Bert,
         }
     }
 
@@ -185,6 +189,7 @@ impl HfFamily {
             }
             HfFamily::Cohere2 => FamilyDefaults { norm_eps: 1e-5, window: Some(4096), tied: true, ..usual },
             HfFamily::Qwen35 => FamilyDefaults { head_dim: Some(256), rotated: 0.25, ..usual },
+            HfFamily::Bert => FamilyDefaults { norm_eps: 1e-12, tied: true, attention_bias: true, ..usual },
             HfFamily::Lfm2 => FamilyDefaults { norm_eps: 1e-5, theta: 1e6, tied: true, ..usual },
         }
     }
@@ -200,12 +205,18 @@ impl HfFamily {
                 | HfFamily::Glm4
                 | HfFamily::Qwen35
                 | HfFamily::Lfm2
+                | HfFamily::Bert
         )
     }
 
     fn of(config: &JsonObject) -> Result<HfFamily, FormatError> {
         let class = config.optional::<Vec<&str>>("architectures")?.and_then(|names| names.first().copied());
         let model_type = config.optional::<&str>("model_type")?;
+        // These heads are ignored: only the encoder is used.
+        let class = class.map(|class| match class {
+            "BertForMaskedLM" | "BertForPreTraining" => "BertModel",
+            class => class,
+        });
         let by_class = |class| HfFamily::ALL.into_iter().find(|f| f.names().0 == class);
         let by_type = |model_type| HfFamily::ALL.into_iter().find(|f| f.names().1 == model_type);
         // The class decides: a model type includes variants such as classifiers.
@@ -288,7 +299,11 @@ impl ModelConfig {
             unrotated = layers.iter().map(|layer| *layer == LayerAttention::Full).collect();
         }
         let attention_bias = json.optional("attention_bias")?.unwrap_or(defaults.attention_bias);
-        let norm = if family == HfFamily::Cohere2 { NormKind::Layer } else { NormKind::Rms };
+        let bert = family == HfFamily::Bert;
+        if bert {
+            check_bert(json)?;
+        }
+        let norm = if family == HfFamily::Cohere2 || bert { NormKind::Layer } else { NormKind::Rms };
         let norm_eps = match norm {
             NormKind::Rms => json.optional(if lfm2 { "norm_eps" } else { "rms_norm_eps" })?,
             NormKind::Layer => json.optional("layer_norm_eps")?,
@@ -338,7 +353,7 @@ impl ModelConfig {
             },
             qkv_bias: attention_bias || family == HfFamily::Qwen2,
             attn_output_bias: attention_bias && !matches!(family, HfFamily::Qwen2 | HfFamily::Glm4),
-            ffn_bias: json.optional("mlp_bias")?.unwrap_or(false),
+            ffn_bias: json.optional("mlp_bias")?.unwrap_or(bert),
             qk_norm: arch.has_qk_norm(),
             attn_scale: match family {
                 HfFamily::Gemma4 => 1.0,
@@ -367,10 +382,26 @@ impl ModelConfig {
             per_layer: if gemma4 { per_layer(json)? } else { None },
             experts: experts(json, family, n_layers)?,
             recurrent: recurrent(json, family)?,
+            n_token_types: match bert {
+                true => Some(json.optional("type_vocab_size")?.unwrap_or(2)),
+                false => None,
+            },
             left_out: Vec::new(),
         };
         config.validate().map_err(blame)
     }
+}
+
+/// Refuses variants of BERT that the graph does not build.
+fn check_bert(json: &JsonObject) -> Result<(), FormatError> {
+    let refuse = |what| Err(FormatError::params(json.path(), ParamsFault::Unsupported { what }));
+    if json.optional::<&str>("position_embedding_type")?.is_some_and(|kind| kind != "absolute") {
+        return refuse("an encoder with relative positions");
+    }
+    if json.optional("is_decoder")?.unwrap_or(false) {
+        return refuse("BERT as a decoder");
+    }
+    Ok(())
 }
 
 /// Returns the text part of a multimodal model; `None` for a text model.
@@ -542,6 +573,17 @@ fn activation(json: &JsonObject, family: HfFamily) -> Result<Activation, FormatE
         None => json.optional::<&str>("hidden_act")?,
     };
     let gemma = family.arch().is_gemma();
+    if family == HfFamily::Bert {
+        return match found {
+            None | Some("gelu") => Ok(Activation::GeluErf),
+            Some("gelu_new" | "gelu_pytorch_tanh") => Ok(Activation::GeluTanh),
+            Some(found) => {
+                let (found, expected) = (found.into(), "gelu");
+                let fault = ParamsFault::Activation { arch: Arch::Bert, found, expected };
+                Err(FormatError::params(json.path(), fault))
+            }
+        };
+    }
     match found {
         None | Some("gelu_pytorch_tanh") if gemma => Ok(Activation::GeluTanh),
         None | Some("silu" | "swish") if !gemma => Ok(Activation::Silu),
@@ -634,7 +676,7 @@ fn sliding(
         HfFamily::Mistral | HfFamily::Ministral3 | HfFamily::Phi3 => vec![LayerAttention::Sliding; n_layers],
         HfFamily::Llama | HfFamily::Qwen3Vl | HfFamily::Olmo2 | HfFamily::Granite | HfFamily::Glm4 => full,
         // These families have no window; their other layers are recurrent.
-        HfFamily::Qwen35 | HfFamily::Lfm2 => full,
+        HfFamily::Qwen35 | HfFamily::Lfm2 | HfFamily::Bert => full,
     };
     Ok((window.filter(|_| layers.contains(&LayerAttention::Sliding)), layers))
 }

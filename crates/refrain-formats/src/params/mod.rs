@@ -1,12 +1,14 @@
 //! Hyperparameters of models, the same for every file format.
 
 mod fault; // errors
+mod embedding; // recommended pooling
 mod generation; // recommended sampling
 mod gguf; // from GGUF metadata
 mod hf; // from config.json
 mod rope; // rotary embeddings
 mod write; // to GGUF metadata and config.json
 
+pub use embedding::{EmbeddingDefaults, Pooling};
 pub use fault::ParamsFault;
 pub use generation::GenerationDefaults;
 pub use rope::{LongRope, RopePairing, RopeParams, RopeScaling, Yarn};
@@ -48,11 +50,13 @@ pub enum Arch {
     Qwen35,
     /// LFM2, dense.
     Lfm2,
+    /// BERT, MiniLM, BGE: encoders that turn texts into vectors.
+    Bert,
 }
 
 impl Arch {
     /// Every architecture.
-    pub const ALL: [Arch; 16] = [
+    pub const ALL: [Arch; 17] = [
         Arch::Llama,
         Arch::Qwen2,
         Arch::Qwen3,
@@ -69,6 +73,7 @@ impl Arch {
         Arch::Cohere2,
         Arch::Qwen35,
         Arch::Lfm2,
+        Arch::Bert,
     ];
 
     /// Other names in GGUF files. The text part of Qwen 3 VL is Qwen 3: a rotation by three equal coordinates is a
@@ -94,6 +99,7 @@ impl Arch {
             Arch::Cohere2 => "cohere2",
             Arch::Qwen35 => "qwen35",
             Arch::Lfm2 => "lfm2",
+            Arch::Bert => "bert",
         }
     }
 
@@ -101,6 +107,11 @@ impl Arch {
     pub const fn has_qk_norm(self) -> bool {
         use Arch as A;
         matches!(self, A::Qwen3 | A::Qwen3Moe | A::Gemma3 | A::Gemma4 | A::Olmo2 | A::Qwen35 | A::Lfm2)
+    }
+
+    /// Returns whether it is an encoder: every token sees the whole text, and no next token follows.
+    pub const fn is_encoder(self) -> bool {
+        matches!(self, Arch::Bert)
     }
 
     /// Returns whether it belongs to the Gemma family: GeGLU and a scaled embedding.
@@ -161,6 +172,8 @@ pub enum Activation {
     Silu,
     /// GELU with the tanh approximation.
     GeluTanh,
+    /// Exact GELU. Only encoders have it.
+    GeluErf,
 }
 
 /// Kind of normalisation.
@@ -168,7 +181,7 @@ pub enum Activation {
 pub enum NormKind {
     /// RMS norm.
     Rms,
-    /// Layer norm without biases.
+    /// Layer norm; only encoders have biases.
     Layer,
 }
 
@@ -354,6 +367,8 @@ pub struct ModelConfig {
     pub experts: Option<Experts>,
     /// Recurrent layers, if any.
     pub recurrent: Option<RecurrentLayers>,
+    /// Rows of the table of token types; `None` unless it is an encoder. Only the first row is used.
+    pub n_token_types: Option<usize>,
     /// Inputs whose encoders are ignored: only the text part of a multimodal model is used.
     pub left_out: Vec<&'static str>,
 }
@@ -440,6 +455,9 @@ impl ModelConfig {
         check_number("the logit scale", self.logit_scale, 0.0, 1e6)?;
         check_number("the attention softcap", self.attn_softcap.unwrap_or(1.0), 0.0, 1e9)?;
         check_number("the final softcap", self.final_softcap.unwrap_or(1.0), 0.0, 1e9)?;
+        if let Some(n_token_types) = self.n_token_types {
+            check_range("the number of token types", n_token_types, 1 << 16)?;
+        }
         self.rope.validate()?;
         self.validate_rotations()?;
         if self.layers.len() != self.n_layers {
@@ -493,7 +511,9 @@ impl ModelConfig {
                 return Err(ParamsFault::Heads { n_heads: self.n_heads, n_kv_heads });
             }
             let dims = self.rope_dims(layer);
-            if dims == 0 || dims > head_dim || !dims.is_multiple_of(2) {
+            // Encoders rotate nothing.
+            let rotates = !self.arch.is_encoder();
+            if rotates && (dims == 0 || dims > head_dim || !dims.is_multiple_of(2)) {
                 return Err(ParamsFault::RopeDims { dims, head_dim });
             }
             let from = self.kv_layer(layer);

@@ -16,7 +16,7 @@ impl ModelConfig {
     /// of divisors, `rope_freqs.weight`.
     pub fn write_gguf(&self, writer: &mut GgufWriter) -> Result<(), FormatError> {
         let arch = self.arch;
-        self.refuse_recurrent("GGUF metadata")?;
+        self.refuse_unwritable("GGUF metadata")?;
         writer.set("general.architecture", arch.name())?;
         if let Some(name) = &self.name {
             writer.set("general.name", name.as_str())?;
@@ -225,7 +225,7 @@ impl ModelConfig {
 
     /// Returns the content of `config.json` for `transformers` 4 and 5. A hyperparameter without a key is an error.
     pub fn to_hf_json(&self, dtype: DType) -> Result<serde_json::Value, FormatError> {
-        self.refuse_recurrent(CONFIG_JSON)?;
+        self.refuse_unwritable(CONFIG_JSON)?;
         if self.experts.is_some() {
             let (format, what) = ("a Hugging Face folder", "experts");
             let fault = ParamsFault::NoPlace { format, arch: self.arch, what };
@@ -253,6 +253,7 @@ impl ModelConfig {
             Arch::Cohere2 => ("Cohere2ForCausalLM", "cohere2"),
             Arch::Qwen35 => ("Qwen3_5ForCausalLM", "qwen3_5_text"),
             Arch::Lfm2 => ("Lfm2ForCausalLM", "lfm2"),
+            Arch::Bert => ("BertModel", "bert"),
         };
         let dtype = dtype_word(dtype);
         let mut config = json!({
@@ -342,13 +343,15 @@ impl ModelConfig {
         Ok(config)
     }
 
-    /// Refuses recurrent layers: models with them cannot be trained, so they are never written.
-    fn refuse_recurrent(&self, format: &'static str) -> Result<(), FormatError> {
-        let fault = ParamsFault::NoPlace { format, arch: self.arch, what: "recurrent layers" };
-        match self.recurrent {
-            Some(_) => Err(FormatError::params(Path::new(format), fault)),
-            None => Ok(()),
-        }
+    /// Refuses recurrent layers and encoders: neither can be trained, so they are never written.
+    fn refuse_unwritable(&self, format: &'static str) -> Result<(), FormatError> {
+        let what = match (self.recurrent, self.arch.is_encoder()) {
+            (Some(_), _) => "recurrent layers",
+            (None, true) => "embeddings of positions and token types",
+            (None, false) => return Ok(()),
+        };
+        let fault = ParamsFault::NoPlace { format, arch: self.arch, what };
+        Err(FormatError::params(Path::new(format), fault))
     }
 
     /// Fails if a hyperparameter was lost in writing.

@@ -85,5 +85,6 @@ fn activation(of: Activation) -> ExpertActivation {
     match of {
         Activation::Silu => ExpertActivation::Silu,
         Activation::GeluTanh => ExpertActivation::GeluTanh,
+        Activation::GeluErf => unreachable!("only encoders have it, and they have no experts"),
     }
 }

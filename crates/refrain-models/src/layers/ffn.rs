@@ -5,12 +5,13 @@ use crate::error::ModelError;
 use crate::step::StepBuilder;
 use crate::weights::{Linear, WeightTable};
 use refrain_formats::params::Activation;
-use refrain_graph::{Gate, GraphError, ValueId, WeightId};
+use refrain_graph::{Gate, GraphError, Unary, ValueId, WeightId};
 
 /// The feed-forward part of a layer, applied to each row independently.
 #[derive(Debug)]
 pub(crate) enum FeedForward {
     Gated(GatedFfn),
+    Plain(PlainFfn),
     Experts(Mixture),
     DenseAndExperts(Box<DenseAndExperts>),
 }
@@ -36,7 +37,29 @@ pub(crate) struct GatedFfn {
     pub down: Linear, // [hidden, ffn]
 }
 
+/// `down(f(up(x)))`
+#[derive(Debug)]
+pub(crate) struct PlainFfn {
+    pub function: Unary,
+    pub up: Linear,   // [ffn, hidden]
+    pub down: Linear, // [hidden, ffn]
+}
+
 impl FeedForward {
+    /// A part without a gate.
+    pub(crate) fn plain(w: &mut WeightTable<'_>, layer: usize) -> Result<FeedForward, ModelError> {
+        let c = w.config;
+        let ffn = c.layer_sizes(layer).ffn;
+        let function = match c.activation {
+            Activation::Silu => Unary::Silu,
+            Activation::GeluTanh => Unary::GeluTanh,
+            Activation::GeluErf => Unary::GeluErf,
+        };
+        let up = w.linear(layer, "ffn_up", [ffn, c.hidden], c.ffn_bias)?;
+        let down = w.linear(layer, "ffn_down", [c.hidden, ffn], c.ffn_bias)?;
+        Ok(FeedForward::Plain(PlainFfn { function, up, down }))
+    }
+
     /// A gated part with the configured sizes and activation.
     pub(crate) fn gated(w: &mut WeightTable<'_>, layer: usize) -> Result<FeedForward, ModelError> {
         GatedFfn::declare(w, layer).map(FeedForward::Gated)
@@ -67,6 +90,7 @@ impl FeedForward {
     ) -> Result<ValueId, GraphError> {
         match self {
             FeedForward::Gated(ffn) => ffn.build(step, h),
+            FeedForward::Plain(ffn) => ffn.build(step, h),
             FeedForward::Experts(experts) => experts.build(step, h, h),
             FeedForward::DenseAndExperts(both) => both.build(step, x, h),
         }
@@ -85,6 +109,14 @@ impl DenseAndExperts {
     }
 }
 
+impl PlainFfn {
+    fn build(&self, step: &mut StepBuilder<'_>, h: ValueId) -> Result<ValueId, GraphError> {
+        let h = step.linear(h, self.up, "ffn_up")?;
+        let h = step.builder.unary(self.function, h)?;
+        step.linear(h, self.down, "ffn_down")
+    }
+}
+
 impl GatedFfn {
     pub(crate) fn declare(w: &mut WeightTable<'_>, layer: usize) -> Result<GatedFfn, ModelError> {
         let c = w.config;
@@ -100,6 +132,7 @@ impl GatedFfn {
         let function = match c.activation {
             Activation::Silu => Gate::Silu,
             Activation::GeluTanh => Gate::GeluTanh,
+            Activation::GeluErf => unreachable!("only encoders have it, and they have no gate"),
         };
         let down = w.linear(layer, "ffn_down", [c.hidden, c.layer_sizes(layer).ffn], c.ffn_bias)?;
         Ok(GatedFfn { function, gate, up, down })

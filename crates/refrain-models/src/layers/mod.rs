@@ -9,12 +9,14 @@ mod delta_net; // gated delta rule over a recurrent state
 mod ffn; // feed-forward parts
 mod experts; // mixtures of experts
 mod short_conv; // gated short convolutions
+mod text_inputs; // inputs of encoders
 
 pub(crate) use attention::{AttentionLayer, HeadNorm, KeysValues, NormSpan};
 pub(crate) use delta_net::DeltaNet;
 pub(crate) use experts::Mixture;
 pub(crate) use ffn::{DenseAndExperts, FeedForward, GatedFfn};
 pub(crate) use short_conv::ShortConvLayer;
+pub(crate) use text_inputs::TextInputs;
 
 use crate::error::ModelError;
 use crate::gemma4::{LayerInput, LayerInputs};
@@ -30,6 +32,8 @@ pub(crate) struct Decoder {
     pub blocks: Vec<DecoderLayer>,
     /// The per-layer embedding (Gemma 4).
     pub layer_inputs: Option<LayerInputs>,
+    /// Embeddings of positions and token types (encoders).
+    pub text_inputs: Option<TextInputs>,
 }
 
 /// One layer: maps `x[n_tokens, hidden]` to the same shape.
@@ -67,6 +71,13 @@ pub(crate) enum Placement {
     Parallel,
 }
 
+/// A layer norm with a bias.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct BiasedNorm {
+    pub weight: WeightId, // [hidden]
+    pub bias: WeightId,   // [hidden]
+}
+
 /// The norms of a layer, each `[hidden]`.
 #[derive(Debug, Default)]
 pub(crate) struct Norms {
@@ -74,6 +85,9 @@ pub(crate) struct Norms {
     pub after_mixer: Option<WeightId>,
     pub before_ffn: Option<WeightId>,
     pub after_ffn: Option<WeightId>,
+    /// Norms of the residual after a branch has joined it: `norm(x + f(x))` (encoders).
+    pub after_mixer_sum: Option<BiasedNorm>,
+    pub after_ffn_sum: Option<BiasedNorm>,
 }
 
 impl Placement {
@@ -93,7 +107,7 @@ impl Decoder {
         block: impl Fn(&mut WeightTable<'_>, usize) -> Result<DecoderLayer, ModelError>,
     ) -> Result<Decoder, ModelError> {
         let blocks = (0..w.config.n_layers).map(|layer| block(w, layer)).collect::<Result<_, _>>()?;
-        Ok(Decoder { blocks, layer_inputs: None })
+        Ok(Decoder { blocks, layer_inputs: None, text_inputs: None })
     }
 
     /// State that a layer keeps between steps.
@@ -133,7 +147,7 @@ impl DecoderLayer {
         let before_ffn = norm(w, "ffn_norm", placement.before())?;
         let ffn = ffn(w, layer)?;
         let after_ffn = norm(w, "post_ffw_norm", placement.after())?;
-        let norms = Norms { before_mixer, after_mixer, before_ffn, after_ffn };
+        let norms = Norms { before_mixer, after_mixer, before_ffn, after_ffn, ..Norms::default() };
         Ok(DecoderLayer { norms, parallel, mixer, ffn, input: None, output_scale: 1.0 })
     }
 
@@ -148,6 +162,7 @@ impl DecoderLayer {
         let h = self.mixer.build(step, layer, mixed)?;
         let h = step.branch_norm(h, norms.after_mixer, "post_attn_norm")?;
         let x = step.join(x, h)?;
+        let x = step.sum_norm(x, norms.after_mixer_sum, "attn_output_norm")?;
 
         let h = match self.parallel {
             true => mixed,
@@ -156,6 +171,7 @@ impl DecoderLayer {
         let h = self.ffn.build(step, x, h)?;
         let h = step.branch_norm(h, norms.after_ffn, "post_ffn_norm")?;
         let x = step.join(x, h)?;
+        let x = step.sum_norm(x, norms.after_ffn_sum, "layer_output_norm")?;
 
         let x = match &self.input {
             Some(input) => input.build(step, layer, x)?,
