@@ -166,6 +166,26 @@ pub enum EngineError {
     /// A sampling parameter is out of range.
     #[error(transparent)]
     Sampling(#[from] SamplingError),
+    /// The model generates no text.
+    #[error("{arch} models are encoders: they turn texts into vectors and generate no text")]
+    Encoder {
+        /// Architecture.
+        arch: &'static str,
+    },
+    /// The model cannot turn a whole text into a vector.
+    #[error("{arch} models cannot embed texts: {because}")]
+    CannotEmbed {
+        /// Architecture.
+        arch: &'static str,
+        /// Reason.
+        because: &'static str,
+    },
+    /// Vectors are NaN or infinite.
+    #[error("the vectors of {n_texts} texts are not finite")]
+    NonFiniteVectors {
+        /// Texts of the request.
+        n_texts: usize,
+    },
     /// A perplexity window that cannot be scored.
     #[error("a window of {window} tokens was requested, it {}", limits(*context))]
     Window {
@@ -228,6 +248,13 @@ impl EngineError {
                 ))
             }
             EngineError::ContextFull { .. } => Some("raise the context, or start a new session".into()),
+            EngineError::Encoder { .. } => Some("embed texts with it, or generate with another model".into()),
+            EngineError::CannotEmbed { .. } => Some(
+                "use an encoder such as all-MiniLM-L6-v2, or a model with attention in every layer".into(),
+            ),
+            EngineError::NonFiniteVectors { .. } => {
+                Some("the weights may be damaged: download the model again".into())
+            }
             EngineError::EmptyPrompt => Some("give a prompt of at least one token".into()),
             EngineError::TextTooShort { n_tokens, window } if *n_tokens < MIN_WINDOW => Some(format!(
                 "give a text of at least {window} tokens, or of {MIN_WINDOW} tokens with a window of {MIN_WINDOW}"

@@ -24,6 +24,8 @@
 //! # }
 //! ```
 //!
+//! An [`Embedder`] is a handle to a thread that turns texts into vectors.
+//!
 //! Invariant: this crate launches no kernels, speaks no HTTP and needs no async runtime.
 //! Invariant: the engine's thread never waits for a consumer.
 #![forbid(unsafe_code)]
@@ -43,12 +45,14 @@ mod serve; // the engine's thread: steps of all running requests
 mod engine; // handle to that thread
 mod stop; // stop strings
 mod perplexity; // how well a model predicts a text
+mod embed; // vectors of texts
 mod ledger; // how each step ran
 mod error;
 
 pub use blocks::{BlockCounts, BlockPool, ContentName, OutOfBlocks};
 pub use core::{Chosen, Core, SequenceState};
 pub use decode::{DecodeRow, DecodedStep, LaunchPolicy, Lookahead};
+pub use embed::{Embedder, EmbedderOptions};
 pub use engine::{Engine, EngineLoad, EngineOptions, WeakEngine};
 pub use error::{EngineError, Stopped};
 pub use ledger::{Ledger, Tally};

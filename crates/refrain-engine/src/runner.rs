@@ -230,6 +230,9 @@ impl<B: Backend> BackendRunner<B> {
         weights: Arc<B::Weights>,
         options: RunnerOptions,
     ) -> Result<BackendRunner<B>, EngineError> {
+        if model.config().arch.is_encoder() {
+            return Err(EngineError::Encoder { arch: model.config().arch.name() });
+        }
         let max_blocks = options.context.div_ceil(options.kv_block);
         let n_blocks = options.n_positions.div_ceil(options.kv_block).max(max_blocks);
         let most = |buckets: &[usize]| buckets.last().copied().unwrap_or(usize::MAX).max(1);
