@@ -223,7 +223,10 @@ impl<B: Backend> EmbedRunner<B> {
         while !queue.is_empty() {
             let (n, n_tokens) = self.next_step(&open, &queue, n_alone > 0);
             let part: Vec<&[u32]> = queue.iter().take(n).filter_map(|w| text_of(&open, *w)).collect();
+            let is_shared = queue[n - 1].job != queue[0].job;
             match self.step(&part, n_tokens) {
+                // Attention multiplies the values of other texts by 0, which does not remove NaN.
+                Ok(vectors) if is_shared && !vectors.iter().flatten().all(|v| v.is_finite()) => n_alone = n,
                 Ok(vectors) => {
                     n_alone = n_alone.saturating_sub(n);
                     let done: Vec<WaitingText> = queue.drain(..n).collect();
@@ -232,7 +235,7 @@ impl<B: Backend> EmbedRunner<B> {
                     }
                     queue.retain(|waiting| open[waiting.job].is_some());
                 }
-                Err(_) if queue[n - 1].job != queue[0].job => n_alone = n,
+                Err(_) if is_shared => n_alone = n,
                 Err(error) => {
                     n_alone = n_alone.saturating_sub(n);
                     let failed = queue[0].job;
@@ -330,8 +333,8 @@ fn text_of(open: &[Option<OpenJob>], waiting: WaitingText) -> Option<&[u32]> {
 fn deliver(open: &mut Option<OpenJob>, vector: Vec<f32>) {
     let Some(job) = open else { return };
     if !vector.iter().all(|v| v.is_finite()) {
-        let n_tokens = job.job.texts[job.vectors.len()].len();
-        drop(job.job.reply.try_send(Err(EngineError::NonFiniteVector { n_tokens })));
+        let n_texts = job.job.texts.len();
+        drop(job.job.reply.try_send(Err(EngineError::NonFiniteVectors { n_texts })));
         *open = None;
         return;
     }

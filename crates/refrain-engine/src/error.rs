@@ -180,11 +180,11 @@ pub enum EngineError {
         /// Reason.
         because: &'static str,
     },
-    /// The vector of a text is not finite.
-    #[error("the vector of a text of {n_tokens} tokens is not finite")]
-    NonFiniteVector {
-        /// Tokens of the text.
-        n_tokens: usize,
+    /// Vectors are NaN or infinite.
+    #[error("the vectors of {n_texts} texts are not finite")]
+    NonFiniteVectors {
+        /// Texts of the request.
+        n_texts: usize,
     },
     /// A perplexity window that cannot be scored.
     #[error("a window of {window} tokens was requested, it {}", limits(*context))]
@@ -252,7 +252,7 @@ impl EngineError {
             EngineError::CannotEmbed { .. } => Some(
                 "use an encoder such as all-MiniLM-L6-v2, or a model with attention in every layer".into(),
             ),
-            EngineError::NonFiniteVector { .. } => {
+            EngineError::NonFiniteVectors { .. } => {
                 Some("the weights may be damaged: download the model again".into())
             }
             EngineError::EmptyPrompt => Some("give a prompt of at least one token".into()),

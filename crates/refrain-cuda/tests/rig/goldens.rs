@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use refrain_formats::{FormatError, ModelFiles};
-use refrain_models::{Model, TensorSource};
+use refrain_models::{Model, Pooling, TensorSource};
 use refrain_tensor::{Bytes, DType, HostTensor};
 use safetensors::SafeTensors;
 
@@ -61,6 +61,44 @@ goldens!(
     "lfm2"
 );
 
+macro_rules! embed_goldens {
+    ($($name:literal),* $(,)?) => {
+        /// Models with recorded vectors of texts.
+        pub const EMBED_CASES: &[&str] = &[$($name),*];
+
+        fn embed_files(case: &str) -> [&'static [u8]; 3] {
+            match case {
+                $($name => [
+                    include_bytes!(concat!("../../../refrain-models/tests/goldens/", $name, "/config.json")),
+                    include_bytes!(concat!("../../../refrain-models/tests/goldens/", $name, "/model.safetensors")),
+                    include_bytes!(concat!("../../../refrain-models/tests/goldens/", $name, "/embed.safetensors")),
+                ],)*
+                other => panic!("there are no golden vectors of {other}"),
+            }
+        }
+    };
+}
+
+embed_goldens!("bert", "bert-odd", "qwen3");
+
+/// Texts as tokens, and their vectors scaled to length 1.
+pub fn embed_golden(case: &str, pooling: Pooling) -> (Vec<Vec<u32>>, Vec<Vec<f32>>) {
+    let file = SafeTensors::deserialize(embed_files(case)[2]).unwrap();
+    let ints = |name: &str| -> Vec<i64> {
+        let words = file.tensor(name).unwrap().data().as_chunks::<8>().0.to_vec();
+        words.into_iter().map(i64::from_le_bytes).collect()
+    };
+    let mut tokens = ints("tokens").into_iter().map(|token| token as u32);
+    let texts = ints("lengths").into_iter().map(|n| tokens.by_ref().take(n as usize).collect()).collect();
+    let vectors = file.tensor(pooling.name()).unwrap();
+    let values: Vec<f32> = vectors.data().as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
+    let unit = |vector: &[f32]| {
+        let length = vector.iter().map(|v| v * v).sum::<f32>().sqrt();
+        vector.iter().map(|v| v / length).collect()
+    };
+    (texts, values.chunks(vectors.shape()[1]).map(unit).collect())
+}
+
 pub fn model(case: &str) -> Arc<Model> {
     Arc::new(Model::load(&model_files(case)).unwrap())
 }
@@ -98,7 +136,12 @@ impl TensorSource for Poisoned {
 pub fn model_files(case: &str) -> ModelFiles {
     // The files are mapped, so the paths are not needed afterwards.
     let folder = tempfile::tempdir().unwrap();
-    for (name, bytes) in &files(case)[..2] {
+    let names = ["config.json", "model.safetensors"];
+    let contents = match CASES.contains(&case) {
+        true => files(case).map(|(_, bytes)| bytes),
+        false => embed_files(case),
+    };
+    for (name, bytes) in names.iter().zip(contents) {
         std::fs::write(folder.path().join(name), bytes).unwrap();
     }
     ModelFiles::open(folder.path()).unwrap()

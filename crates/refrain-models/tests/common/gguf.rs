@@ -33,6 +33,10 @@ pub(crate) fn convert(case: &str, change: impl FnOnce(&mut Vec<Tensor>)) -> Mode
     if arch == "lfm2" {
         lfm2_metadata(&mut writer, &config);
     }
+    if arch == "bert" {
+        writer.set("bert.attention.causal", false).unwrap();
+        writer.set("bert.pooling_type", 1_u32).unwrap();
+    }
     let mut tensors = tensors(case, arch, &config);
     change(&mut tensors);
     for t in tensors {
@@ -62,7 +66,7 @@ fn metadata(writer: &mut GgufWriter, arch: &str, config: &Value) {
     set("embedding_length", number("hidden_size").into());
     set("attention.head_count", number("num_attention_heads").into());
     // Gemma 4 has these per layer.
-    let alike = !matches!(arch, "gemma4" | "lfm2");
+    let alike = !matches!(arch, "gemma4" | "lfm2" | "bert");
     if config["use_double_wide_mlp"] != true && arch != "lfm2" {
         set("feed_forward_length", number("intermediate_size").into());
     }
@@ -71,7 +75,7 @@ fn metadata(writer: &mut GgufWriter, arch: &str, config: &Value) {
     }
     let float = |value: &Value| value.as_f64().unwrap() as f32;
     match arch {
-        "cohere2" => set("attention.layer_norm_epsilon", float(&config["layer_norm_eps"]).into()),
+        "cohere2" | "bert" => set("attention.layer_norm_epsilon", float(&config["layer_norm_eps"]).into()),
         "lfm2" => set("attention.layer_norm_rms_epsilon", float(&config["norm_eps"]).into()),
         _ => set("attention.layer_norm_rms_epsilon", float(&config["rms_norm_eps"]).into()),
     }
@@ -116,6 +120,9 @@ fn metadata(writer: &mut GgufWriter, arch: &str, config: &Value) {
         if config["norm_topk_prob"] == false {
             set("expert_weights_norm", false.into());
         }
+    }
+    if arch == "bert" {
+        return;
     }
     let rope = &config["rope_parameters"];
     let rope = rope.get("full_attention").unwrap_or(rope);
@@ -396,9 +403,16 @@ fn gguf_name(hf: &str, arch: &str) -> String {
         "model.embed_tokens_per_layer.weight" => return "per_layer_token_embd.weight".into(),
         "model.per_layer_model_projection.weight" => return "per_layer_model_proj.weight".into(),
         "model.per_layer_projection_norm.weight" => return "per_layer_proj_norm.weight".into(),
+        "embeddings.word_embeddings.weight" => return "token_embd.weight".into(),
+        "embeddings.position_embeddings.weight" => return "position_embd.weight".into(),
+        "embeddings.token_type_embeddings.weight" => return "token_types.weight".into(),
         _ => {}
     }
-    let rest = hf.strip_prefix("model.layers.").unwrap_or_else(|| panic!("{hf}"));
+    if let Some(part) = hf.strip_prefix("embeddings.LayerNorm.") {
+        return format!("token_embd_norm.{part}");
+    }
+    let layers = if arch == "bert" { "encoder.layer." } else { "model.layers." };
+    let rest = hf.strip_prefix(layers).unwrap_or_else(|| panic!("{hf}"));
     let (layer, rest) = rest.split_once('.').unwrap();
     match rest {
         "router.scale" => return format!("blk.{layer}.ffn_gate_inp.scale"),
@@ -409,6 +423,14 @@ fn gguf_name(hf: &str, arch: &str) -> String {
     }
     let (part, kind) = rest.rsplit_once('.').unwrap_or((rest, "weight"));
     let name = match part {
+        "attention.self.query" => "attn_q",
+        "attention.self.key" => "attn_k",
+        "attention.self.value" => "attn_v",
+        "attention.output.dense" => "attn_output",
+        "attention.output.LayerNorm" => "attn_output_norm",
+        "intermediate.dense" => "ffn_up",
+        "output.dense" => "ffn_down",
+        "output.LayerNorm" => "layer_output_norm",
         "input_layernorm" => "attn_norm",
         "self_attn.q_proj" => "attn_q",
         "self_attn.k_proj" => "attn_k",

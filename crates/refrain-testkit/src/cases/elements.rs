@@ -153,6 +153,8 @@ fn binary(f: Binary, dtype: DType) -> Vec<Case> {
         case("one element", vec![arg(&[1]), arg(&[1])]),
         case("odd", vec![arg(&[7, 129]), arg(&[7, 129])]),
         case("row on rows", vec![arg(&[5, 33]), arg(&[33])]),
+        case("column on rows", vec![arg(&[7, 129]), arg(&[7, 1])]),
+        case("column on rows of heads", vec![arg(&[2, 3, 33]), arg(&[2, 3, 1])]),
         case("column on columns", vec![arg(&[5, 1]), arg(&[5, 33])]),
         case("column on a square", vec![arg(&[4, 4]), arg(&[4, 1])]),
         case("column on squares", vec![arg(&[2, 4, 4]), arg(&[4, 1])]),
