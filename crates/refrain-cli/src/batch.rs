@@ -4,13 +4,12 @@ mod line;
 
 use crate::bars::Delayed;
 use crate::cli::CliContext;
-use crate::fail::{Hinted, Interrupted};
+use crate::fail::{self, Hinted, Interrupted};
 use crate::opts::{DeviceOpts, LoraOpts, SamplingOpts};
 use crate::out::{counted, short_rate, short_time, talk, thousands};
 use crate::resolve;
 use line::{BatchAnswer, BatchAsk, BatchLine};
-use refrain::graph::RunError;
-use refrain::{EngineError, Generate, Model, Prompt, Reply, SamplingParams, Service, ServiceOptions};
+use refrain::{Generate, Model, Prompt, Reply, SamplingParams, Service, ServiceOptions};
 use std::collections::VecDeque;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Seek, SeekFrom, Write};
@@ -302,13 +301,10 @@ fn chat_tokens(model: &Model, messages: &[refrain::Message]) -> Result<Vec<u32>,
 /// The text of an error that concerns one line. An error that ends the engine is returned, so that no line gets an answer
 /// and the batch can be continued.
 fn keeps_going(error: refrain::Error) -> anyhow::Result<String> {
-    let ends = matches!(
-        error,
-        refrain::Error::Engine(EngineError::Stopped(_) | EngineError::Run(RunError::ContextLost { .. }))
-    );
-    if ends {
+    if let refrain::Error::Engine(engine) = &error
+        && engine.stops().is_some()
+    {
         return Err(error.into());
     }
-    let error = anyhow::Error::from(error);
-    Ok(format!("{error:#}"))
+    Ok(fail::one_line(&error.into()))
 }

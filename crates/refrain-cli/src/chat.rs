@@ -218,10 +218,14 @@ impl Conversation<'_> {
         Ok(())
     }
 
-    /// One turn. An error of the model ends a chat on a pipe; on a terminal the person may go on.
+    /// One turn. An error of the model ends a chat on a pipe; on a terminal the person may go on, unless the device is lost.
     fn answer(&mut self, text: String, is_terminal: bool) -> anyhow::Result<()> {
         match self.turn(text) {
-            Err(error) if is_terminal && error.is::<refrain::Error>() => {
+            Err(error)
+                if is_terminal
+                    && (error.is::<refrain::Error>() || error.is::<Hinted>())
+                    && !fail::is_of_a_lost_device(&error) =>
+            {
                 fail::print(&error);
                 Ok(())
             }
@@ -236,7 +240,17 @@ impl Conversation<'_> {
         // Each turn draws other random numbers, and the same conversation the same ones, because positions increase.
         let mut options = self.args.sampling.generate(self.settings.sampling.clone(), None);
         (options.max_tokens, options.cancel) = (self.settings.max_tokens, Some(listening.flag()));
-        let reply = self.chat.send(text, &options)?;
+        let has_turns = self.chat.messages().iter().any(|m| Role::of(m) != Some(Role::System));
+        let raise = raise_hint(self.chat.session());
+        let reply = self.chat.send(text, &options).map_err(|error| match error {
+            refrain::Error::PromptTooLong { .. } if has_turns && self.args.on_full == OnFullArg::Stop => {
+                let hint = format!(
+                    "/reset starts anew, and --on-full shift drops the oldest messages instead{raise}"
+                );
+                anyhow::Error::new(Hinted::new(error.to_string(), hint))
+            }
+            error => error.into(),
+        })?;
         let show = Show::chat(Some(&mut self.out), self.args.think, reply.prompt());
         let reply = reply::collect(reply, show);
         drop(listening);

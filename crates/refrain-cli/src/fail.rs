@@ -3,7 +3,7 @@
 use crate::out::{ClosedPipe, printable, talk};
 use anstyle::{AnsiColor, Style};
 use refrain::graph::{Reason, RunError};
-use refrain::{CudaError, EngineError};
+use refrain::{CudaError, EngineError, Stopped};
 use refrain_driver::DriverError;
 use refrain_hub::HubError;
 use std::borrow::Cow;
@@ -88,7 +88,7 @@ pub(crate) fn report(error: &anyhow::Error) -> ExitCode {
         return usage(error);
     }
     print(error);
-    if error.chain().any(is_lost_device) {
+    if is_of_a_lost_device(error) {
         return ExitCode::from(DEVICE_LOST);
     }
     match error.downcast_ref::<HubError>() {
@@ -97,31 +97,53 @@ pub(crate) fn report(error: &anyhow::Error) -> ExitCode {
     }
 }
 
+/// Whether this process cannot use its device any more.
+pub(crate) fn is_of_a_lost_device(error: &anyhow::Error) -> bool {
+    error.chain().any(is_lost_device)
+}
+
 fn is_lost_device(error: &(dyn std::error::Error + 'static)) -> bool {
     use refrain::train::{LearnError, TrainError};
+    let of_an_engine = match error.downcast_ref::<refrain::Error>() {
+        Some(refrain::Error::Engine(error)) => Some(error),
+        _ => error.downcast_ref::<EngineError>(),
+    };
     let of_a_step = match error.downcast_ref::<refrain::Error>() {
         Some(refrain::Error::Train(TrainError::Learn(LearnError::Run(error)))) => Some(error),
         _ => error.downcast_ref::<RunError>(),
     };
-    matches!(of_a_step, Some(RunError::ContextLost { .. }))
+    of_an_engine.is_some_and(|error| matches!(error.stops(), Some(Stopped::DeviceLost { .. })))
+        || matches!(of_a_step, Some(RunError::ContextLost { .. }))
         || matches!(error.downcast_ref::<DriverError>(), Some(DriverError::ContextLost(_)))
 }
 
 /// Prints an error, its causes and a hint.
 pub(crate) fn print(error: &anyhow::Error) {
-    let mut printed = error.to_string();
-    talk!("{ERROR}error:{ERROR:#} {}", printable(&printed));
-    for cause in error.chain().skip(1) {
-        let cause = cause.to_string();
-        // Some messages end in their cause.
-        if !printed.contains(&cause) {
-            talk!("  because {}", printable(&cause));
-            printed = cause;
-        }
+    let mut messages = messages(error);
+    talk!("{ERROR}error:{ERROR:#} {}", printable(&messages.next().unwrap_or_default()));
+    for cause in messages {
+        talk!("  because {}", printable(&cause));
     }
     if let Some(hint) = error.chain().find_map(hint) {
         talk!("{HINT}hint:{HINT:#} {}", printable(&hint));
     }
+}
+
+/// An error and its causes in one line.
+pub(crate) fn one_line(error: &anyhow::Error) -> String {
+    messages(error).collect::<Vec<_>>().join(": ")
+}
+
+/// The messages of an error and of its causes, without causes that the message before ends in.
+fn messages(error: &anyhow::Error) -> impl Iterator<Item = String> {
+    let mut last = String::new();
+    error.chain().map(ToString::to_string).filter(move |message| {
+        let is_new = last.is_empty() || !last.contains(message.as_str());
+        if is_new {
+            last.clone_from(message);
+        }
+        is_new
+    })
 }
 
 /// The hint for an error. Flags are named only here: the library knows none.

@@ -171,7 +171,7 @@ pub(crate) fn to_json(session: &Session, reply: &ShownReply, name: &str, load: D
             Some(_) => "error",
             None => finish_word(summary.finish.as_ref()),
         },
-        "error": reply.error.as_ref().map(|error| format!("{error:#}")),
+        "error": reply.error.as_ref().map(crate::fail::one_line),
         "n_prompt": summary.n_prompt,
         "n_evaluated": summary.n_evaluated,
         "n_generated": summary.n_generated,

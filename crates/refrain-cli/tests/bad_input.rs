@@ -322,6 +322,14 @@ fn a_broken_chat_template_or_configuration_is_refused() {
         assert!(said.contains("error: chat template ") && said.contains("--raw"), "{said}");
         raw();
     }
+    cli.file("tiny/tokenizer_config.json", r#"{ "chat_template": 5 }"#);
+    let said = cli.run(&["run", model, "Hi"]).refused();
+    assert!(said.contains("chat_template is neither a text nor a list of named texts"), "{said}");
+    raw();
+    cli.file("tiny/chat_template.jinja", b"{{ '\xff' }}");
+    let said = cli.run(&["run", model, "Hi"]).refused();
+    assert!(said.contains("chat_template.jinja is not UTF-8"), "{said}");
+    raw();
     cli.file("tiny/config.json", "{ not json");
     let said = cli.run(&["run", model, "Hi"]).refused();
     assert!(said.contains("config.json"), "{said}");

@@ -63,6 +63,19 @@ not json
 }
 
 #[test]
+fn a_lost_device_ends_the_batch_and_no_line_gets_its_error_as_an_answer() {
+    let cli = Cli::new();
+    cli.file("in.jsonl", "{\"prompt\": \"A cat\"}\n{\"prompt\": \"A dog\"}\n");
+    for faults in ["on 9th replay: illegal address", "on 2nd launch: illegal address"] {
+        let ended = cli.run(&batch(&["--device", "sim", "--faults", faults]));
+        assert_eq!(ended.code, Some(3), "{faults}: {}", ended.stderr);
+        assert!(lines(&cli).iter().all(|answer| answer["error"].is_null()), "{faults}: {:?}", lines(&cli));
+    }
+    let ended = cli.run(&batch(&[]));
+    assert_eq!((ended.code, lines(&cli).len()), (Some(0), 2), "{}", ended.stderr);
+}
+
+#[test]
 fn a_second_run_continues_after_the_existing_lines() {
     let cli = Cli::new();
     let input: String = (0..12).map(|i| format!("{{\"prompt\": \"Number {i}\", \"id\": {i}}}\n")).collect();

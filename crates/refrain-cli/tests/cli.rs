@@ -286,7 +286,10 @@ fn a_chat_with_a_full_context_drops_the_oldest_turns_or_stops_as_configured() {
     let stopped = chat("stop");
     assert_eq!(stopped.code, Some(1), "{}", stopped.stderr);
     assert!(
-        stopped.stderr.contains("the context holds 96") && stopped.stderr.contains("with -c"),
+        stopped.stderr.contains("the context holds 96")
+            && stopped
+                .stderr
+                .contains("hint: /reset starts anew, and --on-full shift drops the oldest messages"),
         "{}",
         stopped.stderr
     );

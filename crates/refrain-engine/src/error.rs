@@ -314,9 +314,10 @@ impl EngineError {
         }
     }
 
-    /// Returns why this error stops the engine, if it does.
-    pub(crate) fn stops(&self) -> Option<Stopped> {
+    /// Returns why the engine has stopped, if this error says that or stops it.
+    pub fn stops(&self) -> Option<Stopped> {
         match self {
+            EngineError::Stopped(stopped) => Some(stopped.clone()),
             EngineError::Run(RunError::ContextLost { backend, label, code, .. }) => {
                 Some(Stopped::DeviceLost { backend, label: label.clone(), code: *code })
             }

@@ -210,14 +210,24 @@ fn an_empty_replace_pattern_is_refused() {
 }
 
 #[test]
-fn zero_length_matches_do_not_panic() {
-    for pattern in ["a*", "^", "$", "\\b", "(?=x)", "|", "(?<!\\n)^"] {
-        for content in ["", "x", "▁▁"] {
-            let step = replace(json!({"Regex": pattern}), content);
-            if let Ok(tokenizer) = with_steps("normalizer", "normalizers", vec![step]) {
-                for text in ["", "a", "the é hello\n x", "▁ 中"] {
-                    let _ = tokenizer.encode(text, true, true);
-                }
+fn a_replace_pattern_that_may_match_no_text_is_refused() {
+    for pattern in ["a*", "^", "$", "\\b", "b|", "(?=x)", "|", "(?<!\\n)^"] {
+        for (mut file, content) in [(byte_level_json(), "x"), (sentence_piece_json(), "▁▁")] {
+            file["normalizer"] = replace(json!({"Regex": pattern}), content);
+            let error = Tokenizer::from_files(file.to_string().as_bytes(), None).unwrap_err().to_string();
+            assert!(error.contains("Replace with a pattern that may match no text"), "{pattern}: {error}");
+        }
+    }
+}
+
+#[test]
+fn texts_are_encoded_after_any_other_replacement() {
+    for pattern in [" {2,}", "a+", "[^a-z]", "^x", "x$", "(the|b)"] {
+        for mut file in [byte_level_json(), sentence_piece_json()] {
+            file["normalizer"] = replace(json!({"Regex": pattern}), "y");
+            let tokenizer = Tokenizer::from_files(file.to_string().as_bytes(), None).expect(pattern);
+            for text in ["", "a", "b", "the é hello\n  x", "▁ 中"] {
+                let _ = tokenizer.encode(text, true, true);
             }
         }
     }

@@ -259,7 +259,12 @@ fn template_source(files: &ModelFiles, tokenizer: &Tokenizer) -> Result<Option<S
     if let ModelFiles::Hf(folder) = files
         && let Some(path) = folder.chat_template()
     {
-        return std::fs::read_to_string(&path).map(Some).map_err(|source| cannot_read(&path, source));
+        let bytes = std::fs::read(&path).map_err(|source| cannot_read(&path, source))?;
+        // A broken template must not keep a model from continuing texts.
+        let source = String::from_utf8(bytes);
+        return Ok(Some(
+            source.unwrap_or_else(|_| ChatTemplate::unusable("chat_template.jinja is not UTF-8")),
+        ));
     }
     Ok(tokenizer.chat_template().map(Into::into))
 }

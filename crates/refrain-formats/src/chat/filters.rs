@@ -107,6 +107,7 @@ fn on_text(budget: &Budget, name: &str, value: &Val, args: &mut CallArgs) -> Res
             out.finish()?
         }
         "escape" | "e" => {
+            budget.work(text.len().saturating_mul(CHAR_WORK))?;
             let mut out = TextBuilder::new(budget)?;
             for c in text.chars() {
                 match c {
@@ -391,7 +392,11 @@ fn round(value: &Val, args: &mut CallArgs) -> Result<Val, Stop> {
     Ok(Val::Float(rounded / scale))
 }
 
+/// What an operation on each character costs, compared with copying its bytes.
+const CHAR_WORK: usize = 8;
+
 pub(super) fn letter_case(budget: &Budget, name: &str, text: &str) -> Result<Val, Stop> {
+    budget.work(text.len().saturating_mul(CHAR_WORK))?;
     let mut out = TextBuilder::new(budget)?;
     let mut starts_word = true;
     for c in text.chars() {

@@ -106,6 +106,11 @@ impl ChatTemplate {
             .unwrap_or_else(|error| Self { program: Err(error), specials: SpecialTexts::default() })
     }
 
+    /// The source of a template that refuses every conversation with a reason, in place of one that cannot be read.
+    pub fn unusable(because: &str) -> String {
+        format!("{{{{ raise_exception({because:?}) }}}}")
+    }
+
     /// Renders the prompt of a conversation.
     pub fn render(&self, messages: &[Message], options: &RenderOptions) -> Result<String, ChatError> {
         let program = self.program.as_ref().map_err(ChatError::clone)?;

@@ -98,6 +98,10 @@ fn check_steps(part: &'static str, json: &Json) -> Result<(), TokenizerError> {
                 if of_text(text) + of_text(regex) == 0 {
                     return unsupported(part, "Replace with an empty pattern");
                 }
+                if let Some(regex) = regex.as_str().filter(|regex| !matches_text(regex)) {
+                    let found = format!("Replace with a pattern that may match no text, {regex:?}");
+                    return unsupported(part, &found);
+                }
                 // A match of a regular expression is one byte or more.
                 of_text(&step["content"]).div_ceil(of_text(text).max(1)).max(1)
             }
@@ -119,6 +123,14 @@ fn check_steps(part: &'static str, json: &Json) -> Result<(), TokenizerError> {
         return unsupported(part, &found);
     }
     Ok(())
+}
+
+/// Whether every match of a regular expression is one character or more. The library loses track of positions after an
+/// empty match. Patterns with look-around or back-references, which no model in use has here, count as if they could
+/// match nothing.
+fn matches_text(regex: &str) -> bool {
+    let parsed = regex_syntax::parse(regex);
+    parsed.is_ok_and(|pattern| pattern.properties().minimum_len().is_some_and(|len| len > 0))
 }
 
 /// The steps of sequences inside sequences, in order.

@@ -10,6 +10,8 @@ use serde::de::{Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::Value as Json;
 use tokenizers::AddedToken;
 
+use crate::chat::ChatTemplate;
+
 /// `tokenizer.json`.
 #[derive(Deserialize)]
 pub(super) struct TokenizerJson {
@@ -135,6 +137,8 @@ impl TokenText {
 pub(super) enum Template {
     Source(String),
     Named(Vec<NamedTemplate>),
+    /// Something else. It spoils only chats, so it must not spoil the tokenizer.
+    Other(IgnoredAny),
 }
 
 #[derive(Deserialize)]
@@ -147,6 +151,9 @@ impl Template {
     pub(super) fn into_source(self) -> Option<String> {
         match self {
             Self::Source(source) => Some(source),
+            Self::Other(_) => {
+                Some(ChatTemplate::unusable("chat_template is neither a text nor a list of named texts"))
+            }
             Self::Named(all) => all.into_iter().find(|one| one.name == "default").map(|one| one.template),
         }
     }
