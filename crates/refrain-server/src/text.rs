@@ -97,6 +97,8 @@ pub(crate) struct TextReply {
     decode: DecodeStream,
     splitter: Splitter,
     n_tokens: usize,
+    /// Tokens without text of their own, such as half a character: they count in the next delta.
+    pending: Delta,
     /// An error that arrived together with text: it follows that text.
     failed: Option<Refusal>,
     timing: Timing,
@@ -110,7 +112,16 @@ impl TextReply {
         let decode = if with_special { tokenizer.stream_with_special() } else { tokenizer.stream() };
         let splitter = Splitter::new(&rules);
         let timing = Timing::start(metrics);
-        TextReply { reply: Some(reply), rules, decode, splitter, n_tokens: 0, failed: None, timing }
+        TextReply {
+            reply: Some(reply),
+            rules,
+            decode,
+            splitter,
+            n_tokens: 0,
+            pending: Delta::default(),
+            failed: None,
+            timing,
+        }
     }
 
     /// The next delta; `None` after the last one. Everything that has arrived is one delta. Safe to cancel.
@@ -122,7 +133,8 @@ impl TextReply {
                 return Some(Err(refusal.into()));
             }
             let first = self.reply.as_mut()?.next().await;
-            let mut delta = Delta::default();
+            let mut delta = std::mem::take(&mut self.pending);
+            let n_before = delta.n_tokens;
             self.take(first.unwrap_or_else(|| Err(ended_early())), &mut delta);
             let ready = self.reply.as_mut().map(TokenReply::ready).unwrap_or_default();
             for update in ready {
@@ -131,7 +143,7 @@ impl TextReply {
                 }
                 self.take(update, &mut delta);
             }
-            self.timing.arrived(delta.n_tokens);
+            self.timing.arrived(delta.n_tokens - n_before);
             if let Some(finish) = &delta.finish {
                 // The rest of the reply is not wanted: this cancels it if it goes on.
                 self.reply = None;
@@ -140,6 +152,7 @@ impl TextReply {
             if !delta.is_empty() {
                 return Some(Ok(delta));
             }
+            self.pending = delta;
         }
     }
 

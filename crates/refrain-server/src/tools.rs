@@ -164,8 +164,8 @@ impl ToolParser {
             self.state = ToolState::Call;
             return true;
         }
-        let body = self.held.trim_end().len();
-        let keep_from = overlap_start(&self.held, open).min(body);
+        let marker = overlap_start(&self.held, open);
+        let keep_from = self.held[..marker].trim_end().len();
         delta.text.push_str(&self.held[..keep_from]);
         self.held.drain(..keep_from);
         false

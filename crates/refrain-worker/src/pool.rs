@@ -281,6 +281,7 @@ fn handle(shared: &PoolShared, idx: usize, notice: Notice) {
             let (is_news, is_ready) = state.message(idx, message, &shared.options.models, now);
             if is_ready {
                 tracing::info!(worker = idx, "ready");
+                shared.publish(&state);
                 shared.started.send_if_modified(|started| {
                     let is_first = started.is_none();
                     *started = Some(Ok(()));

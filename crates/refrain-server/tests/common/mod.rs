@@ -22,6 +22,7 @@ pub(crate) struct Reply {
     text: String,
     end: Option<Result<FinishedBy, Refusal>>,
     repeats: bool,
+    pause: Duration,
 }
 
 impl Reply {
@@ -30,20 +31,30 @@ impl Reply {
     }
 
     pub(crate) fn text_then(text: &str, end: Result<FinishedBy, Refusal>) -> Reply {
-        Reply { text: text.into(), end: Some(end), repeats: false }
+        Reply { text: text.into(), end: Some(end), repeats: false, pause: Duration::ZERO }
+    }
+
+    /// One token at a time.
+    pub(crate) fn slow(text: &str) -> Reply {
+        Reply { pause: Duration::from_millis(3), ..Reply::text(text) }
     }
 
     pub(crate) fn refused(refusal: Refusal) -> Reply {
         Reply::text_then("", Err(refusal))
     }
 
+    /// Repeats a text as fast as possible.
+    pub(crate) fn flood(text: &str) -> Reply {
+        Reply { pause: Duration::ZERO, ..Reply::endless(text) }
+    }
+
     /// Repeats a text until it is cancelled.
     pub(crate) fn endless(text: &str) -> Reply {
-        Reply { text: text.into(), end: None, repeats: true }
+        Reply { text: text.into(), end: None, repeats: true, pause: Duration::from_millis(1) }
     }
 
     pub(crate) fn silent() -> Reply {
-        Reply { text: String::new(), end: None, repeats: false }
+        Reply { text: String::new(), end: None, repeats: false, pause: Duration::ZERO }
     }
 }
 
@@ -86,6 +97,7 @@ fn play(reply: &Reply, tokens: &[u32], max: usize, sender: &ReplySender, is_canc
     while !tokens.is_empty() && !is_cancelled.load(Ordering::SeqCst) {
         for token in tokens {
             sender.send([update(*token)]);
+            std::thread::sleep(reply.pause);
             n += 1;
             if n == max {
                 return sender.send([Ok(TokenUpdate::End(FinishedBy::MaxTokens))]);
@@ -165,7 +177,11 @@ impl Served {
             runtime.block_on(async move {
                 let server = Server::bind(vec![served], used, options).await.unwrap();
                 sender.send(server.addr()).unwrap();
-                server.run(async { drop(stopped.await) }).await;
+                let stop = async {
+                    // The test is over either way.
+                    let _ = stopped.await;
+                };
+                server.run(stop).await;
             });
         });
         Served { addr: receiver.recv().unwrap(), backend, _stop: stop }

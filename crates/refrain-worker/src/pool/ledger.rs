@@ -129,28 +129,18 @@ impl PoolState {
 
     /// Gives waiting requests to workers that are ready.
     fn dispatch(&mut self, now: Instant) {
-        let mut suspects = VecDeque::new();
-        while let Some(id) = self.waiting.pop_front() {
-            let Some(open) = self.requests.get(&id) else { continue };
-            let is_suspect = open.n_deaths >= SUSPECT_DEATHS;
-            let free =
-                self.slots.iter().enumerate().filter(|(_, slot)| slot.is_ready() && slot.trial.is_none());
-            let Some((idx, _)) = free.min_by_key(|(_, slot)| slot.open.len()) else {
-                self.waiting.push_front(id);
-                break;
-            };
+        loop {
+            let is_free = |slot: &Slot| slot.is_ready() && slot.trial.is_none();
+            let free = self.slots.iter().enumerate().filter(|(_, slot)| is_free(slot));
+            let Some((idx, _)) = free.min_by_key(|(_, slot)| slot.open.len()) else { return };
             // Requests without suspicion go first: a suspect keeps others waiting.
-            if is_suspect && self.waiting.iter().any(|id| self.is_innocent(*id)) {
-                suspects.push_back(id);
-                continue;
-            }
-            if is_suspect {
+            let innocent = self.waiting.iter().position(|id| self.is_innocent(*id));
+            let Some(id) = self.waiting.remove(innocent.unwrap_or(0)) else { return };
+            if innocent.is_none() {
                 self.slots[idx].trial = Some(id);
             }
             self.send(id, idx, now);
         }
-        suspects.append(&mut self.waiting);
-        self.waiting = suspects;
     }
 
     fn is_innocent(&self, id: WireId) -> bool {
@@ -264,7 +254,7 @@ impl PoolState {
     /// A worker's process is gone: its requests wait for another one. Returns how many there are.
     pub(super) fn gone(&mut self, idx: usize, failure: &Failure, now: Instant) -> usize {
         let slot = &mut self.slots[idx];
-        slot.gone(failure);
+        slot.gone(failure, now);
         if slot.n_failures() > 0 {
             slot.next_start = Some(now + self.backoff.pause(slot.n_failures()));
         }
@@ -333,5 +323,64 @@ impl OpenRequest {
             TokenUpdate::End(_) => {}
         }
         Ok(Some(Ok(update)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pool::tests::request;
+    use crate::tokens::{TokenReply, token_reply};
+    use tokio::sync::mpsc;
+
+    fn open(state: &mut PoolState) -> (WireId, TokenReply) {
+        let id = state.next_id();
+        let (sender, reply) = token_reply(|| {});
+        state.add(id, request(&[1], 100), sender);
+        (id, reply)
+    }
+
+    fn ready(state: &mut PoolState) {
+        let now = Instant::now();
+        state.slots[0].starts(mpsc::unbounded_channel().0, now, 0);
+        state.message(0, FromWorker::Ready { backend: "test".into() }, &[], now);
+    }
+
+    #[test]
+    fn suspects_are_tried_one_by_one_after_all_others() {
+        let mut state = PoolState::new(1, Backoff::default());
+        let suspects: Vec<_> = (0..3).map(|_| open(&mut state)).collect();
+        for _ in 0..SUSPECT_DEATHS {
+            ready(&mut state);
+            assert_eq!(state.slots[0].open.len(), 3);
+            state.gone(0, &Failure::Exited(None), Instant::now());
+        }
+        let innocent: Vec<_> = (0..2).map(|_| open(&mut state)).collect();
+        ready(&mut state);
+        assert!(innocent.iter().all(|(id, _)| state.slots[0].open.contains(id)));
+        for (n_before, (id, _)) in suspects.iter().enumerate() {
+            assert_eq!((state.slots[0].trial, state.slots[0].open.len()), (Some(*id), n_before + 3));
+            let update = TokenUpdate::Token { token: 1, logprob: 0.0, top: Vec::new() };
+            let events = vec![(*id, WireEvent::Update(update))];
+            state.message(0, FromWorker::Events(events), &[], Instant::now());
+        }
+        assert_eq!((state.slots[0].trial, state.waiting.len()), (None, 0));
+    }
+
+    #[test]
+    fn a_suspect_that_is_cancelled_or_fails_lets_the_next_one_go() {
+        let mut state = PoolState::new(1, Backoff::default());
+        let suspects: Vec<_> = (0..3).map(|_| open(&mut state)).collect();
+        for _ in 0..SUSPECT_DEATHS {
+            ready(&mut state);
+            state.gone(0, &Failure::Exited(None), Instant::now());
+        }
+        ready(&mut state);
+        state.cancel(suspects[0].0);
+        assert_eq!(state.slots[0].trial, Some(suspects[1].0));
+        state.gone(0, &Failure::Exited(None), Instant::now());
+        assert!(!state.requests.contains_key(&suspects[1].0), "three workers failed during it");
+        ready(&mut state);
+        assert_eq!(state.slots[0].trial, Some(suspects[2].0));
     }
 }

@@ -190,8 +190,9 @@ async fn connect(
     buffer: &mut FrameBuffer,
 ) -> Result<UnixStream, Failure> {
     let (mut stream, _) = listener.accept().await.map_err(Failure::Socket)?;
-    // Sent before the check, so that a worker of another version can say what is wrong as well.
-    stream.write_all(&protocol::hello(&launch.build)).await.map_err(Failure::Socket)?;
+    // Sent before the check, so that a worker of another version can say what is wrong as well. What it said itself
+    // explains more than that it is gone.
+    let written = stream.write_all(&protocol::hello(&launch.build)).await;
     while !buffer.next_hello(&launch.build).map_err(Failure::NotUnderstood)? {
         stream.readable().await.map_err(Failure::Socket)?;
         match stream.try_read(buffer.spare()) {
@@ -201,6 +202,7 @@ async fn connect(
             Err(error) => return Err(Failure::Socket(error)),
         }
     }
+    written.map_err(Failure::Socket)?;
     Ok(stream)
 }
 

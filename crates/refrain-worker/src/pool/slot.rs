@@ -5,8 +5,11 @@ use super::process::{Control, Failure};
 use crate::protocol::WireId;
 use crate::tokens::{LoadStatus, WorkerState, WorkerStatus};
 use std::collections::HashSet;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use tokio::sync::mpsc;
+
+/// A process that was ready and ran for this long did not fail soon after its start, also if it had no requests.
+const RAN_WELL: Duration = Duration::from_secs(60);
 
 /// A worker.
 pub(super) struct Slot {
@@ -166,7 +169,12 @@ impl Slot {
     }
 
     /// The process is gone.
-    pub(super) fn gone(&mut self, failure: &Failure) {
+    pub(super) fn gone(&mut self, failure: &Failure, now: Instant) {
+        let ran_well = self.status.state == WorkerState::Ready
+            && self.connected.is_some_and(|since| now.saturating_duration_since(since) > RAN_WELL);
+        if ran_well {
+            self.n_failures = 0;
+        }
         self.control = None;
         self.connected = None;
         self.trial = None;

@@ -82,7 +82,7 @@ fn pool(n_workers: usize, scripts: Vec<Script>) -> WorkerPool {
     WorkerPool::start(options).unwrap()
 }
 
-fn request(prompt: &[u32], n: usize) -> TokenRequest {
+pub(super) fn request(prompt: &[u32], n: usize) -> TokenRequest {
     TokenRequest {
         model: "fake".into(),
         prompt: prompt.to_vec(),
