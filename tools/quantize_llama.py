@@ -2,7 +2,7 @@
 
 Needs `pip install llama-cpp-python numpy` and a built `refrain`. Both quantisers make each type from the same F32 file;
 llama.cpp evaluates all files, so that only the quantisers differ. KL divergence from the F32 model is measured over the
-second half of each window of 512 tokens.
+second half of each window of 512 tokens. Times are CPU time of all threads, which a busy machine disturbs least.
 
     python tools/quantize_llama.py REFRAIN F32.gguf TEXT [--types Q4_0,Q4_K_M] [--windows 8] [--imatrix FILE]
         [--json OUT.json]
@@ -12,6 +12,7 @@ import argparse
 import ctypes
 import json
 import os
+import resource
 import subprocess
 import tempfile
 import time
@@ -59,16 +60,12 @@ def quantize_llama(source: str, out: str, name: str, imatrix: str | None, n_thre
     params.nthread = n_threads
     held = llama_imatrix(imatrix) if imatrix else None
     if held:
-        params.imatrix = ctypes.cast(held[0], ctypes.c_void_p)
-    began = time.perf_counter()
+        params.imatrix = held[0]
+    began = time.process_time()
     status = llama_cpp.llama_model_quantize(source.encode(), out.encode(), ctypes.byref(params))
     if status != 0:
         raise SystemExit(f"llama.cpp cannot make {name}: status {status}")
-    return time.perf_counter() - began
-
-
-class ImatrixData(ctypes.Structure):
-    _fields_ = [("name", ctypes.c_char_p), ("data", ctypes.POINTER(ctypes.c_float)), ("size", ctypes.c_size_t)]
+    return time.process_time() - began
 
 
 def llama_imatrix(path: str):
@@ -78,7 +75,7 @@ def llama_imatrix(path: str):
     reader = gguf.GGUFReader(path)
     tensors = {tensor.name: np.array(tensor.data, dtype=np.float32) for tensor in reader.tensors}
     names = sorted(name.removesuffix(".in_sum2") for name in tensors if name.endswith(".in_sum2"))
-    entries, kept = (ImatrixData * (len(names) + 1))(), []
+    entries, kept = (llama_cpp.llama_model_imatrix_data * (len(names) + 1))(), []
     for i, name in enumerate(names):
         sums, counts = tensors[name + ".in_sum2"], tensors[name + ".counts"]
         counts = counts.reshape(-1, 1)
@@ -94,9 +91,14 @@ def llama_imatrix(path: str):
 def quantize_refrain(program: str, source: str, out: str, name: str, imatrix: str | None, n_threads: int) -> float:
     command = [program, "quantize", source, name, "-o", out, "--quiet", "--threads", str(n_threads)]
     command += ["--imatrix", imatrix] if imatrix else []
-    began = time.perf_counter()
+    began = children_seconds()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return time.perf_counter() - began
+    return children_seconds() - began
+
+
+def children_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def main() -> None:
@@ -115,7 +117,7 @@ def main() -> None:
     llama_cpp.llama_log_set(quiet, ctypes.c_void_p(0))
     base, following = log_probabilities(args.model, args.text, args.windows)
     print(f"{len(base)} tokens, perplexity of F32 {np.exp(-base[np.arange(len(base)), following].mean()):.4f}")
-    print(f"{'type':8} {'KL llama':>9} {'KL ours':>9} {'ratio':>7}  {'+-':>5}  {'MB':>13}  {'seconds':>13}")
+    print(f"{'type':8} {'KL llama':>9} {'KL ours':>9} {'ratio':>7}  {'+-':>5}  {'MB':>13}  {'CPU seconds':>13}")
     results = []
     with tempfile.TemporaryDirectory() as folder:
         for name in args.types.split(","):

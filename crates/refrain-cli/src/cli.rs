@@ -2,8 +2,8 @@
 
 use crate::interrupt::Interrupt;
 use crate::{
-    batch, bench, chat, completions, doctor, finetune, inspect, list, merge, perplexity, plan, pull,
-    quantize, reference, rm, run, serve, tokenize, train, trial, worker,
+    batch, bench, chat, compare, completions, convert, doctor, finetune, imatrix, inspect, list, merge,
+    perplexity, plan, pull, quantize, reference, rm, run, serve, show, tokenize, train, trial, worker,
 };
 use clap::{Args, Parser, Subcommand};
 use refrain_hub::{Env, Store};
@@ -69,7 +69,11 @@ enum Command {
     Train(Box<train::Args>),
     Finetune(Box<finetune::Args>),
     Merge(merge::Args),
+    Convert(convert::Args),
     Quantize(quantize::Args),
+    Imatrix(imatrix::Args),
+    Compare(compare::Args),
+    Show(show::Args),
     Bench(bench::Args),
     Doctor(doctor::Args),
     Completions(completions::Args),
@@ -160,6 +164,10 @@ impl Cli {
             Command::Train(args) => train::run(*args, &context),
             Command::Finetune(args) => finetune::run(&args, &context),
             Command::Merge(args) => merge::run(&args, &context),
+            Command::Convert(args) => convert::run(&args, &context),
+            Command::Imatrix(args) => imatrix::run(&args, &context),
+            Command::Compare(args) => compare::run(&args, &context),
+            Command::Show(args) => show::run(&args, &context),
             Command::Quantize(args) => quantize::run(&args, &context),
             Command::Bench(args) => bench::run(&args, &context),
             Command::Doctor(args) => doctor::run(&args, &context),

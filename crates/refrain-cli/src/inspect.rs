@@ -52,7 +52,7 @@ pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {
     Ok(())
 }
 
-struct ModelFacts<'a> {
+pub(crate) struct ModelFacts<'a> {
     files: &'a ModelFiles,
     name: Option<String>,
     /// The architecture in the files, even if Refrain cannot run it.
@@ -64,7 +64,7 @@ struct ModelFacts<'a> {
 }
 
 impl ModelFacts<'_> {
-    fn gather<'a>(found: &FoundModel, files: &'a ModelFiles) -> ModelFacts<'a> {
+    pub(crate) fn gather<'a>(found: &FoundModel, files: &'a ModelFiles) -> ModelFacts<'a> {
         let config = files.config().map_err(|e| e.to_string());
         let tokenizer = Model::summarize_tokenizer(files).map_err(|e| e.to_string());
         let in_folder = match files {
@@ -106,7 +106,7 @@ impl ModelFacts<'_> {
         mix
     }
 
-    fn to_text(&self) -> String {
+    pub(crate) fn to_text(&self) -> String {
         let mut lines = FactLines(String::new());
         lines.add("name", self.name.as_deref().unwrap_or("not given"));
         let arch = self.arch.as_deref().unwrap_or("not given");
@@ -159,7 +159,7 @@ impl ModelFacts<'_> {
         lines.0
     }
 
-    fn to_json(&self) -> Value {
+    pub(crate) fn to_json(&self) -> Value {
         let config = self.config.as_ref().ok().map(|c| {
             json!({
                 "n_layers": c.n_layers,

@@ -194,6 +194,20 @@ pub enum EngineError {
         /// Positions in the context.
         context: usize,
     },
+    /// The activations that a weight multiplies are not finite.
+    #[error("the activations that {name:?} multiplies are not finite")]
+    NonFiniteActivations {
+        /// The weight.
+        name: String,
+    },
+    /// Two models with different vocabularies cannot be compared token by token.
+    #[error("the models have {first} and {second} tokens in their vocabularies")]
+    Vocabularies {
+        /// Tokens of the first.
+        first: usize,
+        /// Tokens of the second.
+        second: usize,
+    },
     /// The text is too short to score.
     #[error("the text has {n_tokens} tokens, one window needs {window}")]
     TextTooShort {
@@ -256,6 +270,10 @@ impl EngineError {
                 Some("the weights may be damaged: download the model again".into())
             }
             EngineError::EmptyPrompt => Some("give a prompt of at least one token".into()),
+            EngineError::NonFiniteActivations { .. } => {
+                Some("the weights may be damaged: download the model again".into())
+            }
+            EngineError::Vocabularies { .. } => Some("compare files of the same model".into()),
             EngineError::TextTooShort { n_tokens, window } if *n_tokens < MIN_WINDOW => Some(format!(
                 "give a text of at least {window} tokens, or of {MIN_WINDOW} tokens with a window of {MIN_WINDOW}"
             )),

@@ -46,16 +46,20 @@ mod engine; // handle to that thread
 mod stop; // stop strings
 mod perplexity; // how well a model predicts a text
 mod embed; // vectors of texts
+mod compare; // two models on a text
+mod observe; // the activations that weights multiply
 mod ledger; // how each step ran
 mod error;
 
 pub use blocks::{BlockCounts, BlockPool, ContentName, OutOfBlocks};
+pub use compare::{Compared, Comparison, compare};
 pub use core::{Chosen, Core, SequenceState};
 pub use decode::{DecodeRow, DecodedStep, LaunchPolicy, Lookahead};
 pub use embed::{Embedder, EmbedderOptions};
 pub use engine::{Engine, EngineLoad, EngineOptions, WeakEngine};
 pub use error::{EngineError, Stopped};
 pub use ledger::{Ledger, Tally};
+pub use observe::{ObservedWeight, observe};
 pub use perplexity::{MIN_WINDOW, Perplexity, PerplexityOptions, perplexity};
 pub use refrain_graph::StepKind;
 pub use request::{AdapterId, FinishReason, Pace, Request, RequestId, Sequence, TokenEvent};

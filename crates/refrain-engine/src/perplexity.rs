@@ -93,15 +93,26 @@ pub fn perplexity(
 /// Log-probability of each row's token. For a large vocabulary, one row takes longer here than on the GPU, so
 /// the rows are distributed over threads; the result does not depend on the number of threads.
 fn log_probabilities(rows: &[f32], vocab: usize, tokens: &[u32]) -> Vec<f64> {
+    let mut out = vec![0.0; tokens.len()];
+    let work = out.iter_mut().zip(tokens).zip(rows.chunks_exact(vocab));
+    in_parallel(rows.len(), work, |((out, token), row)| *out = log_probability(row, *token as usize));
+    out
+}
+
+/// Processes all items, with as many threads as `n_logits` are worth.
+pub(crate) fn in_parallel<T>(
+    n_logits: usize,
+    work: impl Iterator<Item = T> + Send,
+    process: impl Fn(T) + Sync,
+) {
     const WORTH_A_THREAD: usize = 1 << 20;
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    let n_threads = (rows.len() / WORTH_A_THREAD).clamp(1, cores);
-    let mut out = vec![0.0; tokens.len()];
-    let work = Mutex::new(out.iter_mut().zip(tokens).zip(rows.chunks_exact(vocab)));
+    let n_threads = (n_logits / WORTH_A_THREAD).clamp(1, cores);
+    let work = Mutex::new(work);
     let next = || work.lock().unwrap_or_else(PoisonError::into_inner).next();
     let score = || {
-        while let Some(((out, token), row)) = next() {
-            *out = log_probability(row, *token as usize);
+        while let Some(item) = next() {
+            process(item);
         }
     };
     std::thread::scope(|scope| {
@@ -113,7 +124,6 @@ fn log_probabilities(rows: &[f32], vocab: usize, tokens: &[u32]) -> Vec<f64> {
         }
         score();
     });
-    out
 }
 
 fn log_probability(logits: &[f32], token: usize) -> f64 {

@@ -5,6 +5,7 @@
 //! adjacent; folders store them half a head apart.
 
 use crate::error::ModelError;
+use crate::export_recurrent::RecurrentTensor;
 use crate::model::Model;
 use crate::rope::inverse_frequencies;
 use refrain_formats::gguf::{Gguf, GgufWriter};
@@ -53,6 +54,7 @@ pub struct GgufTensor {
 #[derive(Debug)]
 enum GgufSource {
     Weights(FileTensor),
+    Recurrent(RecurrentTensor),
     Table(Vec<f32>),
 }
 
@@ -140,6 +142,10 @@ impl Model {
         };
         let mut tensors: Vec<GgufTensor> = self.frequency_divisors().into_iter().map(table).collect();
         for file in self.file_tensors(Form::Gguf) {
+            if let Some(recurrent) = self.recurrent_tensors(file.parts[0]) {
+                tensors.extend(recurrent.into_iter().map(|tensor| self.recurrent_gguf(tensor)));
+                continue;
+            }
             let shape = self.shape_of(&file);
             let dtype = self.weights()[file.parts[0].idx()].ty.dtype;
             let dtype = if shape.rank() < 2 || is_f32_in_gguf(&file.name) { DType::F32 } else { dtype };
@@ -149,11 +155,31 @@ impl Model {
         Ok(GgufContents { writer, tensors })
     }
 
+    fn recurrent_gguf(&self, tensor: RecurrentTensor) -> GgufTensor {
+        let (name, shape) = (tensor.name.clone(), tensor.shape);
+        let dtype = self.weights()[tensor.ids[0].idx()].ty.dtype;
+        let dtype = if shape.rank() < 2 || is_f32_in_gguf(&name) { DType::F32 } else { dtype };
+        GgufTensor { name, shape, dtype, source: GgufSource::Recurrent(tensor) }
+    }
+
+    /// Names of the GGUF tensors that hold a weight: several if the model stacks them, one if several weights share it.
+    pub fn gguf_names(&self, id: WeightId) -> Vec<String> {
+        let name = &self.weights()[id.idx()].name;
+        if let Some(site) = self.sites().iter().find(|site| site.is_fused() && site.parts.contains(&id)) {
+            return vec![format!("{}.weight", site.gguf)];
+        }
+        match self.recurrent_tensors(id) {
+            Some(tensors) => tensors.into_iter().map(|tensor| tensor.name).collect(),
+            None => vec![name.clone()],
+        }
+    }
+
     /// The values of a tensor of [`Model::gguf_contents`].
     pub fn gguf_values(&self, tensor: &GgufTensor) -> Result<Vec<f32>, ModelError> {
         match &tensor.source {
             GgufSource::Table(values) => Ok(values.clone()),
             GgufSource::Weights(file) => self.values_of(file, Form::Gguf),
+            GgufSource::Recurrent(recurrent) => self.recurrent_values(recurrent),
         }
     }
 

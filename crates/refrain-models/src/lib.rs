@@ -18,6 +18,7 @@ mod adapter; // LoRA adapters
 mod rope; // rotary embedding frequencies
 mod init; // initial weights for training
 mod export; // writing model files
+mod export_recurrent; // GGUF tensors of recurrent layers
 mod shapes; // well-known shapes with random weights
 mod error;
 

@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 use refrain_tensor::quant::{
-    Block, BlockQ4K, BlockQ5K, can_encode, dequantize, quantize, unpack_scales_and_mins,
+    Block, BlockQ4K, BlockQ5K, can_encode, dequantize, quantize, quantize_weighted, unpack_scales_and_mins,
 };
 use refrain_tensor::{Bytes, DType, HostTensor, Layout, Shape, TensorError};
 
@@ -292,4 +292,33 @@ fn other_crates_can_read_the_scales_of_a_block() {
     let first = q4.d.to_f32() * f32::from(scales[0]) * f32::from(q4.qs[0] & 15);
     assert_eq!(decoded[0], first - q4.dmin.to_f32() * f32::from(mins[0]));
     assert_eq!(BlockQ5K::DTYPE, DType::Q5_K);
+}
+
+#[test]
+fn importance_moves_the_error_to_columns_that_matter_less() {
+    const ROW: usize = 512;
+    let values = normal(16 * ROW);
+    let importance: Vec<f32> = (0..ROW).map(|i| if i % 5 == 0 { 25.0 } else { 1.0 }).collect();
+    let error = |bytes: &[u8], dtype| -> f64 {
+        let decoded = decode(dtype, bytes);
+        let terms = values.iter().zip(&decoded).enumerate();
+        terms
+            .map(|(i, (&a, &b))| f64::from(importance[i % ROW]) * (f64::from(a) - f64::from(b)).powi(2))
+            .sum()
+    };
+    for dtype in codecs().filter(|dtype| dtype.is_quantized() && *dtype != DType::Q8_0) {
+        let encode = |importance: Option<&[f32]>| {
+            let mut bytes = vec![0; dtype.bytes_for(values.len()).unwrap()];
+            quantize_weighted(dtype, &values, ROW, importance, &mut bytes).unwrap();
+            bytes
+        };
+        let (with, without) = (error(&encode(Some(&importance)), dtype), error(&encode(None), dtype));
+        // A power of two leaves little to choose.
+        let most = if dtype == DType::MXFP4 { 1.0 } else { 0.97 };
+        assert!(with < most * without, "{dtype}: {with} with importance, {without} without");
+        // A row by itself has the same bytes.
+        let mut row = vec![0; dtype.bytes_for(ROW).unwrap()];
+        quantize_weighted(dtype, &values[ROW..2 * ROW], ROW, Some(&importance), &mut row).unwrap();
+        assert_eq!(&encode(Some(&importance))[row.len()..2 * row.len()], &row[..], "{dtype}");
+    }
 }

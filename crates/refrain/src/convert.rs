@@ -2,12 +2,15 @@
 
 use crate::error::Error;
 use crate::model::tokenizer_form;
+use crate::train::export::Exporter;
+use refrain_formats::tokenizer::TokenizerForm;
 use refrain_formats::{FormatError, ModelFiles};
 use refrain_models::{GgufContents, Model as Weights, TensorSource};
 use refrain_quant::{InputTensor, ModelInput, QuantError};
-use refrain_tensor::HostTensor;
+use refrain_tensor::{DType, HostTensor};
 use std::cell::RefCell;
 use std::collections::BTreeSet;
+use std::path::Path;
 
 /// What a conversion may leave out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -98,4 +101,28 @@ fn is_of_another_modality(name: &str) -> bool {
     ["vision", "visual", "audio", "multi_modal_projector", "embed_vision", "embed_audio"]
         .iter()
         .any(|part| name.contains(part))
+}
+
+/// Writes a model as a new Hugging Face folder. Quantised weights are decoded; `dtype` is F32, F16 or BF16.
+pub fn convert_to_folder(files: &ModelFiles, out: &Path, dtype: DType) -> Result<(), Error> {
+    if !dtype.is_float() {
+        return Err(Error::MergeType { got: dtype });
+    }
+    if out.exists() {
+        return Err(Error::MergeExists { path: out.to_owned() });
+    }
+    let model = Weights::load(files)?;
+    let form = tokenizer_form(files)?;
+    let mut tokenizer = form.build()?;
+    tokenizer.add_end_of_generation(&model.config().eos);
+    tokenizer.add_end_of_generation(&files.generation_defaults()?.eos);
+    Exporter { form: &form, tokenizer: &tokenizer }.write_hf(&model, out, dtype)
+}
+
+/// The chat template of open files, if they have one.
+pub fn chat_template_of(files: &ModelFiles) -> Result<Option<String>, Error> {
+    Ok(match tokenizer_form(files)? {
+        TokenizerForm::Vocab(spec) => spec.chat_template,
+        form @ TokenizerForm::Files { .. } => form.build()?.chat_template().map(str::to_owned),
+    })
 }

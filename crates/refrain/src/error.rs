@@ -161,6 +161,12 @@ pub enum Error {
     /// A model could not be quantised.
     #[error(transparent)]
     Quant(#[from] QuantError),
+    /// Two models split a text differently.
+    #[error("the models split the text differently, from token {at} on")]
+    Tokenizers {
+        /// The first token that differs.
+        at: usize,
+    },
     /// Files hold tensors that the converted model would not have.
     #[error("the conversion would lose {}", lost_list(.names))]
     Lost {
@@ -257,6 +263,7 @@ impl Error {
             Error::MergeType { .. } => Some("use F32, F16 or BF16".into()),
             Error::MergeExists { .. } => Some("remove it, or write to another path".into()),
             Error::Quant(e) => e.hint(),
+            Error::Tokenizers { .. } => Some("compare files of the same model".into()),
             Error::Lost { .. } => {
                 Some("convert the text part of a multimodal model by allowing that loss; other tensors mean that the model needs something that is not supported".into())
             }

@@ -38,6 +38,8 @@ mod merge;
 mod model;
 mod placement;
 mod convert;
+mod importance;
+mod tensor_error;
 mod planner;
 #[cfg(feature = "pull")]
 mod pull;
@@ -51,10 +53,11 @@ pub use bench::{
 };
 pub use builtin::Builtin;
 pub use chat::{Chat, ChatOptions, ChatReply, OnFull, Role};
-pub use convert::{Loss, quant_input};
+pub use convert::{Loss, chat_template_of, convert_to_folder, quant_input};
 pub use error::Error;
 pub use examine::{KernelReport, examine_kernels, free_memory, read_bandwidth};
 pub use generate::{Finish, Generate, Generation, Prompt, Summary, TextDelta};
+pub use importance::{ImportanceOptions, importance};
 pub use load::{
     Arrivals, LoadMoment, LoadOptions, LoadReport, LoadRequest, LoadState, LoadTarget, LocalLoad,
     RequestProgress, run_load,
@@ -65,6 +68,7 @@ pub use placement::{TableNeeds, TablePlacement, host_free_bytes};
 pub use planner::Planner;
 pub use service::{Reply, Service, ServiceOptions};
 pub use session::{Device, Session, SessionOptions};
+pub use tensor_error::{TensorDifference, tensor_differences};
 
 pub use refrain_cpu::pool::PoolError;
 pub use refrain_cuda::{
@@ -75,9 +79,9 @@ pub use refrain_driver::Method;
 pub use refrain_driver::sim::{FaultScript, FaultScriptError};
 pub use refrain_driver::trial;
 pub use refrain_engine::{
-    BlockCounts, EngineError, EngineLoad, FinishReason, Ledger, MAX_TOP, MIN_WINDOW, Pace, Perplexity,
-    PromptCounts, Request, SamplingError, SamplingParams, StepKind, StopFilter, StopOutcome, Stopped, Tally,
-    TokenEvent, TokenStream,
+    BlockCounts, Comparison, EngineError, EngineLoad, FinishReason, Ledger, MAX_TOP, MIN_WINDOW, Pace,
+    Perplexity, PromptCounts, Request, SamplingError, SamplingParams, StepKind, StopFilter, StopOutcome,
+    Stopped, Tally, TokenEvent, TokenStream,
 };
 pub use refrain_formats::chat::{
     ChatError, ChatTemplate, Message, Part, PartKind, RenderOptions, ThinkFilter, ThinkTags,

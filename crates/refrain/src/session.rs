@@ -10,7 +10,7 @@ use refrain_cuda::{CudaOptions, GraphMode, LoadListener, Monitor, Status, Timeli
 use refrain_driver::sim::{FaultScript, SimOptions};
 use refrain_driver::trial::MethodChoice;
 use refrain_driver::{DeviceKind, Method};
-use refrain_engine::{Engine, Ledger, Perplexity, PerplexityOptions, Sequence};
+use refrain_engine::{Comparison, Engine, Ledger, Perplexity, PerplexityOptions, Sequence};
 use refrain_graph::Plan;
 use refrain_tensor::DType;
 use std::borrow::Cow;
@@ -251,5 +251,30 @@ impl Session {
         let bos = tokenizer.bos().filter(|_| tokenizer.add_bos());
         let options = PerplexityOptions { window, max_windows, bos };
         Ok(refrain_engine::perplexity(&self.engine, &self.sequence, &tokens, options, progress)?)
+    }
+
+    /// Compares another model with this one on a text, in windows of `window` tokens whose second half is scored. Both
+    /// must split the text into the same tokens.
+    pub fn compare(
+        &mut self,
+        other: &mut Session,
+        text: &str,
+        window: usize,
+        max_windows: Option<usize>,
+        progress: impl FnMut(usize, &Comparison),
+    ) -> Result<Comparison, Error> {
+        let tokenizer = self.model.tokenizer();
+        let tokens = tokenizer.encode(text, true, false)?;
+        let others = other.model.tokenizer().encode(text, true, false)?;
+        if let Some(at) = tokens.iter().zip(&others).position(|(a, b)| a != b) {
+            return Err(Error::Tokenizers { at });
+        }
+        if tokens.len() != others.len() {
+            return Err(Error::Tokenizers { at: tokens.len().min(others.len()) });
+        }
+        let bos = tokenizer.bos().filter(|_| tokenizer.add_bos());
+        let options = PerplexityOptions { window, max_windows, bos };
+        let both = [(&self.engine, &self.sequence), (&other.engine, &other.sequence)];
+        Ok(refrain_engine::compare(both, &tokens, options, progress)?)
     }
 }

@@ -97,6 +97,32 @@ impl<S: AsRef<str>> FromIterator<S> for StrArray {
 }
 
 impl MetadataValue {
+    /// The value as text: long arrays by their first few elements and their length.
+    pub fn short_text(&self) -> String {
+        const SHOWN: usize = 8;
+        match self {
+            MetadataValue::U8(v) => v.to_string(),
+            MetadataValue::I8(v) => v.to_string(),
+            MetadataValue::U16(v) => v.to_string(),
+            MetadataValue::I16(v) => v.to_string(),
+            MetadataValue::U32(v) => v.to_string(),
+            MetadataValue::I32(v) => v.to_string(),
+            MetadataValue::F32(v) => v.to_string(),
+            MetadataValue::Bool(v) => v.to_string(),
+            MetadataValue::String(v) => v.to_string(),
+            MetadataValue::U64(v) => v.to_string(),
+            MetadataValue::I64(v) => v.to_string(),
+            MetadataValue::F64(v) => v.to_string(),
+            MetadataValue::Array(array) => {
+                let first = (0..array.len().min(SHOWN)).filter_map(|i| array.get(i));
+                let first: Vec<String> = first.map(|v| v.short_text()).collect();
+                let more = array.len() - first.len();
+                let more = if more == 0 { String::new() } else { format!(", and {more} more") };
+                format!("[{}{more}]", first.join(", "))
+            }
+        }
+    }
+
     /// Returns the name of the value's type.
     pub fn type_name(&self) -> &'static str {
         match self {

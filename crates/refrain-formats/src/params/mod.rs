@@ -379,6 +379,20 @@ impl ModelConfig {
         self.layers.get(layer_idx).copied().unwrap_or(LayerAttention::Full)
     }
 
+    /// Returns the bytes of a 16-bit KV cache for a context. Recurrent states, which do not grow, are not included.
+    pub fn kv_bytes(&self, n_context: usize) -> u64 {
+        const KEYS_AND_VALUES: u64 = 2;
+        const ELEMENT_BYTES: u64 = 2;
+        let owns =
+            |&layer: &usize| self.layer(layer) != LayerAttention::Recurrent && self.kv_layer(layer) == layer;
+        let elements = |layer| {
+            let sizes = self.layer_sizes(layer);
+            sizes.n_kv_heads as u64 * sizes.head_dim as u64
+        };
+        let per_token: u64 = (0..self.n_layers).filter(owns).map(elements).sum();
+        KEYS_AND_VALUES * ELEMENT_BYTES * per_token * n_context as u64
+    }
+
     /// Returns the sliding window of a layer, if it has one.
     pub fn window(&self, layer_idx: usize) -> Option<usize> {
         self.sliding_window.filter(|_| self.layer(layer_idx) == LayerAttention::Sliding)

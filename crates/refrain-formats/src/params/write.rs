@@ -1,7 +1,10 @@
 //! Writing of hyperparameters to GGUF metadata and `config.json`.
 
 use super::rope::{LongRope, RopeScaling, Yarn};
-use super::{Arch, LayerAttention, LayerSizes, ModelConfig, NormKind, ParamsFault, every_nth_full};
+use super::{
+    Arch, LayerAttention, LayerSizes, ModelConfig, NormKind, ParamsFault, RecurrentLayers, every_nth_attends,
+    every_nth_full,
+};
 use crate::FormatError;
 use crate::gguf::{Array, Gguf, GgufWriter, MetadataValue};
 use crate::hf::JsonObject;
@@ -16,7 +19,7 @@ impl ModelConfig {
     /// of divisors, `rope_freqs.weight`.
     pub fn write_gguf(&self, writer: &mut GgufWriter) -> Result<(), FormatError> {
         let arch = self.arch;
-        self.refuse_unwritable("GGUF metadata")?;
+        self.refuse_encoder("GGUF metadata")?;
         writer.set("general.architecture", arch.name())?;
         if let Some(name) = &self.name {
             writer.set("general.name", name.as_str())?;
@@ -36,7 +39,10 @@ impl ModelConfig {
         set("rope.freq_base", self.rope.theta.into())?;
         if arch != Arch::Gemma4 {
             set("feed_forward_length", number(self.ffn))?;
-            set("attention.head_count_kv", number(self.n_kv_heads))?;
+            match self.arch {
+                Arch::Lfm2 => set("attention.head_count_kv", self.lfm2_heads())?,
+                _ => set("attention.head_count_kv", number(self.n_kv_heads))?,
+            }
             set("attention.key_length", number(self.head_dim))?;
             set("attention.value_length", number(self.head_dim))?;
             set("rope.dimension_count", number(self.rope.dims))?;
@@ -80,6 +86,7 @@ impl ModelConfig {
         if arch == Arch::Gemma4 {
             self.write_gguf_layers(&mut set)?;
         }
+        self.write_gguf_recurrent(&mut set)?;
         match self.rope.scaling {
             RopeScaling::None | RopeScaling::Llama3 { .. } | RopeScaling::Proportional { .. } => {}
             RopeScaling::Long { n_original_context, attention_factor } => {
@@ -102,6 +109,49 @@ impl ModelConfig {
             }
         }
         Ok(())
+    }
+
+    /// KV heads of each layer: none for convolutions.
+    fn lfm2_heads(&self) -> MetadataValue {
+        let heads = (0..self.n_layers).map(|layer| match self.layer(layer) {
+            LayerAttention::Recurrent => 0,
+            LayerAttention::Full | LayerAttention::Sliding => {
+                u32::try_from(self.n_kv_heads).unwrap_or(u32::MAX)
+            }
+        });
+        MetadataValue::Array(Array::U32(heads.collect()))
+    }
+
+    /// Writes the sizes of recurrent layers.
+    fn write_gguf_recurrent(
+        &self,
+        set: &mut impl FnMut(&str, MetadataValue) -> Result<(), FormatError>,
+    ) -> Result<(), FormatError> {
+        let number = |n: usize| MetadataValue::U32(u32::try_from(n).unwrap_or(u32::MAX));
+        let sizes = match self.recurrent {
+            None => return Ok(()),
+            Some(RecurrentLayers::ShortConv { width }) => return set("shortconv.l_cache", number(width)),
+            Some(RecurrentLayers::DeltaNet(sizes)) => sizes,
+        };
+        let first_full = self.layers.iter().position(|layer| *layer == LayerAttention::Full);
+        let interval = first_full.map_or(self.n_layers + 1, |layer| layer + 1);
+        if self.layers != every_nth_attends(self.n_layers, interval) {
+            let fault =
+                ParamsFault::NoPlace { format: "GGUF metadata", arch: self.arch, what: "order of layers" };
+            return Err(FormatError::params(Path::new("GGUF metadata"), fault));
+        }
+        set("full_attention_interval", number(interval))?;
+        set("ssm.conv_kernel", number(sizes.conv_width))?;
+        set("ssm.state_size", number(sizes.key_dim))?;
+        set("ssm.group_count", number(sizes.n_key_heads))?;
+        set("ssm.time_step_rank", number(sizes.n_heads))?;
+        set("ssm.inner_size", number(sizes.n_heads * sizes.value_dim))?;
+        // Pairs that rotate by time, height and width; for text all positions are equal.
+        let n_pairs = self.rope.dims / 2;
+        let third = n_pairs.div_ceil(3);
+        let sections = [third, third, n_pairs.saturating_sub(2 * third), 0];
+        let sections = sections.map(|n| u32::try_from(n).unwrap_or(0)).into();
+        set("rope.dimension_sections", MetadataValue::Array(Array::U32(sections)))
     }
 
     /// Writes per-layer sizes. Keys of full-attention layers have no suffix.
@@ -225,7 +275,10 @@ impl ModelConfig {
 
     /// Returns the content of `config.json` for `transformers` 4 and 5. A hyperparameter without a key is an error.
     pub fn to_hf_json(&self, dtype: DType) -> Result<serde_json::Value, FormatError> {
-        self.refuse_unwritable(CONFIG_JSON)?;
+        self.refuse_encoder(CONFIG_JSON)?;
+        if self.recurrent.is_some() {
+            return Err(self.no_place(CONFIG_JSON, "recurrent layers"));
+        }
         if self.experts.is_some() {
             let (format, what) = ("a Hugging Face folder", "experts");
             let fault = ParamsFault::NoPlace { format, arch: self.arch, what };
@@ -343,15 +396,17 @@ impl ModelConfig {
         Ok(config)
     }
 
-    /// Refuses recurrent layers and encoders: neither can be trained, so they are never written.
-    fn refuse_unwritable(&self, format: &'static str) -> Result<(), FormatError> {
-        let what = match (self.recurrent, self.arch.is_encoder()) {
-            (Some(_), _) => "recurrent layers",
-            (None, true) => "embeddings of positions and token types",
-            (None, false) => return Ok(()),
-        };
+    /// Refuses encoders: they cannot be trained, so they are never written.
+    fn refuse_encoder(&self, format: &'static str) -> Result<(), FormatError> {
+        match self.arch.is_encoder() {
+            true => Err(self.no_place(format, "embeddings of positions and token types")),
+            false => Ok(()),
+        }
+    }
+
+    fn no_place(&self, format: &'static str, what: &'static str) -> FormatError {
         let fault = ParamsFault::NoPlace { format, arch: self.arch, what };
-        Err(FormatError::params(Path::new(format), fault))
+        FormatError::params(Path::new(format), fault)
     }
 
     /// Fails if a hyperparameter was lost in writing.
