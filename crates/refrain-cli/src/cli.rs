@@ -2,7 +2,7 @@
 
 use crate::interrupt::Interrupt;
 use crate::{
-    batch, bench, chat, completions, doctor, finetune, inspect, list, merge, perplexity, plan, pull,
+    batch, bench, chat, completions, doctor, embed, finetune, inspect, list, merge, perplexity, plan, pull,
     reference, rm, run, tokenize, train, trial,
 };
 use clap::{Args, Parser, Subcommand};
@@ -57,6 +57,7 @@ enum Command {
     Run(run::Args),
     Chat(chat::Args),
     Batch(batch::Args),
+    Embed(embed::Args),
     Perplexity(perplexity::Args),
     Inspect(inspect::Args),
     Tokenize(tokenize::Args),
@@ -142,6 +143,7 @@ impl Cli {
             Command::Run(args) => run::run(args, &context),
             Command::Chat(args) => chat::run(&args, &context),
             Command::Batch(args) => batch::run(&args, &context),
+            Command::Embed(args) => embed::run(&args, &context),
             Command::Perplexity(args) => perplexity::run(&args, &context),
             Command::Inspect(args) => inspect::run(&args, &context),
             Command::Tokenize(args) => tokenize::run(&args, &context),

@@ -19,6 +19,7 @@ mod bench;
 mod chat;
 mod completions;
 mod doctor;
+mod embed;
 mod finetune;
 mod inspect;
 mod list;
