@@ -1,6 +1,7 @@
 //! `refrain batch`: answers many prompts from a file, in order, into another file.
 
 mod line;
+pub(crate) mod answers; // the file that holds the answers
 
 use crate::bars::Delayed;
 use crate::cli::CliContext;
@@ -8,13 +9,12 @@ use crate::fail::{self, Hinted, Interrupted};
 use crate::opts::{DeviceOpts, LoraOpts, SamplingOpts};
 use crate::out::{counted, short_rate, short_time, talk, thousands};
 use crate::resolve;
+use answers::{AnswerFile, lines};
 use line::{BatchAnswer, BatchAsk, BatchLine};
 use refrain::{Generate, Model, Prompt, Reply, SamplingParams, Service, ServiceOptions};
 use std::collections::VecDeque;
-use std::fs::File;
-use std::io::{BufRead, BufReader, Seek, SeekFrom, Write};
 use std::num::NonZeroUsize;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
@@ -82,7 +82,7 @@ pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {
             Hinted::new(message, "write one JSON object per line, such as {\"prompt\": \"A cat\"}").into()
         );
     }
-    let mut out = AnswerFile::open(args)?;
+    let mut out = AnswerFile::open(&args.input, &args.output, args.overwrite)?;
     if out.n_done > 0 && !context.quiet {
         talk!("continuing after {} of {}", counted(out.n_done, "line"), args.output.display());
     }
@@ -130,76 +130,6 @@ struct BatchTally {
     n_answered: usize,
     n_failed: usize,
     n_tokens: usize,
-}
-
-/// Lines that are not blank, with their number in the file.
-fn lines(path: &Path) -> anyhow::Result<impl Iterator<Item = std::io::Result<(usize, Vec<u8>)>>> {
-    let cannot = |error| Hinted::io("read", path, error);
-    if path.is_dir() {
-        return Err(cannot(std::io::ErrorKind::IsADirectory.into()).into());
-    }
-    let file = File::open(path).map_err(cannot)?;
-    let lines = BufReader::new(file).split(b'\n').enumerate();
-    let lines = lines.map(|(idx, line)| line.map(|line| (idx + 1, line)));
-    Ok(lines.filter(|line| line.as_ref().map_or(true, |(_, line)| !line.trim_ascii().is_empty())))
-}
-
-/// The answers, in the order of the input.
-struct AnswerFile {
-    file: File,
-    path: PathBuf,
-    /// Number of complete lines.
-    n_done: usize,
-}
-
-impl AnswerFile {
-    /// Opens existing answers and drops an incomplete last line.
-    fn open(args: &Args) -> anyhow::Result<AnswerFile> {
-        let path = &args.output;
-        let cannot = |error| Hinted::io("write", path, error);
-        if let (Ok(from), Ok(to)) = (args.input.canonicalize(), path.canonicalize())
-            && from == to
-        {
-            return Err(
-                Hinted::new("the answers would overwrite the prompts", "name another file with -o").into()
-            );
-        }
-        let mut options = File::options();
-        options.read(true).write(true).create(true).truncate(args.overwrite);
-        let mut file = options.open(path).map_err(cannot)?;
-        let (mut n_done, mut end) = (0, 0);
-        let mut asked = lines(&args.input)?;
-        let mut answers = BufReader::new(&file);
-        let mut answer = Vec::new();
-        while answers.read_until(b'\n', &mut answer).map_err(cannot)? > 0 && answer.ends_with(b"\n") {
-            let Some(asked) =
-                asked.next().transpose().map_err(|error| Hinted::io("read", &args.input, error))?
-            else {
-                let message = format!("{} has more lines than {}", path.display(), args.input.display());
-                return Err(Hinted::new(message, "name another file with -o, or pass --overwrite").into());
-            };
-            if !line::belongs(&answer, &asked.1) {
-                let (line, path) = (n_done + 1, path.display());
-                let message = format!("line {line} of {path} does not answer line {} of the input", asked.0);
-                return Err(Hinted::new(message, "name another file with -o, or pass --overwrite").into());
-            }
-            (n_done, end) = (n_done + 1, end + answer.len() as u64);
-            answer.clear();
-        }
-        drop(answers);
-        file.set_len(end).map_err(cannot)?;
-        file.seek(SeekFrom::Start(end)).map_err(cannot)?;
-        Ok(AnswerFile { file, path: path.clone(), n_done })
-    }
-
-    /// Writes a whole line at once, so that an interrupted batch can be continued.
-    fn write(&mut self, value: &serde_json::Value) -> anyhow::Result<()> {
-        let line = format!("{value}\n");
-        let written = self.file.write_all(line.as_bytes()).and_then(|()| self.file.flush());
-        written.map_err(|error| Hinted::io("write", &self.path, error))?;
-        self.n_done += 1;
-        Ok(())
-    }
 }
 
 struct BatchRun<'a> {

@@ -2,7 +2,7 @@
 
 use crate::interrupt::Interrupt;
 use crate::{
-    batch, bench, chat, compare, completions, convert, doctor, finetune, imatrix, inspect, list, merge,
+    batch, bench, chat, compare, completions, convert, doctor, embed, finetune, imatrix, inspect, list, merge,
     perplexity, plan, pull, quantize, reference, rm, run, serve, show, tokenize, train, trial, worker,
 };
 use clap::{Args, Parser, Subcommand};
@@ -59,6 +59,7 @@ enum Command {
     Chat(chat::Args),
     Serve(Box<serve::Args>),
     Batch(batch::Args),
+    Embed(embed::Args),
     Perplexity(perplexity::Args),
     Inspect(inspect::Args),
     Tokenize(tokenize::Args),
@@ -154,6 +155,7 @@ impl Cli {
             Command::Chat(args) => chat::run(&args, &context),
             Command::Serve(args) => serve::run(&args, &context),
             Command::Batch(args) => batch::run(&args, &context),
+            Command::Embed(args) => embed::run(&args, &context),
             Command::Perplexity(args) => perplexity::run(&args, &context),
             Command::Inspect(args) => inspect::run(&args, &context),
             Command::Tokenize(args) => tokenize::run(&args, &context),

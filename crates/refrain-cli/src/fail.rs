@@ -191,6 +191,12 @@ fn library_hint(error: &refrain::Error) -> Option<String> {
         return Some(hint);
     }
     Some(match error {
+        Error::Encoder { .. } => "use `refrain embed MODEL TEXT`, or generate with another model".into(),
+        Error::NoPooling { .. } => {
+            "pass --pooling last or mean if it was trained to embed texts, or use an encoder such as all-MiniLM-L6-v2"
+                .into()
+        }
+        Error::TextTooLong { .. } => "shorten the text, or omit --no-cut".into(),
         Error::Context { most, .. } => format!("pass -c with 1 to {most} tokens"),
         // Beyond the model's limit -c does not help, and the library's hint says so.
         Error::PromptTooLong { n_tokens, most, .. } if n_tokens < most => {

@@ -21,6 +21,7 @@ mod compare;
 mod completions;
 mod convert;
 mod doctor;
+mod embed;
 mod finetune;
 mod imatrix;
 mod inspect;

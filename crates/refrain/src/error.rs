@@ -73,6 +73,42 @@ pub enum Error {
         /// Name of the model.
         model: String,
     },
+    /// The model generates no text.
+    #[error("{model} is an encoder: it turns texts into vectors and generates no text")]
+    Encoder {
+        /// Name of the model.
+        model: String,
+    },
+    /// Nothing says how a decoder's tokens become the vector of a text.
+    #[error("{model} generates text, and its files do not say how it embeds texts")]
+    NoPooling {
+        /// Name of the model.
+        model: String,
+    },
+    /// A text to embed has no tokens.
+    #[error("text {number} of {n_texts} is empty, and {model} adds no tokens of its own")]
+    EmptyText {
+        /// Its number, from 1.
+        number: usize,
+        /// Number of texts.
+        n_texts: usize,
+        /// Name of the model.
+        model: String,
+    },
+    /// A text to embed is longer than the limit.
+    #[error("text {number} of {n_texts} has {n_tokens} tokens, {model} takes at most {max_tokens}")]
+    TextTooLong {
+        /// Its number, from 1.
+        number: usize,
+        /// Number of texts.
+        n_texts: usize,
+        /// Its tokens.
+        n_tokens: usize,
+        /// The limit.
+        max_tokens: usize,
+        /// Name of the model.
+        model: String,
+    },
     /// The prompt does not fit the context.
     #[error("the prompt has {n_tokens} tokens, the context holds {context}")]
     PromptTooLong {
@@ -232,6 +268,13 @@ impl Error {
                 Some("keep the table in pinned memory, or leave it in the mapped file on the host".into())
             }
             Error::Sampling(e) => Some(e.hint()),
+            Error::Encoder { .. } => Some("embed texts with it, or generate with another model".into()),
+            Error::NoPooling { .. } => Some(
+                "name a pooling if it was trained to embed texts, or use an encoder such as all-MiniLM-L6-v2"
+                    .into(),
+            ),
+            Error::EmptyText { .. } => Some("leave out empty texts".into()),
+            Error::TextTooLong { .. } => Some("shorten the text, or allow texts to be cut".into()),
             Error::Context { most, .. } => Some(format!("use a context of 1 to {most} tokens")),
             Error::PromptTooLong { n_tokens, most, .. } if n_tokens < most => {
                 Some(format!("shorten the prompt, or use a context of at least {} tokens", n_tokens + 1))

@@ -21,6 +21,8 @@
 //!
 //! A [`Service`] serves many independent requests at once: they share one KV cache, and wait while it has no space.
 //!
+//! An [`Embedder`] turns texts into vectors.
+//!
 //! With the feature `pull`, `Model::pull` opens a model by name and downloads it first if necessary.
 //!
 //! Invariant: no clap, no TLS, no terminal.
@@ -29,6 +31,7 @@
 mod bench;
 mod builtin;
 mod chat;
+mod embed;
 mod engines;
 mod error;
 mod examine;
@@ -54,6 +57,7 @@ pub use bench::{
 pub use builtin::Builtin;
 pub use chat::{Chat, ChatOptions, ChatReply, OnFull, Role};
 pub use convert::{Loss, chat_template_of, convert_to_folder, quant_input};
+pub use embed::{EmbedOptions, Embedder, Embedding};
 pub use error::Error;
 pub use examine::{KernelReport, examine_kernels, free_memory, read_bandwidth};
 pub use generate::{Finish, Generate, Generation, Prompt, Summary, TextDelta};
@@ -86,7 +90,7 @@ pub use refrain_engine::{
 pub use refrain_formats::chat::{
     ChatError, ChatTemplate, Message, Part, PartKind, RenderOptions, ThinkFilter, ThinkTags,
 };
-pub use refrain_formats::params::{GenerationDefaults, ModelConfig};
+pub use refrain_formats::params::{EmbeddingDefaults, GenerationDefaults, ModelConfig, Pooling};
 pub use refrain_formats::tokenizer::{DecodeStream, Tokenizer, TokenizerSummary};
 pub use refrain_formats::{FormatError, ModelFiles, TensorInfo};
 pub use refrain_graph as graph;

@@ -75,6 +75,19 @@ impl Tokenizer {
         Ok([self.prefix.as_slice(), &ids, &self.suffix].concat())
     }
 
+    /// Encodes a text with the special tokens around it, cut to `max_tokens`: the last tokens of the text are dropped,
+    /// special tokens are kept. Returns how many were dropped.
+    pub fn encode_cut(&self, text: &str, max_tokens: usize) -> Result<(Vec<u32>, usize), TokenizerError> {
+        let mut ids = self.encode(text, true, false)?;
+        let n_cut = ids.len().saturating_sub(max_tokens);
+        if n_cut > 0 {
+            let end = ids.len() - self.suffix.len();
+            ids.drain(end.saturating_sub(n_cut)..end);
+            ids.truncate(max_tokens);
+        }
+        Ok((ids, n_cut))
+    }
+
     /// Encodes a rendered chat template. Control texts become tokens, and BOS is added if the model uses it and the
     /// template has not.
     pub fn encode_chat(&self, rendered: &str) -> Result<Vec<u32>, TokenizerError> {
