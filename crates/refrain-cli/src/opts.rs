@@ -88,6 +88,8 @@ pub(crate) enum KvArg {
     Bf16,
     /// Exact, at twice the size
     F32,
+    /// Half the size of f16: 8 bits per element, with a scale per head and position
+    Q8,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -123,6 +125,7 @@ impl DeviceOpts {
             KvArg::F16 => DType::F16,
             KvArg::Bf16 => DType::BF16,
             KvArg::F32 => DType::F32,
+            KvArg::Q8 => DType::U8,
         };
         let ahead = self.ahead.map(usize::from);
         Ok(SessionOptions {

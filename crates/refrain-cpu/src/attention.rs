@@ -6,6 +6,8 @@ use crate::simd::{AttendState, KvBlock, KvRows, Level, Scores, attend_block, f32
 use half::{bf16, f16};
 use refrain_graph::{Attention, RunError};
 use refrain_tensor::DType;
+use refrain_tensor::{row_from_bytes, row_scale, row_to_bytes};
+use std::cell::RefCell;
 use std::ops::Range;
 
 /// Cache locations of a step's rows. Constructed only after all indices in the control block were checked.
@@ -82,12 +84,54 @@ pub(crate) fn kv_append(level: Level, pages: &BlockPages<'_>, dtype: DType, x: &
     }
 }
 
+/// Writes a step's rows to an 8-bit cache.
+pub(crate) fn kv_append_bytes(pages: &BlockPages<'_>, x: &[f32], cache: &mut [u8]) {
+    let head_dim = pages.paging.head_dim;
+    each_row(pages, x, |to, x| row_to_bytes(x, &mut cache[to * head_dim..][..head_dim]));
+}
+
+/// Writes the scales of a step's rows.
+pub(crate) fn kv_append_scales(pages: &BlockPages<'_>, x: &[f32], scales: &mut [f32]) {
+    each_row(pages, x, |to, x| scales[to] = row_scale(x));
+}
+
+/// Calls `write` with each head of each row, and the index of its row in the cache.
+fn each_row(pages: &BlockPages<'_>, x: &[f32], mut write: impl FnMut(usize, &[f32])) {
+    let Paging { n_kv_heads, kv_block, head_dim, .. } = *pages.paging;
+    for (row, (&position, &seq)) in pages.positions.iter().zip(pages.seqs).enumerate() {
+        let Ok(position) = usize::try_from(position) else { continue };
+        let block = pages.block(seq, position / kv_block);
+        for head in 0..n_kv_heads {
+            let to = (block * n_kv_heads + head) * kv_block + position % kv_block;
+            write(to, &x[(row * n_kv_heads + head) * head_dim..][..head_dim]);
+        }
+    }
+}
+
 /// Key and value caches of a layer.
 #[derive(Clone, Copy)]
 pub(crate) struct Caches<'a> {
     pub dtype: DType,
     pub keys: &'a [u8],
     pub values: &'a [u8],
+    /// Scales of 8-bit keys and values.
+    pub scales: Option<[&'a [f32]; 2]>,
+}
+
+thread_local! {
+    /// Keys and values of a block of an 8-bit cache, read back.
+    static READ_BACK: RefCell<[Vec<f32>; 2]> = const { RefCell::new([Vec::new(), Vec::new()]) };
+}
+
+/// Reads the visible rows of a block back from an 8-bit cache. Allocates only when a larger block comes.
+fn read_back(to: &mut Vec<f32>, bytes: &[u8], scales: &[f32], seen: Range<usize>, head_dim: usize) {
+    if to.len() < bytes.len() {
+        to.resize(bytes.len(), 0.0);
+    }
+    for row in seen {
+        let at = row * head_dim..(row + 1) * head_dim;
+        row_from_bytes(&bytes[at.clone()], scales[row], &mut to[at]);
+    }
 }
 
 impl<'a> Caches<'a> {
@@ -154,10 +198,27 @@ fn attend_row(
             let seen = first.saturating_sub(start)..(position + 1 - start).min(kv_block);
             let at = pages.start(pages.block(pages.seqs[row], column), kv_head);
             let rows = at..at + kv_block * head_dim;
-            let (keys, values) = (caches.rows(caches.keys, rows.clone()), caches.rows(caches.values, rows));
-            let kv = KvBlock { keys, values, stride: head_dim, n_keys: kv_block };
             let visible: [Range<usize>; MAX_GROUP] = std::array::from_fn(|_| seen.clone());
-            attend_block(level, scores, q, head_dim, &kv, &visible[..n_q], &mut state);
+            let mut add = |keys: KvRows<'_>, values: KvRows<'_>| {
+                let kv = KvBlock { keys, values, stride: head_dim, n_keys: kv_block };
+                attend_block(level, scores, q, head_dim, &kv, &visible[..n_q], &mut state);
+            };
+            let Some([k_scales, v_scales]) = caches.scales else {
+                add(caches.rows(caches.keys, rows.clone()), caches.rows(caches.values, rows));
+                continue;
+            };
+            let of_rows = at / head_dim..at / head_dim + kv_block;
+            READ_BACK.with_borrow_mut(|[keys, values]| {
+                read_back(
+                    keys,
+                    &caches.keys[rows.clone()],
+                    &k_scales[of_rows.clone()],
+                    seen.clone(),
+                    head_dim,
+                );
+                read_back(values, &caches.values[rows.clone()], &v_scales[of_rows], seen, head_dim);
+                add(KvRows::F32(&keys[..rows.len()]), KvRows::F32(&values[..rows.len()]));
+            });
         }
     }
     state.finish(level);

@@ -140,6 +140,7 @@ impl Backend for CpuBackend {
         // Values between ops are floats or 32-bit integers; weights may have any dtype.
         let is_value = |dtype: DType| is_cache_dtype(dtype) || dtype.block_bytes() == 4;
         match query.outputs.iter().find(|t| !is_value(t.dtype)) {
+            Some(_) if matches!(query.op, Op::KvAppendBytes) => Support::Yes,
             Some(t) if matches!(query.op, Op::KvAppend) => {
                 Support::No(format!("the cache is {t}, but only F16, BF16 and F32 have kernels"))
             }

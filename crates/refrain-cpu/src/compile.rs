@@ -123,6 +123,8 @@ pub(crate) enum Kernel {
     },
     KvAppend {
         state: usize,
+        /// Scales of an 8-bit cache.
+        scales: Option<usize>,
         dtype: DType,
         x: Range<usize>,
         paging: Paging,
@@ -132,6 +134,8 @@ pub(crate) enum Kernel {
         q: Range<usize>,
         out: Range<usize>,
         states: [usize; 2],
+        /// Scales of 8-bit caches.
+        scales: Option<[usize; 2]>,
         dtype: DType,
         n_heads: usize,
         paging: Paging,
@@ -455,10 +459,20 @@ fn kernel(plan: &Shaped<'_>, step_idx: usize, tables: &mut Vec<AngleTable>) -> O
         Op::KvAppend => {
             let (state, x) = (state(plan, &ins[0])?, arena(plan, &ins[1])?);
             let paging = paging(plan, &ins[0], [&ins[2], &ins[3], &ins[4]])?;
-            Some(Kernel::KvAppend { state, dtype: ins[0].dtype, x, paging })
+            Some(Kernel::KvAppend { state, scales: None, dtype: ins[0].dtype, x, paging })
+        }
+        Op::KvAppendBytes => {
+            let (cache, scales) = (state(plan, &ins[0])?, Some(state(plan, &ins[1])?));
+            let x = arena(plan, &ins[2])?;
+            let paging = paging(plan, &ins[0], [&ins[3], &ins[4], &ins[5]])?;
+            Some(Kernel::KvAppend { state: cache, scales, dtype: ins[0].dtype, x, paging })
         }
         Op::Attention(attention) => {
             let states = [state(plan, &ins[1])?, state(plan, &ins[2])?];
+            let scales = match &ins[6..] {
+                [k, v] => Some([state(plan, k)?, state(plan, v)?]),
+                _ => None,
+            };
             let paging = paging(plan, &ins[1], [&ins[3], &ins[4], &ins[5]])?;
             let (q, out) = (arena(plan, &ins[0])?, out(0)?);
             let n_heads = ins[0].layout.shape().dims()[1];
@@ -467,6 +481,7 @@ fn kernel(plan: &Shaped<'_>, step_idx: usize, tables: &mut Vec<AngleTable>) -> O
                 q,
                 out,
                 states,
+                scales,
                 dtype: ins[1].dtype,
                 n_heads,
                 paging,

@@ -1,6 +1,6 @@
 //! Executes the calls of a compiled graph in order.
 
-use crate::attention::{BlockPages, Caches, attend, kv_append};
+use crate::attention::{BlockPages, Caches, attend, kv_append, kv_append_bytes, kv_append_scales};
 use crate::backend::{CpuCompiled, CpuError};
 use crate::compile::{AngleTable, Kernel, KernelCall, Loc};
 use crate::experts::{ExpertCall, ExpertEpilogue, ExpertFault, ExpertRun, RouteCall, Sorted, route_row};
@@ -218,17 +218,25 @@ impl Executor<'_> {
                     }
                 });
             }
-            Kernel::KvAppend { state, dtype, x, paging } => {
+            Kernel::KvAppend { state, scales, dtype, x, paging } => {
                 let words: &[i32] = bytemuck::cast_slice(self.control);
                 let pages = BlockPages::new(paging, words, label, Some(1))?;
-                kv_append(level, &pages, *dtype, &arena[x.clone()], self.states.get_mut(*state));
+                let x = &arena[x.clone()];
+                match *scales {
+                    None => kv_append(level, &pages, *dtype, x, self.states.get_mut(*state)),
+                    Some(scales) => {
+                        kv_append_bytes(&pages, x, self.states.get_mut(*state));
+                        kv_append_scales(&pages, x, bytemuck::cast_slice_mut(self.states.get_mut(scales)));
+                    }
+                }
             }
-            Kernel::Attention { attention, q, out, states, dtype, n_heads, paging } => {
+            Kernel::Attention { attention, q, out, states, scales, dtype, n_heads, paging } => {
                 let pages = BlockPages::new(paging, self.words(), label, attention.window)?;
                 let carved = carve(arena, std::slice::from_ref(out));
                 let Some(q) = carved.read(q) else { unreachable!("attention never overwrites its input") };
                 let caches = states.map(|s| self.states.get(s));
-                let caches = Caches { dtype: *dtype, keys: caches[0], values: caches[1] };
+                let scales = scales.map(|scales| scales.map(|s| bytemuck::cast_slice(self.states.get(s))));
+                let caches = Caches { dtype: *dtype, keys: caches[0], values: caches[1], scales };
                 attend(self.pool, level, &pages, attention, q, caches, *n_heads, carved.outs[0]);
             }
             Kernel::ShortConv { state, x, w, silu, out, paging } => {

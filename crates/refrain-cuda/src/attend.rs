@@ -23,6 +23,9 @@ use crate::resident::COUNTER_BYTES;
 pub(crate) const NO_CHAIN: &str = "rope, appends and attention do not form a chain over the same positions with no \
                                    other readers of its values";
 
+/// Reported for a single-row attention over an 8-bit cache.
+pub(crate) const IN_BYTES: &str = "no fused kernel reads an 8-bit cache";
+
 /// Sizes of an attention, under the names that kernels use.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct AttendSizes {

@@ -67,6 +67,7 @@ pub(crate) fn eps(op: &Op) -> Option<f32> {
         | Op::Gate(_)
         | Op::Rope(_)
         | Op::KvAppend
+        | Op::KvAppendBytes
         | Op::Attention(_)
         | Op::Recurrent(_)
         | Op::Sample(_)

@@ -90,12 +90,13 @@ fn unsupported(query: &Query<'_>) -> Option<&'static str> {
             no(!ins[0].dtype.is_float() || !is(2, DType::F32), "heads must be floats and frequencies F32")
                 .or(no(ins[1].dtype != DType::I32, "positions must be I32"))
         }
+        Op::KvAppendBytes => no(ins[2].dtype != DType::F32, "activations must be F32"),
         Op::KvAppend => no(!ins[0].dtype.is_float(), "the cache must be F16, BF16 or F32")
             .or(no(ins[1].dtype != DType::F32, "activations must be F32")),
         Op::Attention(_) => no(ins[0].dtype != DType::F32, "activations must be F32")
             .or(no(
-                !ins[1].dtype.is_float() || ins[1].dtype != ins[2].dtype,
-                "both caches must be of one type: F16, BF16 or F32",
+                !(ins[1].dtype.is_float() || ins[1].dtype == DType::U8) || ins[1].dtype != ins[2].dtype,
+                "both caches must be of one type: F16, BF16, F32 or bytes with scales",
             ))
             .or(no(
                 !ins[0].shape.dim_back(0).is_multiple_of(2) || ins[0].shape.dim_back(0) > 512,
@@ -428,7 +429,11 @@ impl Lowering<'_> {
                     step: label,
                 })?);
             }
-            Op::KvAppend => launches.push(self.kv_append(step)?),
+            Op::KvAppend => launches.push(self.kv_append(step, None)?),
+            Op::KvAppendBytes => {
+                let (scales, _) = self.cache(step, &step.inputs[1])?;
+                launches.push(self.kv_append(step, Some(scales))?);
+            }
             Op::Attention(_) => self.attention(step, launches)?,
             Op::Recurrent(op) => launches.push(self.recurrent(step, op)?),
             Op::Sample(_) => self.sample(step, launches)?,
@@ -592,18 +597,21 @@ impl Lowering<'_> {
         Ok((self.resident.state_buf(id.idx())?, n_blocks + state.n_scratch))
     }
 
-    fn kv_append(&self, step: &Step) -> Result<Launch, KernelError> {
-        let ins = &step.inputs;
-        let (cache, n_blocks) = self.cache(step, &ins[0])?;
-        let (shape, tables) = (ins[0].layout.shape(), ins[4].layout.shape());
+    /// Appends rows to a cache; an 8-bit one has scales as its second input.
+    fn kv_append(&self, step: &Step, scales: Option<Buf>) -> Result<Launch, KernelError> {
+        let (cache, n_blocks) = self.cache(step, &step.inputs[0])?;
+        // From the rows on.
+        let ins = &step.inputs[if scales.is_some() { 2 } else { 1 }..];
+        let (shape, tables) = (step.inputs[0].layout.shape(), ins[3].layout.shape());
         self.kernels.kv_append(&KvAppendArgs {
             cache,
-            cache_dtype: ins[0].dtype,
-            x: self.view(&ins[1])?,
-            positions: self.dense(step, &ins[2])?,
-            seqs: self.dense(step, &ins[3])?,
-            tables: self.dense(step, &ins[4])?,
-            n: ins[1].layout.shape().dims()[0],
+            cache_dtype: step.inputs[0].dtype,
+            scales,
+            x: self.view(&ins[0])?,
+            positions: self.dense(step, &ins[1])?,
+            seqs: self.dense(step, &ins[2])?,
+            tables: self.dense(step, &ins[3])?,
+            n: ins[0].layout.shape().dims()[0],
             n_blocks,
             n_kv_heads: shape.dims()[1],
             kv_block: shape.dims()[2],
@@ -713,12 +721,17 @@ impl Lowering<'_> {
         let (q, cache, tables) = (ins[0].layout.shape(), ins[1].layout.shape(), ins[5].layout.shape());
         let [n, n_heads, head_dim] = [q.dims()[0], q.dims()[1], q.dims()[2]];
         let n_splits = splits(step, self.rules);
+        let scales = match &ins[6..] {
+            [k, v] => Some([self.cache(step, k)?.0, self.cache(step, v)?.0]),
+            _ => None,
+        };
         Ok(AttentionArgs {
             attention,
             q: self.view(&ins[0])?,
             k_cache,
             v_cache,
             cache_dtype: ins[1].dtype,
+            scales,
             positions: self.dense(step, &ins[3])?,
             seqs: self.dense(step, &ins[4])?,
             tables: self.dense(step, &ins[5])?,

@@ -396,6 +396,7 @@ impl Lowering<'_> {
             | Op::GatherRows(_)
             | Op::Rope(_)
             | Op::KvAppend
+            | Op::KvAppendBytes
             | Op::Recurrent(_)
             | Op::Sample(_)
             | Op::Accumulate => unreachable!("{label} does not produce rows of products"),

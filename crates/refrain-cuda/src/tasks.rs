@@ -15,7 +15,7 @@ use refrain_kernels::{
 };
 use refrain_tensor::{DType, Layout};
 
-use crate::attend::{AttendSizes, NO_CHAIN};
+use crate::attend::{AttendSizes, IN_BYTES, NO_CHAIN};
 use crate::experts::{self, ExpertLayer};
 use crate::fused::{SingleRowProducts, is_single, sets};
 use crate::group::n_rows;
@@ -328,6 +328,7 @@ impl<'a> SegmentChoice<'a> {
             | Op::Gate(_)
             | Op::Rope(_)
             | Op::KvAppend
+            | Op::KvAppendBytes
             | Op::Recurrent(_)
             | Op::Accumulate => {
                 self.own(train::scratch_bytes(step));
@@ -427,7 +428,8 @@ impl<'a> SegmentChoice<'a> {
         let [n, n_heads, head_dim] = [q.dims()[0], q.dims()[1], q.dims()[2]];
         self.own(attention_scratch_bytes(n, n_heads, head_dim, splits(step, self.by.rules)));
         if n == 1 && !self.plan.refusals().iter().any(|refusal| refusal.node == node) {
-            self.remark(&step.label, APART, NO_CHAIN.to_owned());
+            let in_bytes = step.inputs[1].dtype == DType::U8;
+            self.remark(&step.label, APART, if in_bytes { IN_BYTES } else { NO_CHAIN }.to_owned());
         }
         self.push(KernelTask::Op(node));
     }
@@ -436,10 +438,11 @@ impl<'a> SegmentChoice<'a> {
     fn takes_flash(&mut self, step: &Step) -> bool {
         let (q, cache) = (&step.inputs[0], &step.inputs[1]);
         let head_dim = q.layout.shape().dim_back(0);
-        if !self.by.rules.by_rows()
-            || q.layout.shape().dims()[0] < MIN_ROWS
-            || !GEMM_DTYPES.contains(&cache.dtype)
-        {
+        let has_many = q.layout.shape().dims()[0] >= MIN_ROWS;
+        if has_many && cache.dtype == DType::U8 {
+            self.remark(&step.label, EXACT, "no tensor-core kernel reads an 8-bit cache".to_owned());
+        }
+        if !self.by.rules.by_rows() || !has_many || !GEMM_DTYPES.contains(&cache.dtype) {
             return false;
         }
         let because = match self.by.kernels.has_flash(cache.dtype, head_dim) {

@@ -47,7 +47,7 @@ impl Moved {
                         continue;
                     };
                     let n = attended_positions(positions, seqs, attention.window, control);
-                    for cache in &ins[1..3] {
+                    for cache in ins[1..3].iter().chain(&ins[6..]) {
                         let seen = moved.cache(plan, resident, cache)?;
                         (seen.read_bytes, seen.reader) = (n * position_bytes(cache), step.label.clone());
                     }
@@ -56,6 +56,13 @@ impl Moved {
                     let Some(positions) = plan.field_of(&ins[2]) else { continue };
                     let n = positions.read(control).filter(|p| *p >= 0).count() as u64;
                     moved.cache(plan, resident, &ins[0])?.written_bytes = n * position_bytes(&ins[0]);
+                }
+                Op::KvAppendBytes => {
+                    let Some(positions) = plan.field_of(&ins[3]) else { continue };
+                    let n = positions.read(control).filter(|p| *p >= 0).count() as u64;
+                    for cache in &ins[..2] {
+                        moved.cache(plan, resident, cache)?.written_bytes = n * position_bytes(cache);
+                    }
                 }
                 Op::GatherRows(_) => {
                     let n = match plan.field_of(&ins[1]) {
@@ -139,6 +146,8 @@ impl Moved {
 /// Bytes of one position in a cache `[n_blocks, n_kv_heads, kv_block, head_dim]`.
 fn position_bytes(cache: &Operand) -> u64 {
     match cache.layout.shape().dims() {
+        // Scales of an 8-bit cache.
+        [_, n_kv_heads, _] => (n_kv_heads * cache.dtype.block_bytes()) as u64,
         [_, n_kv_heads, _, head_dim] => (n_kv_heads * head_dim * cache.dtype.block_bytes()) as u64,
         _ => 0,
     }

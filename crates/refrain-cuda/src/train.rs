@@ -55,6 +55,7 @@ pub(crate) fn scratch_bytes(step: &Step) -> u64 {
         | Op::Gate(_)
         | Op::Rope(_)
         | Op::KvAppend
+        | Op::KvAppendBytes
         | Op::Attention(_)
         | Op::SpanAttention(_)
         | Op::Recurrent(_)
@@ -167,6 +168,7 @@ impl Lowering<'_> {
             | Op::Gate(_)
             | Op::Rope(_)
             | Op::KvAppend
+            | Op::KvAppendBytes
             | Op::Attention(_)
             | Op::SpanAttention(_)
             | Op::Recurrent(_)

@@ -178,6 +178,31 @@ fn replayed_equals_eager_and_each_alone(device: impl Fn() -> Device) {
     }
 }
 
+/// Keys and values in bytes, with their scales as part of the verified state.
+fn a_cache_in_bytes_is_replayed_as_it_runs_eagerly(device: impl Fn() -> Device) {
+    for case in ["llama", "gemma3", "gemma4-e2b"] {
+        let run = |mode, kv_dtype| {
+            let device = device();
+            let backend = CudaBackend::on(&device, cuda_options(mode)).unwrap();
+            let runner = RunnerOptions { kv_dtype, ..runner_options() };
+            let mut runner = BackendRunner::new(backend, model(case), runner).unwrap();
+            let (said, ran) = load(&mut runner);
+            assert_eq!(device.take_reports(), Vec::<String>::new());
+            (bits(&said), ran)
+        };
+        let (eager, _) = run(GraphMode::Off, DType::U8);
+        let (replayed, ran) = run(GraphMode::Require, DType::U8);
+        assert!(ran.iter().all(|ran| *ran == Ran::REPLAYED), "{case}: {ran:?}");
+        assert_eq!(replayed, eager, "{case}");
+        assert_ne!(replayed, run(GraphMode::Off, DType::F32).0, "{case}: the rounding shows");
+    }
+}
+
+#[test]
+fn a_cache_in_bytes_replays() {
+    a_cache_in_bytes_is_replayed_as_it_runs_eagerly(|| sim("").1);
+}
+
 fn an_engine_serves_many(device: Device, case: &str) {
     let backend = CudaBackend::on(&device, cuda_options(GraphMode::Require)).unwrap();
     let runner = RunnerOptions { n_positions: 12 * KV_BLOCK, n_recurrent: 7, ..runner_options() };
@@ -403,6 +428,13 @@ mod on_a_gpu {
         let _turn = gpu_turn();
         any_load(gpu, "llama", 6);
         any_load(gpu, "mistral-window", 3);
+    }
+
+    #[test]
+    #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
+    fn a_cache_in_bytes_replays() {
+        let _turn = gpu_turn();
+        a_cache_in_bytes_is_replayed_as_it_runs_eagerly(gpu);
     }
 
     #[test]

@@ -151,7 +151,7 @@ pub struct RunnerOptions {
     pub n_positions: usize,
     /// Positions in a KV block.
     pub kv_block: usize,
-    /// Element type of the cache: F16, BF16 or F32.
+    /// Element type of the cache: F16, BF16, F32, or U8 for signed bytes with a scale per head and position.
     pub kv_dtype: DType,
     /// Maximum number of tokens per step.
     pub max_tokens: usize,

@@ -362,7 +362,7 @@ impl<'b> Backward<'b> {
                 Ok(vec![Some(self.one(node.op.clone(), &[dy, ins[1]], &label)?), None])
             }
             Op::Compare(_) => none("its output is piecewise constant"),
-            Op::KvAppend | Op::Attention(_) => {
+            Op::KvAppend | Op::KvAppendBytes | Op::Attention(_) => {
                 none("paged caches are for inference only; train with attention among the rows of a step")
             }
             Op::Recurrent(_) => none("recurrent layers are for inference only"),

@@ -597,6 +597,30 @@ impl GraphBuilder {
         self.single(Op::KvAppend, &[cache, x, positions, seqs, tables], "kv_append")
     }
 
+    /// Appends rows to an 8-bit paged cache; returns the new versions of the cache and of its scales.
+    pub fn kv_append_bytes(
+        &mut self,
+        [cache, scales]: [ValueId; 2],
+        x: ValueId,
+        [positions, seqs, tables]: [ValueId; 3],
+    ) -> Result<[ValueId; 2], GraphError> {
+        let inputs = [cache, scales, x, positions, seqs, tables];
+        let made = self.node(Op::KvAppendBytes, &inputs, "kv_append")?;
+        Ok([made[0], made[1]])
+    }
+
+    /// Attention over an 8-bit paged cache, whose scales are passed as well.
+    pub fn attention_bytes(
+        &mut self,
+        attention: Attention,
+        q: ValueId,
+        [[k_cache, k_scales], [v_cache, v_scales]]: [[ValueId; 2]; 2],
+        [positions, seqs, tables]: [ValueId; 3],
+    ) -> Result<ValueId, GraphError> {
+        let inputs = [q, k_cache, v_cache, positions, seqs, tables, k_scales, v_scales];
+        self.single(Op::Attention(attention), &inputs, "attention")
+    }
+
     /// Attention over a paged cache.
     pub fn attention(
         &mut self,

@@ -11,6 +11,7 @@ use crate::graph::{Graph, NodeId};
 use crate::inputs::StepInputs;
 use crate::op::{Binary, Op};
 use crate::schedule::Dependencies;
+use refrain_tensor::DType;
 use std::collections::HashMap;
 use std::ops::Range;
 
@@ -470,6 +471,7 @@ impl Pass<'_> {
             | Op::AddRmsNorm { .. }
             | Op::Rope(_)
             | Op::KvAppend
+            | Op::KvAppendBytes
             | Op::Sample(_)
             | Op::Accumulate
             | Op::Recurrent(_)
@@ -631,6 +633,10 @@ impl AttendStored {
     fn of(facts: &GraphFacts<'_>, attention: NodeId) -> Vec<AttendStored> {
         let op = |node: NodeId| &facts.graph.node(node).op;
         if !matches!(op(attention), Op::Attention(_)) || is_empty(&facts.output(attention, 0)) {
+            return Vec::new();
+        }
+        // No group reads an 8-bit cache.
+        if facts.input(attention, 1).dtype == DType::U8 {
             return Vec::new();
         }
         let made_by = |seen: Seen| facts.producer_of_same(&seen).map(|made| made.0);

@@ -242,13 +242,41 @@ impl Op {
                 rule.require(4, inputs[4].dtype == DType::I32, "I32")?;
                 Ok(vec![inputs[0]])
             }
-            Op::Attention(attention) => {
+            Op::KvAppendBytes => {
                 rule.arity(6)?;
+                let cache = rule.rank(0, 4)?;
+                let x = rule.rank(2, 3)?;
+                rule.require(
+                    0,
+                    inputs[0].dtype == DType::U8 && cache[2] > 0,
+                    "U8, blocks of at least one position",
+                )?;
+                rule.exact(1, DType::F32, &cache[..3])?;
+                rule.float(2)?;
+                rule.require(
+                    2,
+                    x[1] == cache[1] && x[2] == cache[3],
+                    format!("[n, {}, {}]", cache[1], cache[3]),
+                )?;
+                rule.exact(3, DType::I32, &[x[0]])?;
+                rule.exact(4, DType::I32, &[x[0]])?;
+                rule.rank(5, 2)?;
+                rule.require(5, inputs[5].dtype == DType::I32, "I32")?;
+                Ok(vec![inputs[0], inputs[1]])
+            }
+            Op::Attention(attention) => {
+                let in_bytes = inputs.get(1).is_some_and(|cache| cache.dtype == DType::U8);
+                rule.arity(if in_bytes { 8 } else { 6 })?;
                 rule.require(0, attention.window != Some(0), "a window of at least one position")?;
                 rule.float(0)?;
                 let q = rule.rank(0, 3)?;
                 let cache = rule.rank(1, 4)?;
-                rule.float(1)?;
+                if in_bytes {
+                    rule.exact(6, DType::F32, &cache[..3])?;
+                    rule.exact(7, DType::F32, &cache[..3])?;
+                } else {
+                    rule.float(1)?;
+                }
                 rule.require(1, cache[2] > 0, "blocks of at least one position")?;
                 rule.require(2, inputs[2] == inputs[1], format!("{}", inputs[1]))?;
                 let fits = cache[1] > 0 && q[1].is_multiple_of(cache[1]) && q[2] == cache[3];

@@ -118,9 +118,14 @@ pub enum Op {
     /// `cache[n_blocks, n_kv_heads, kv_block, head_dim]` (state), `x[n, n_kv_heads, head_dim]`, `positions[n]`,
     /// `seqs[n]`, `tables[n_seqs, max_blocks]` (all I32) -> `cache`. Rows with a negative position write nothing.
     KvAppend,
+    /// Like `KvAppend` into an 8-bit cache: `cache[n_blocks, n_kv_heads, kv_block, head_dim]` U8 (state),
+    /// `scales[n_blocks, n_kv_heads, kv_block]` F32 (state), `x`, `positions`, `seqs`, `tables` -> `cache`, `scales`.
+    /// A row of one head is stored as signed bytes times its scale (`refrain_tensor::row_to_bytes`).
+    KvAppendBytes,
     /// `q[n, n_heads, head_dim]`, `k_cache`, `v_cache` (states), `positions[n]`, `seqs[n]`,
     /// `tables[n_seqs, max_blocks]` -> `[n, n_heads, head_dim]`. Row `i` attends to positions
-    /// `0..=positions[i]` of its sequence (fewer with a window). Rows with a negative position give zeros.
+    /// `0..=positions[i]` of its sequence (fewer with a window). Rows with a negative position give zeros. If the
+    /// caches are 8-bit, their scales follow as two more inputs.
     Attention(Attention),
     /// `q[n, n_heads, head_dim]`, `k[n, n_kv_heads, head_dim]`, `v` like `k`, `spans[n, 2]` I32 -> `y` like
     /// `q`, and the log-sum-exp of the scores `[n, n_heads]` F32. Attention among the rows of a step: row `i`
@@ -170,6 +175,7 @@ impl Op {
             | Op::Gate(_)
             | Op::Rope(_)
             | Op::KvAppend
+            | Op::KvAppendBytes
             | Op::Attention(_)
             | Op::SpanAttention(_)
             | Op::Sample(_)
@@ -211,6 +217,7 @@ impl Op {
             Op::Gate(Gate::GeluTanh) => "gelu_gate",
             Op::Rope(_) => "rope",
             Op::KvAppend => "kv_append",
+            Op::KvAppendBytes => "kv_append_bytes",
             Op::Attention(_) => "attention",
             Op::SpanAttention(_) => "span_attention",
             Op::Sample(_) => "sample",
@@ -226,6 +233,7 @@ impl Op {
     pub fn state_updates(&self) -> Vec<(usize, usize)> {
         match self {
             Op::KvAppend | Op::Accumulate => vec![(0, 0)],
+            Op::KvAppendBytes => vec![(0, 0), (1, 1)],
             Op::Recurrent(_) => vec![(1, 0)],
             Op::Train(TrainOp::AdamW(adam)) => adam.state_updates(),
             Op::Train(_)
@@ -261,6 +269,7 @@ impl Op {
         match self {
             Op::GatherRows(_) => vec![Indexing::Rows { ids: 1, table: 0, axis: 0, strict: true }],
             Op::KvAppend => vec![Indexing::Paged { cache: 0, positions: 2, reach: 1 }],
+            Op::KvAppendBytes => vec![Indexing::Paged { cache: 0, positions: 3, reach: 1 }],
             Op::Attention(attention) => {
                 let reach = attention.window.unwrap_or(usize::MAX).max(1);
                 vec![Indexing::Paged { cache: 1, positions: 3, reach }]
@@ -343,6 +352,7 @@ impl Op {
             | Op::MatMul
             | Op::GatherRows(_)
             | Op::KvAppend
+            | Op::KvAppendBytes
             | Op::Attention(_)
             | Op::Sample(_)
             | Op::Accumulate

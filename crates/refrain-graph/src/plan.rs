@@ -369,7 +369,9 @@ impl Plan {
                     Place::State(_) => {
                         if let Op::Attention(attention) = &step.op {
                             let rows = operand.layout.shape();
-                            let per_position = rows.dims()[1] * rows.dims()[3] * operand.dtype.block_bytes();
+                            // The scales of an 8-bit cache have no elements per head.
+                            let per_head = rows.dims().get(3).copied().unwrap_or(1);
+                            let per_position = rows.dims()[1] * per_head * operand.dtype.block_bytes();
                             traffic.add_kv(attention.window, per_position);
                         }
                     }

@@ -4,7 +4,8 @@
 //
 //   y          [n, n_heads, head_dim]                      f32
 //   q          [n, n_heads, head_dim]                      f32, rows (heads) of consecutive elements
-//   k, v       [n_blocks, n_kv_heads, kv_block, head_dim]  T
+//   k, v       [n_blocks, n_kv_heads, kv_block, head_dim]  T, or signed bytes
+//   k_scales, v_scales  [n_blocks, n_kv_heads, kv_block]   f32, of bytes: an element is its byte times the scale
 //   positions  [n]                                         i32; negative: the row gets zeros
 //   seqs       [n]                                         i32
 //   tables     [n_seqs, max_blocks]                        i32
@@ -49,25 +50,45 @@ template <typename T> inline float2 load_pair(const T* p) {
     return make_float2(to_f32(a), to_f32(b));
 }
 
+// A signed byte of a row with a scale.
+struct Byte {
+    i8 value;
+};
+
+inline float to_f32(Byte x) { return (float)x.value; }
+
+inline float2 load_pair(const Byte* p) {
+    u32 w = *(const u16*)p;
+    return make_float2((float)(i8)(u8)w, (float)(i8)(u8)(w >> 8));
+}
+
+template <typename T> struct Scaled {
+    static const bool IS = false;
+};
+template <> struct Scaled<Byte> {
+    static const bool IS = true;
+};
+
 const u64 NOWHERE = ~(u64)0;
 
-// Returns the offset of a position's row in either cache, or NOWHERE if its block is out of range.
+// Returns the index of a position's row in either cache, or NOWHERE if its block is out of range.
 inline u64 kv_row(const i32* table, u32 position, u32 kv_head, const Sizes& s) {
     u32 column = position / s.kv_block;
     if (column >= s.max_blocks) return NOWHERE;
     i32 block = table[column];
     if (block < 0 || (u32)block >= s.n_blocks) return NOWHERE;
-    return (((u64)block * s.n_kv_heads + kv_head) * s.kv_block + (position - column * s.kv_block)) * s.head_dim;
+    return ((u64)block * s.n_kv_heads + kv_head) * s.kv_block + (position - column * s.kv_block);
 }
 
 template <typename T, int DIMS>
 inline void attention_split(float* y, float* partials, const float* q, const T* k_cache, const T* v_cache,
                             const i32* positions, const i32* seqs, const i32* tables, const Rows& q_rows,
-                            const Sizes& s) {
+                            const Sizes& s, const float* k_scales, const float* v_scales) {
     alignas(16) __shared__ float queries[HEADS][128 * DIMS];
     __shared__ float weights[HEADS][TILE];
     __shared__ float rescale[HEADS];
     __shared__ const T* values[TILE];
+    __shared__ float value_scales[Scaled<T>::IS ? TILE : 1];
 
     start();
     u32 row = blockIdx.x, split = blockIdx.z;
@@ -110,12 +131,17 @@ inline void attention_split(float* y, float* partials, const float* q, const T* 
         for (u32 first = warp; first < TILE; first += WARPS * AHEAD) {
             const T* keys[AHEAD];
             float2 pairs[AHEAD][2 * DIMS];
+            float key_scales[AHEAD];
 #pragma unroll
             for (int i = 0; i < AHEAD; i++) {
                 u32 p = first + WARPS * i;
                 u64 at = p < n ? kv_row(table, tile + p, kv_head, s) : NOWHERE;
-                keys[i] = at != NOWHERE ? k_cache + at : nullptr;
-                if (lane == 0) values[p] = at != NOWHERE ? v_cache + at : nullptr;
+                keys[i] = at != NOWHERE ? k_cache + at * s.head_dim : nullptr;
+                if (lane == 0) values[p] = at != NOWHERE ? v_cache + at * s.head_dim : nullptr;
+                if (Scaled<T>::IS) {
+                    key_scales[i] = at != NOWHERE ? k_scales[at] : 0.0f;
+                    if (lane == 0) value_scales[p] = at != NOWHERE ? v_scales[at] : 0.0f;
+                }
 #pragma unroll
                 for (int j = 0; j < 2 * DIMS; j++) {
                     u32 d = 2 * lane + 64 * j;
@@ -141,6 +167,7 @@ inline void attention_split(float* y, float* partials, const float* q, const T* 
 #pragma unroll
                 for (int i = 0; i < AHEAD; i++) {
                     float score = warp_reduce(dots[i], Add());
+                    if (Scaled<T>::IS) score *= key_scales[i];
                     // An unseen position has no weight.
                     if (lane == 0) weights[h][first + WARPS * i] = keys[i] != nullptr ? score : -inf_f32();
                 }
@@ -182,6 +209,7 @@ inline void attention_split(float* y, float* partials, const float* q, const T* 
                 for (int j = 0; j < DIMS; j++) {
                     u32 d = threadIdx.x + 128 * j;
                     v[i][j] = value != nullptr && d < s.head_dim ? to_f32(value[d]) : 0.0f;
+                    if (Scaled<T>::IS) v[i][j] *= value_scales[first + i];
                 }
             }
 #pragma unroll
@@ -246,7 +274,17 @@ struct Later {
     extern "C" __global__ __launch_bounds__(128) void attention_split_d##size##_##name(                    \
         float* y, float* partials, const float* q, const T* k_cache, const T* v_cache, const i32* positions, \
         const i32* seqs, const i32* tables, Rows q_rows, Sizes s) {                                        \
-        attention_split<T, dims>(y, partials, q, k_cache, v_cache, positions, seqs, tables, q_rows, s);    \
+        attention_split<T, dims>(y, partials, q, k_cache, v_cache, positions, seqs, tables, q_rows, s, nullptr, \
+                                 nullptr);                                                                 \
+    }
+
+#define ATTENTION_OF_BYTES(size, dims)                                                                     \
+    extern "C" __global__ __launch_bounds__(128) void attention_split_d##size##_u8(                        \
+        float* y, float* partials, const float* q, const Byte* k_cache, const Byte* v_cache,               \
+        const i32* positions, const i32* seqs, const i32* tables, Rows q_rows, Sizes s, const float* k_scales, \
+        const float* v_scales) {                                                                           \
+        attention_split<Byte, dims>(y, partials, q, k_cache, v_cache, positions, seqs, tables, q_rows, s,  \
+                                    k_scales, v_scales);                                                   \
     }
 
 // unit combine
@@ -293,3 +331,7 @@ ATTENTION(512, 4, bf16, BF16)
 ATTENTION(128, 1, f32, float)
 ATTENTION(256, 2, f32, float)
 ATTENTION(512, 4, f32, float)
+// unit u8
+ATTENTION_OF_BYTES(128, 1)
+ATTENTION_OF_BYTES(256, 2)
+ATTENTION_OF_BYTES(512, 4)

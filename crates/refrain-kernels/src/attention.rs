@@ -43,8 +43,10 @@ pub struct AttentionArgs<'a> {
     pub k_cache: Buf,
     /// Like `k_cache`.
     pub v_cache: Buf,
-    /// F16, BF16 or F32.
+    /// F16, BF16 or F32, or U8 with scales.
     pub cache_dtype: DType,
+    /// `[n_blocks, n_kv_heads, kv_block]` F32: the scales of 8-bit keys and values.
+    pub scales: Option<[Buf; 2]>,
     /// `[n]` I32, read at run time.
     pub positions: Buf,
     /// `[n]` I32, read at run time.
@@ -128,7 +130,11 @@ impl Kernels {
         ];
         let case = OpCase { op: "attention", dtype: a.cache_dtype, shape: &shape };
         case.sizes()?;
-        crate::require!(case, a.cache_dtype.is_float(), "the cache must be F16, BF16 or F32");
+        crate::require!(
+            case,
+            if a.scales.is_some() { a.cache_dtype == DType::U8 } else { a.cache_dtype.is_float() },
+            "the cache must be F16, BF16 or F32, or U8 with scales"
+        );
         crate::require!(
             case,
             a.n_heads.is_multiple_of(a.n_kv_heads),
@@ -170,18 +176,24 @@ impl Kernels {
             None => split.write(y).null(),
             Some(scratch) => split.null().write(scratch),
         };
-        launches.push(
-            split
-                .read(q)
-                .read(case.cache("k_cache", a.k_cache, cells)?)
-                .read(case.cache("v_cache", a.v_cache, cells)?)
-                .read(case.words("positions", a.positions, &[a.n])?)
-                .read(case.words("seqs", a.seqs, &[a.n])?)
-                .read(case.words("tables", a.tables, &[a.n_seqs, a.max_blocks])?)
-                .baked(Baked(rows))
-                .baked(Baked(sizes))
-                .vouch(&case),
-        );
+        let split = split
+            .read(q)
+            .read(case.cache("k_cache", a.k_cache, cells)?)
+            .read(case.cache("v_cache", a.v_cache, cells)?)
+            .read(case.words("positions", a.positions, &[a.n])?)
+            .read(case.words("seqs", a.seqs, &[a.n])?)
+            .read(case.words("tables", a.tables, &[a.n_seqs, a.max_blocks])?)
+            .baked(Baked(rows))
+            .baked(Baked(sizes));
+        let split = match a.scales {
+            None => split,
+            Some([k, v]) => split.read(case.words("k_scales", k, &cells[..3])?).read(case.words(
+                "v_scales",
+                v,
+                &cells[..3],
+            )?),
+        };
+        launches.push(split.vouch(&case));
         if let Some(scratch) = scratch {
             let n_rows = case.u32("n * n_heads", a.n * a.n_heads)?;
             launches.push(
@@ -213,6 +225,12 @@ pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
             all.push(entry.unit(&lowercase(dtype)));
         }
     }
+    for size in HEAD_DIMS {
+        let params = [P, P, P, P, P, P, P, P, size_of::<RowLayout>(), size_of::<AttentionSizes>(), P, P];
+        let name = split_name(size, DType::U8);
+        let entry = KernelEntry::new(KernelFamily::Attention, name, &params, |k| split(k, DType::U8));
+        all.push(entry.unit("u8"));
+    }
     let entry = KernelEntry::new(KernelFamily::Attention, "attention_combine_f32", &[P, P, W, W], combine);
     all.push(entry.unit("combine"));
 }
@@ -225,13 +243,14 @@ fn split(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
     let n = k.config().grid[0] as usize;
     let q = read_rows(k, k.ptr(2)?, k.arg(8)?, n * n_heads, head_dim)?;
     let pointers = [k.ptr(3)?, k.ptr(4)?, k.ptr(5)?, k.ptr(6)?, k.ptr(7)?];
+    let scales_at = if dtype == DType::U8 { Some([k.ptr(10)?, k.ptr(11)?]) } else { None };
     if n_splits == 1 {
-        let y = unsplit(k, &s, dtype, &q, pointers)?;
+        let y = of_rows(k, &s, dtype, &q, pointers, scales_at)?;
         return k.write(k.ptr(0)?, &y);
     }
     let mut partials = vec![0.0_f32; n * n_heads * n_splits * head_dim];
     let mut scales = vec![[f32::NEG_INFINITY, 0.0]; n * n_heads * n_splits];
-    each_head(k, &s, dtype, &q, pointers, |head, q, keys, values| {
+    each_head(k, &s, dtype, &q, pointers, scales_at, |head, q, keys, values| {
         let part = (keys.len() / head_dim).div_ceil(n_splits).max(MIN_SPLIT) * head_dim;
         for (split, (keys, values)) in keys.chunks(part).zip(values.chunks(part)).enumerate() {
             let Partial { max, sum, weighted } = attend(&s, q, keys, values);
@@ -254,8 +273,19 @@ pub(crate) fn unsplit(
     q: &[f32],
     pointers: [DevicePtr; 5],
 ) -> KernelResult<Vec<f32>> {
+    of_rows(k, s, dtype, q, pointers, None)
+}
+
+fn of_rows(
+    k: &SimKernel<'_>,
+    s: &AttentionSizes,
+    dtype: DType,
+    q: &[f32],
+    pointers: [DevicePtr; 5],
+    scales: Option<[DevicePtr; 2]>,
+) -> KernelResult<Vec<f32>> {
     let mut y = vec![0.0_f32; q.len()];
-    each_head(k, s, dtype, q, pointers, |head, q, keys, values| {
+    each_head(k, s, dtype, q, pointers, scales, |head, q, keys, values| {
         let Partial { sum, weighted, .. } = attend(s, q, keys, values);
         let to = &mut y[head * q.len()..][..q.len()];
         to.iter_mut().zip(weighted).for_each(|(to, v)| *to = (v / sum) as f32);
@@ -271,6 +301,7 @@ fn each_head(
     dtype: DType,
     q: &[f32],
     pointers: [DevicePtr; 5],
+    scales: Option<[DevicePtr; 2]>,
     mut with: impl FnMut(usize, &[f32], &[f32], &[f32]),
 ) -> KernelResult {
     let [n_heads, head_dim] = [s.n_heads as usize, s.head_dim as usize];
@@ -288,7 +319,9 @@ fn each_head(
         let Ok(position) = usize::try_from(position) else { continue };
         let kv = Rows1 { s, pages: &pages, seq: seqs[row], position, dtype };
         for kv_head in 0..s.n_kv_heads as usize {
-            let (keys, values) = (kv.read(k, k_cache, kv_head)?, kv.read(k, v_cache, kv_head)?);
+            let [k_scales, v_scales] = scales.map_or([None; 2], |scales| scales.map(Some));
+            let keys = kv.read(k, k_cache, k_scales, kv_head)?;
+            let values = kv.read(k, v_cache, v_scales, kv_head)?;
             let group = n_heads / s.n_kv_heads as usize;
             for head in row * n_heads + kv_head * group..row * n_heads + (kv_head + 1) * group {
                 with(head, &q[head * head_dim..][..head_dim], &keys, &values);
@@ -308,7 +341,13 @@ struct Rows1<'a> {
 }
 
 impl Rows1<'_> {
-    fn read(&self, k: &SimKernel<'_>, cache: DevicePtr, kv_head: usize) -> KernelResult<Vec<f32>> {
+    fn read(
+        &self,
+        k: &SimKernel<'_>,
+        cache: DevicePtr,
+        scales: Option<DevicePtr>,
+        kv_head: usize,
+    ) -> KernelResult<Vec<f32>> {
         let head_dim = self.s.head_dim as usize;
         let first = match self.s.window as usize {
             0 => 0,
@@ -319,6 +358,11 @@ impl Rows1<'_> {
             let (block, at) = self.pages.find(self.seq, p)?;
             let row = (block * self.s.n_kv_heads as usize + kv_head) * self.pages.kv_block + at;
             let from = cache.add((row * head_dim * self.dtype.block_bytes()) as u64);
+            if let Some(scales) = scales {
+                let scale = k.view::<f32>(scales.add(4 * row as u64), 1)?[0];
+                out.extend(k.view::<u8>(from, head_dim)?.iter().map(|&v| f32::from(v as i8) * scale));
+                continue;
+            }
             match self.dtype {
                 DType::F16 => out.extend(k.view::<f16>(from, head_dim)?.iter().map(|v| v.to_f32())),
                 DType::BF16 => out.extend(k.view::<bf16>(from, head_dim)?.iter().map(|v| v.to_f32())),

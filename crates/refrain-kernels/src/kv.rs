@@ -5,7 +5,7 @@ use half::{bf16, f16};
 use refrain_driver::api::DevicePtr;
 use refrain_driver::sim::{KernelResult, SimKernel};
 use refrain_driver::{Baked, Buf, Launch};
-use refrain_tensor::DType;
+use refrain_tensor::{DType, row_scale, row_to_bytes};
 
 use crate::error::{KernelError, OpCase};
 use crate::load::Kernels;
@@ -21,8 +21,10 @@ use crate::vouch::Vouch;
 pub struct KvAppendArgs<'a> {
     /// `[n_blocks, n_kv_heads, kv_block, head_dim]`, updated in place.
     pub cache: Buf,
-    /// F16, BF16 or F32.
+    /// F16, BF16 or F32, or U8 with scales.
     pub cache_dtype: DType,
+    /// `[n_blocks, n_kv_heads, kv_block]` F32, updated in place: the scales of an 8-bit cache.
+    pub scales: Option<Buf>,
     /// `[n, n_kv_heads, head_dim]` F32; each head is contiguous.
     pub x: BufView,
     /// `[n]` I32, read at run time.
@@ -77,14 +79,24 @@ impl Kernels {
         ];
         let case = OpCase { op: "kv_append", dtype: a.cache_dtype, shape: &shape };
         case.sizes()?;
-        crate::require!(case, a.cache_dtype.is_float(), "the cache must be F16, BF16 or F32");
+        let in_bytes = a.scales.is_some();
+        crate::require!(
+            case,
+            if in_bytes { a.cache_dtype == DType::U8 } else { a.cache_dtype.is_float() },
+            "the cache must be F16, BF16 or F32, or U8 with scales"
+        );
         let cells = [a.n_blocks, a.n_kv_heads, a.kv_block, a.head_dim];
         let (x, rows) = case.rows("x", &a.x, a.n.saturating_mul(a.n_kv_heads), a.head_dim)?;
         crate::require!(case, a.n_kv_heads <= 65_535, "the grid takes at most 65535 heads");
-        Ok(self
+        let launch = self
             .launch(&name(a.cache_dtype), [a.n as u32, a.n_kv_heads as u32], block(a.head_dim))?
             .step(a.step)
-            .read_write(case.cache("cache", a.cache, cells)?)
+            .read_write(case.cache("cache", a.cache, cells)?);
+        let launch = match a.scales {
+            None => launch,
+            Some(scales) => launch.read_write(case.words("scales", scales, &cells[..3])?),
+        };
+        Ok(launch
             .read(x)
             .read(case.words("positions", a.positions, &[a.n])?)
             .read(case.words("seqs", a.seqs, &[a.n])?)
@@ -107,7 +119,10 @@ fn block(head_dim: usize) -> u32 {
 }
 
 fn name(dtype: DType) -> String {
-    format!("kv_append_{}", dtype.name().to_ascii_lowercase())
+    match dtype {
+        DType::U8 => "kv_append_bytes_f32".into(),
+        dtype => format!("kv_append_{}", dtype.name().to_ascii_lowercase()),
+    }
 }
 
 pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
@@ -115,6 +130,8 @@ pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
         let params = [P, P, P, P, P, size_of::<RowLayout>(), size_of::<PageSizes>()];
         all.push(KernelEntry::new(KernelFamily::Kv, name(dtype), &params, move |k| twin(k, dtype)));
     }
+    let params = [P, P, P, P, P, P, size_of::<RowLayout>(), size_of::<PageSizes>()];
+    all.push(KernelEntry::new(KernelFamily::Kv, name(DType::U8), &params, twin_of_bytes));
 }
 
 /// Sizes of a cache and its block tables, as a kernel parameter.
@@ -162,6 +179,31 @@ fn twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
     let x = read_rows(k, k.ptr(1)?, k.arg(5)?, n_rows, sizes.head_dim as usize)?;
     let (cache, pointers) = (k.ptr(0)?, [k.ptr(2)?, k.ptr(3)?, k.ptr(4)?]);
     append(k, dtype, &[(cache, &x)], pointers, n, &sizes)
+}
+
+fn twin_of_bytes(k: &mut SimKernel<'_>) -> KernelResult {
+    let (n, s) = (k.config().grid[0] as usize, k.arg::<PageSizes>(7)?);
+    let size = |n: u32| n as usize;
+    let [n_heads, head_dim, kv_block] = [s.n_kv_heads, s.head_dim, s.kv_block].map(size);
+    let x = read_rows(k, k.ptr(2)?, k.arg(6)?, n * n_heads, head_dim)?;
+    let [n_seqs, max_blocks, n_blocks] = [s.n_seqs, s.max_blocks, s.n_blocks].map(size);
+    let tables = k.read(k.ptr(5)?, n_seqs * max_blocks)?;
+    let pages = PageTables { tables, n_seqs, max_blocks, n_blocks, kv_block };
+    let (positions, seqs) = (k.read::<i32>(k.ptr(3)?, n)?, k.read::<i32>(k.ptr(4)?, n)?);
+    let (cache, scales) = (k.ptr(0)?, k.ptr(1)?);
+    let mut bytes = vec![0; head_dim];
+    for (row, &position) in positions.iter().enumerate() {
+        let Ok(position) = usize::try_from(position) else { continue };
+        let (block, at) = pages.find(seqs[row], position)?;
+        for head in 0..n_heads {
+            let to = (block * n_heads + head) * kv_block + at;
+            let x = &x[(row * n_heads + head) * head_dim..][..head_dim];
+            row_to_bytes(x, &mut bytes);
+            k.write(cache.add((to * head_dim) as u64), &bytes)?;
+            k.write(scales.add(4 * to as u64), &[row_scale(x)])?;
+        }
+    }
+    Ok(())
 }
 
 /// Writes rows into caches; `pointers` are the parameters of positions, sequences and tables.

@@ -147,6 +147,7 @@ fn token(bed: &mut Bed) -> Token {
         let args = KvAppendArgs {
             cache: k_cache,
             cache_dtype: DType::F32,
+            scales: None,
             x: heads(k),
             positions,
             seqs,

@@ -156,10 +156,19 @@ pub(crate) struct StepBuilder<'m> {
     rows: RowContext,
     temperatures: Option<ValueId>, // [n_tokens, 1, 1]
     layer_inputs: Option<ValueId>, // [n_layers, n_tokens, d]
-    /// What each layer so far attends to: its caches after the layer, or keys and values of whole documents.
-    attended: Vec<[ValueId; 2]>,
+    /// What each layer so far attends to.
+    attended: Vec<Attended>,
     /// Whether rows of tables that may stay on the host are gathered there.
     pub(crate) tables_on_host: bool,
+}
+
+/// What a layer attends to.
+#[derive(Clone, Copy)]
+struct Attended {
+    /// Keys and values: caches after the layer, or those of whole documents.
+    rows: [ValueId; 2],
+    /// Scales of 8-bit caches after the layer.
+    scales: Option<[ValueId; 2]>,
 }
 
 /// How the rows of a step relate to each other, and their outputs.
@@ -597,23 +606,44 @@ impl<'m> StepBuilder<'m> {
                 let Some(kv) = states.kv(layer).filter(|kv| kv.is_own) else {
                     panic!("layer {layer} has keys but no cache of its own")
                 };
-                let (k_cache, v_cache) = (self.builder.state(kv.k), self.builder.state(kv.v));
-                let k_cache = self.builder.kv_append(k_cache, k, *paging)?;
-                [k_cache, self.builder.kv_append(v_cache, v, *paging)?]
+                let caches = [self.builder.state(kv.k), self.builder.state(kv.v)];
+                match kv.scales {
+                    None => {
+                        let k_cache = self.builder.kv_append(caches[0], k, *paging)?;
+                        Attended {
+                            rows: [k_cache, self.builder.kv_append(caches[1], v, *paging)?],
+                            scales: None,
+                        }
+                    }
+                    Some(scales) => {
+                        let scales = [self.builder.state(scales.k), self.builder.state(scales.v)];
+                        let k = self.builder.kv_append_bytes([caches[0], scales[0]], k, *paging)?;
+                        let v = self.builder.kv_append_bytes([caches[1], scales[1]], v, *paging)?;
+                        Attended { rows: [k[0], v[0]], scales: Some([k[1], v[1]]) }
+                    }
+                }
             }
-            (RowContext::Documents { .. }, Some(own)) => own,
+            (RowContext::Documents { .. }, Some(own)) => Attended { rows: own, scales: None },
             (_, None) => self.attended[c.kv_layer(layer)],
         };
         self.attended.push(attended);
         let y = match &self.rows {
             RowContext::Paged(paged) => {
                 let attention = ir::Attention { scale, window, softcap };
-                self.builder.attention(attention, q, attended, paged.paging)?
+                match attended {
+                    Attended { rows, scales: None } => {
+                        self.builder.attention(attention, q, rows, paged.paging)?
+                    }
+                    Attended { rows: [k, v], scales: Some([k_scales, v_scales]) } => {
+                        let caches = [[k, k_scales], [v, v_scales]];
+                        self.builder.attention_bytes(attention, q, caches, paged.paging)?
+                    }
+                }
             }
             RowContext::Documents { spans, .. } => {
                 let causal = !c.arch.is_encoder();
                 let attention = ir::SpanAttention { scale, causal, window, softcap };
-                let [k, v] = attended;
+                let [k, v] = attended.rows;
                 self.builder.node(Op::SpanAttention(attention), &[q, k, v, *spans], "attention")?[0]
             }
         };

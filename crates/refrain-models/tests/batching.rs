@@ -31,11 +31,15 @@ impl Random {
 }
 
 fn engine(model: &Arc<Model>, n_positions: usize, max_tokens: usize) -> Engine {
+    engine_with(model, n_positions, max_tokens, DType::F16)
+}
+
+fn engine_with(model: &Arc<Model>, n_positions: usize, max_tokens: usize, kv_dtype: DType) -> Engine {
     let options = RunnerOptions {
         context: CONTEXT,
         n_positions,
         kv_block: 8,
-        kv_dtype: DType::F16,
+        kv_dtype,
         max_tokens,
         max_seqs: 40,
         n_recurrent: 0,
@@ -110,12 +114,12 @@ impl Open {
 }
 
 /// Runs random loads of a model, compares each request with itself alone, and returns the number of preemptions.
-fn run_loads(case: &str, model: &Arc<Model>, seed: u64) -> u64 {
+fn run_loads(case: &str, model: &Arc<Model>, kv_dtype: DType, seed: u64) -> u64 {
     let mut n_preempted = 0;
     let vocab = model.config().n_vocab;
     let mut random = Random(seed);
     let requests: Vec<Request> = (0..24).map(|_| request(&mut random, vocab)).collect();
-    let alone = engine(model, CONTEXT, 64);
+    let alone = engine_with(model, CONTEXT, 64, kv_dtype);
     let want: Vec<_> = requests
         .iter()
         .map(|request| {
@@ -128,7 +132,7 @@ fn run_loads(case: &str, model: &Arc<Model>, seed: u64) -> u64 {
         .collect();
     // Capacity for two to eight of them, and steps of few tokens or many.
     for (n_positions, max_tokens) in [(96, 7), (320, 48)] {
-        let engine = engine(model, n_positions, max_tokens);
+        let engine = engine_with(model, n_positions, max_tokens, kv_dtype);
         let mut open: Vec<Open> = Vec::new();
         let check = |(idx, got): (usize, Vec<Token>)| {
             assert_eq!(got, want[idx], "{case}, request {idx}, {n_positions} positions");
@@ -157,7 +161,7 @@ fn run_loads(case: &str, model: &Arc<Model>, seed: u64) -> u64 {
 fn any_load_gives_each_request_the_tokens_it_gets_alone() {
     let runs = CASES.into_iter().enumerate().map(|(idx, case)| {
         let model = Arc::new(Model::load(&ModelFiles::open(folder(case)).unwrap()).unwrap());
-        run_loads(case, &model, idx as u64)
+        run_loads(case, &model, DType::F16, idx as u64)
     });
     let n_preempted: u64 = runs.sum();
     assert!(n_preempted > 20, "the load was too low: {n_preempted}");
@@ -169,7 +173,32 @@ fn rounded_weights_give_the_same_bits_in_any_load() {
     for (idx, mix) in ["Q4_K_M", "Q8_0", "Q4_1", "BF16", "F16"].into_iter().enumerate() {
         let shape = NamedShape::new("test", Arch::Llama, [96, 256, 256, 2], [4, 2, 64]);
         let model = Model::random(&shape, QuantMix::from_name(mix).unwrap()).unwrap();
-        run_loads(mix, &Arc::new(model), idx as u64);
+        run_loads(mix, &Arc::new(model), DType::F16, idx as u64);
+    }
+}
+
+#[test]
+fn a_cache_in_bytes_gives_the_same_bits_in_any_load_and_about_the_error_of_one_in_bf16() {
+    for (idx, case) in ["llama", "mistral-window", "gemma3", "gemma4-e2b", "qwen35"].into_iter().enumerate() {
+        let model = Arc::new(Model::load(&ModelFiles::open(folder(case)).unwrap()).unwrap());
+        run_loads(case, &model, DType::U8, idx as u64);
+        let logits = |kv_dtype| {
+            let engine = engine_with(&model, CONTEXT, 64, kv_dtype);
+            let (sequence, mut logits) = (engine.open(CONTEXT).unwrap(), Vec::new());
+            let tokens: Vec<u32> = (0..40).map(|i| i * 7 % 60).collect();
+            engine.logits(&sequence, &tokens, 40, &mut logits).unwrap();
+            logits
+        };
+        let exact = logits(DType::F32);
+        let norm = |v: &mut dyn Iterator<Item = f32>| v.map(|x| f64::from(x * x)).sum::<f64>().sqrt();
+        let error = |kv_dtype| {
+            let rounded = logits(kv_dtype);
+            norm(&mut exact.iter().zip(&rounded).map(|(a, b)| a - b)) / norm(&mut exact.iter().copied())
+        };
+        // Half a step of 127 is about twice half a unit of BF16; how much that matters depends on the model.
+        let (bytes, bf16) = (error(DType::U8), error(DType::BF16));
+        println!("{case}: relative error {bytes:.5} in bytes, {bf16:.5} in BF16");
+        assert!(bytes > 0.0 && bytes < 6.0 * bf16, "{case}: {bytes}, and {bf16} in BF16");
     }
 }
 

@@ -2,6 +2,7 @@
 
 use crate::dense::{In, Out, ReferenceError, store_one};
 use refrain_graph::{Attention, Rope, RopeStyle};
+use refrain_tensor::{row_from_bytes, row_scale, row_to_bytes};
 
 pub(crate) fn rope(rope: &Rope, inputs: &[In<'_>], out: &mut Out<'_>) -> Result<(), ReferenceError> {
     let [x, positions, inv_freq] = [&inputs[0], &inputs[1], &inputs[2]];
@@ -89,6 +90,45 @@ pub(crate) fn kv_append(inputs: &[In<'_>], cache: &mut Out<'_>) -> Result<(), Re
     Ok(())
 }
 
+pub(crate) fn kv_append_bytes(inputs: &[In<'_>], outputs: &mut [Out<'_>]) -> Result<(), ReferenceError> {
+    let [x, positions, seqs, tables] = [&inputs[0], &inputs[1], &inputs[2], &inputs[3]];
+    let [cache, scales] = outputs else {
+        return Err(ReferenceError::Unsupported {
+            op: "kv_append_bytes",
+            because: "it has two outputs".into(),
+        });
+    };
+    let dims = cache.ty.shape.dims().to_vec();
+    let (n_heads, kv_block, head_dim) = (dims[1], dims[2], dims[3]);
+    let pages = CachePages::new(&dims, tables)?;
+    let (positions, seqs, x) = (positions.to_i32()?, seqs.to_i32()?, x.to_f32()?);
+    for (row, &position) in positions.iter().enumerate() {
+        let Ok(position) = usize::try_from(position) else { continue };
+        let (block, at) = pages.find(seqs[row], position)?;
+        for head in 0..n_heads {
+            let to = (block * n_heads + head) * kv_block + at;
+            let x = &x[(row * n_heads + head) * head_dim..][..head_dim];
+            row_to_bytes(x, &mut cache.bytes[to * head_dim..][..head_dim]);
+            store_one(scales.ty.dtype, &mut scales.bytes[4 * to..][..4], row_scale(x))?;
+        }
+    }
+    Ok(())
+}
+
+/// The rows of a cache as numbers; those of an 8-bit cache are bytes times a scale.
+fn cache_values(cache: &In<'_>, scales: Option<&In<'_>>) -> Result<Vec<f32>, ReferenceError> {
+    let Some(scales) = scales else { return Ok(cache.to_f32()?) };
+    let (bytes, scales) = (cache.to_dense()?, scales.to_f32()?);
+    let head_dim = cache.dim(3);
+    let mut values = vec![0.0; bytes.len()];
+    for ((to, bytes), scale) in
+        values.chunks_exact_mut(head_dim).zip(bytes.chunks_exact(head_dim)).zip(scales)
+    {
+        row_from_bytes(bytes, scale, to);
+    }
+    Ok(values)
+}
+
 pub(crate) fn attention(
     attention: &Attention,
     inputs: &[In<'_>],
@@ -100,7 +140,8 @@ pub(crate) fn attention(
     let (n_kv_heads, kv_block) = (cache.dims()[1], cache.dims()[2]);
     let pages = CachePages::new(cache.dims(), tables)?;
     let (positions, seqs) = (positions.to_i32()?, seqs.to_i32()?);
-    let (q, k, v) = (q.to_f32()?, k.to_f32()?, v.to_f32()?);
+    let q = q.to_f32()?;
+    let (k, v) = (cache_values(k, inputs.get(6))?, cache_values(v, inputs.get(7))?);
     let mut y = vec![0.0; q.len()];
     for (row, &position) in positions.iter().enumerate() {
         let Ok(position) = usize::try_from(position) else { continue };

@@ -211,6 +211,7 @@ pub fn evaluate(op: &Op, inputs: &[F64Array]) -> Result<Vec<F64Array>, Reference
             one(F64Array { shape: Shape::from([1]), values: vec![sum] })
         }
         Op::KvAppend
+        | Op::KvAppendBytes
         | Op::Attention(_)
         | Op::Recurrent(_)
         | Op::Sample(_)

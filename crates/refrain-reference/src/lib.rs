@@ -74,6 +74,7 @@ pub fn run(op: &Op, inputs: &[In<'_>], outputs: &mut [Out<'_>]) -> Result<(), Re
         Op::Gate(kind) => elementwise::gate(*kind, &inputs[0], &inputs[1], &mut outputs[0]),
         Op::Rope(rope) => attention::rope(rope, inputs, &mut outputs[0]),
         Op::KvAppend => attention::kv_append(inputs, &mut outputs[0]),
+        Op::KvAppendBytes => attention::kv_append_bytes(inputs, outputs),
         Op::Attention(attention) => attention::attention(attention, inputs, &mut outputs[0]),
         Op::Recurrent(op) => recurrent::recurrent(op, inputs, outputs),
         Op::Sample(op) => sample::sample(*op, inputs, outputs),

@@ -9,10 +9,12 @@ mod error;
 mod host;
 mod layout;
 pub mod quant;
+mod row8;
 mod shape;
 
 pub use dtype::DType;
 pub use error::TensorError;
 pub use host::{Bytes, HostTensor, Owner};
 pub use layout::Layout;
+pub use row8::{row_from_bytes, row_scale, row_to_bytes};
 pub use shape::{MAX_RANK, Shape};

@@ -131,6 +131,7 @@ fn runs_in_doubles(case: &Case) -> bool {
         !matches!(
             op,
             Op::KvAppend
+                | Op::KvAppendBytes
                 | Op::Attention(_)
                 | Op::Sample(_)
                 | Op::Accumulate

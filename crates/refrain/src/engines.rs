@@ -171,7 +171,7 @@ fn check(weights: &Model, name: &str, options: &SessionOptions) -> Result<usize,
     if context == 0 || context > most {
         return Err(Error::Context { got: context, most, model: name.into() });
     }
-    if !options.kv_dtype.is_float() {
+    if !options.kv_dtype.is_float() && options.kv_dtype != DType::U8 {
         return Err(Error::KvDtype { got: options.kv_dtype });
     }
     Ok(context)

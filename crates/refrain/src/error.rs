@@ -289,7 +289,7 @@ impl Error {
             Error::BenchContext { .. } => {
                 Some("measure a shorter prompt, fewer decoded tokens or a smaller depth".into())
             }
-            Error::KvDtype { .. } => Some("use F16, BF16 or F32".into()),
+            Error::KvDtype { .. } => Some("use F16, BF16, F32, or U8 for 8-bit rows with scales".into()),
             #[cfg(feature = "pull")]
             Error::Hub(e) => e.hint(),
             Error::Train(e) => learn_cause(e)

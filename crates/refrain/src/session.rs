@@ -104,7 +104,7 @@ pub struct SessionOptions {
     pub device: Device,
     /// Maximum number of tokens; the smaller of 4,096 and the model's limit when `None`.
     pub context: Option<usize>,
-    /// Element type of the KV cache: F16, BF16 or F32.
+    /// Element type of the KV cache: F16, BF16, F32, or U8 for signed bytes with a scale per head and position.
     pub kv_dtype: DType,
     /// Maximum number of decode steps in flight on a CUDA device; its default when `None`, and 1 launches none ahead.
     pub ahead: Option<usize>,

@@ -1,7 +1,7 @@
 //! Text from the built-in model: where it ends, what is evaluated, and that it is reproducible.
 
-use refrain::{Builtin, Device, EngineError, Error, Finish, Generate, Model, Prompt, SamplingParams};
-use refrain::{Session, SessionOptions, StepKind, Summary};
+use refrain::{Builtin, DType, Device, EngineError, Error, Finish, Generate, Model, Prompt, SamplingParams};
+use refrain::{Service, ServiceOptions, Session, SessionOptions, StepKind, Summary};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -243,4 +243,32 @@ fn perplexity_is_low_for_stories_and_the_same_on_any_number_of_threads() {
     assert!(matches!(error, Error::Engine(EngineError::Window { window: 65, context: 64 })), "{error}");
     let error = small.perplexity("Too short", 64, None, |_, _| {}).unwrap_err();
     assert!(matches!(error, Error::Engine(EngineError::TextTooShort { window: 64, .. })), "{error}");
+}
+
+#[test]
+fn a_cache_in_bytes_halves_the_memory_and_predicts_as_well_as_one_in_f16() {
+    let with = |kv_dtype| SessionOptions { kv_dtype, ..cpu(2) };
+    // Stories of its own, in windows of which most tokens are read from the cache.
+    let mut story = String::new();
+    let mut teller = session(cpu(2));
+    for seed in 0..4 {
+        let sampling = SamplingParams { seed, ..SamplingParams::default() };
+        let options = Generate { sampling: Some(sampling), ..greedy(200) };
+        story += &text(&mut teller, START, &options).0;
+        teller.reset();
+    }
+    let of = |kv_dtype| session(with(kv_dtype)).perplexity(&story, 128, None, |_, _| {}).unwrap();
+    let (half, bytes) = (of(DType::F16), of(DType::U8));
+    assert!(half.n_scored > 100, "{half:?}");
+    let change = bytes.perplexity / half.perplexity - 1.0;
+    assert!(change != 0.0 && change.abs() < 0.005, "{half:?} and {bytes:?}");
+    let model = Model::builtin().unwrap();
+    let of = |kv_dtype| {
+        let kv_tokens =
+            |n| ServiceOptions { session: with(kv_dtype), kv_tokens: Some(n), ..ServiceOptions::default() };
+        Service::memory_needs(&model, &kv_tokens(8192)).unwrap()
+            - Service::memory_needs(&model, &kv_tokens(4096)).unwrap()
+    };
+    let share = of(DType::U8) as f64 / of(DType::F16) as f64;
+    assert!(share < 0.57, "{share}");
 }

@@ -110,6 +110,7 @@ pub(crate) fn value_call(
         | Op::Pad { .. }
         | Op::Moe(_)
         | Op::KvAppend
+        | Op::KvAppendBytes
         | Op::Attention(_)
         | Op::Recurrent(_)
         | Op::Sample(_)

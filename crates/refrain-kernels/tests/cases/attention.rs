@@ -68,6 +68,9 @@ pub fn kv_append() -> Vec<Case> {
             cases.push(kv_case(dtype, head_dim));
         }
     }
+    for (head_dim, reach) in [(1, 1.0), (16, 1.0), (33, 1e30), (300, 1.0), (64, 1e-38)] {
+        cases.push(kv_bytes_case(head_dim, reach));
+    }
     cases
 }
 
@@ -100,10 +103,69 @@ fn kv_case(dtype: DType, head_dim: usize) -> Case {
             out.push(kernels.kv_append(&KvAppendArgs {
                 cache: b[0],
                 cache_dtype: dtype,
+                scales: None,
                 x: dense(b[1], &[n, n_kv_heads, head_dim]),
                 positions: b[2],
                 seqs: b[3],
                 tables: b[4],
+                n,
+                n_blocks,
+                n_kv_heads,
+                kv_block,
+                head_dim,
+                n_seqs,
+                max_blocks,
+                step: "case",
+            })?);
+            Ok(())
+        },
+    )
+}
+
+/// Every position of both sequences, so that the whole cache is written.
+fn kv_bytes_case(head_dim: usize, reach: f32) -> Case {
+    let (n_blocks, n_kv_heads, kv_block, n_seqs, max_blocks) = (6, 2, 4, 2, 3);
+    let n = n_blocks * kv_block;
+    let cells = [n_blocks, n_kv_heads, kv_block, head_dim];
+    let mut x: Vec<f32> = normals(n * n_kv_heads * head_dim, 3).iter().map(|v| v * reach).collect();
+    (x[0], x[head_dim]) = (f32::NAN, f32::INFINITY);
+    let x = f32s(&x);
+    let rows: Vec<i32> = Rng::new(9).shuffled(n).into_iter().map(|i| i as i32).collect();
+    let positions = i32s(&rows.iter().map(|i| i % 12).collect::<Vec<_>>());
+    let seqs = i32s(&rows.iter().map(|i| i / 12).collect::<Vec<_>>());
+    let tables = i32s(&[5, 0, 3, 4, 2, 1]);
+    let inputs = [
+        Operand(DType::F32, contiguous(&[n, n_kv_heads, head_dim]), &x),
+        Operand(DType::I32, contiguous(&[n]), &positions),
+        Operand(DType::I32, contiguous(&[n]), &seqs),
+        Operand(DType::I32, contiguous(&[n_seqs, max_blocks]), &tables),
+    ];
+    let n_cells: usize = cells.iter().product();
+    let mut outputs = [
+        (TensorType::new(DType::U8, shape(&cells)), vec![0; n_cells]),
+        (TensorType::new(DType::F32, shape(&cells[..3])), vec![0; 4 * n_cells / head_dim]),
+    ];
+    reference(&Op::KvAppendBytes, &inputs, &mut outputs);
+    let [(_, bytes), (_, scales)] = outputs;
+    Case::new(
+        format!("kv_append_bytes head_dim={head_dim} reach={reach}"),
+        vec![
+            Role::Exact(bytes),
+            Role::Exact(scales),
+            Role::In(x),
+            Role::In(positions),
+            Role::In(seqs),
+            Role::In(tables),
+        ],
+        move |kernels, b, out| {
+            out.push(kernels.kv_append(&KvAppendArgs {
+                cache: b[0],
+                cache_dtype: DType::U8,
+                scales: Some(b[1]),
+                x: dense(b[2], &[n, n_kv_heads, head_dim]),
+                positions: b[3],
+                seqs: b[4],
+                tables: b[5],
                 n,
                 n_blocks,
                 n_kv_heads,
@@ -241,6 +303,12 @@ pub fn attention() -> Vec<Case> {
         cases.push(attention_case(plain, Shape { dtype, head_dim: 256, ..base }, &positions));
         cases.push(attention_case(plain, Shape { dtype, head_dim: 512, ..base }, &positions));
     }
+    for (head_dim, n_splits) in [(2, 1), (64, 3), (130, 3), (512, 3)] {
+        let shape = Shape { dtype: DType::U8, head_dim, n_splits, ..base };
+        cases.push(attention_case(plain, shape, &positions));
+    }
+    let in_bytes = Shape { dtype: DType::U8, ..base };
+    cases.push(attention_case(Attention { window: Some(31), ..plain }, in_bytes, &positions));
     for head_dim in [2, 80, 96, 128, 130] {
         cases.push(attention_case(plain, Shape { head_dim, ..base }, &positions));
     }
@@ -260,7 +328,16 @@ fn attention_case(attention: Attention, s: Shape, positions: &[i32]) -> Case {
     let n_blocks = n_seqs * max_blocks;
     let cells = [n_blocks, n_kv_heads, kv_block, head_dim];
     let n_cells = cells.iter().product();
-    let (k, v) = (encode(dtype, &normals(n_cells, 4)), encode(dtype, &normals(n_cells, 5)));
+    let in_bytes = dtype == DType::U8;
+    let cache = |seed: u64| match in_bytes {
+        true => Rng::new(seed).shuffled(n_cells).into_iter().map(|i| i as u8).collect(),
+        false => encode(dtype, &normals(n_cells, seed)),
+    };
+    let (k, v) = (cache(4), cache(5));
+    let scales = |seed: u64| -> Vec<u8> {
+        f32s(&normals(n_cells / head_dim, seed).iter().map(|v| v.abs() / 64.0).collect::<Vec<_>>())
+    };
+    let (k_scales, v_scales) = (scales(8), scales(9));
     let q = f32s(&normals(n * n_heads * head_dim, 6));
     let order: Vec<i32> = Rng::new(7).shuffled(n_blocks).into_iter().map(|b| b as i32).collect();
     let seqs: Vec<i32> = (0..n).map(|i| (i % n_seqs) as i32).collect();
@@ -272,8 +349,11 @@ fn attention_case(attention: Attention, s: Shape, positions: &[i32]) -> Case {
         Operand(DType::I32, contiguous(&[n]), &positions),
         Operand(DType::I32, contiguous(&[n]), &seqs),
         Operand(DType::I32, contiguous(&[n_seqs, max_blocks]), &tables),
+        Operand(DType::F32, contiguous(&cells[..3]), &k_scales),
+        Operand(DType::F32, contiguous(&cells[..3]), &v_scales),
     ];
-    let y = reference_f32(&Op::Attention(attention), &inputs, &[n, n_heads, head_dim]);
+    let inputs = &inputs[..if in_bytes { 8 } else { 6 }];
+    let y = reference_f32(&Op::Attention(attention), inputs, &[n, n_heads, head_dim]);
     let scratch = attention_scratch_bytes(n, n_heads, head_dim, n_splits) as usize;
     Case::new(
         format!(
@@ -289,6 +369,8 @@ fn attention_case(attention: Attention, s: Shape, positions: &[i32]) -> Case {
             Role::In(seqs),
             Role::In(tables),
             Role::Scratch(scratch),
+            Role::In(k_scales),
+            Role::In(v_scales),
         ],
         move |kernels, b, out| {
             let args = AttentionArgs {
@@ -297,6 +379,7 @@ fn attention_case(attention: Attention, s: Shape, positions: &[i32]) -> Case {
                 k_cache: b[2],
                 v_cache: b[3],
                 cache_dtype: dtype,
+                scales: in_bytes.then_some([b[8], b[9]]),
                 positions: b[4],
                 seqs: b[5],
                 tables: b[6],

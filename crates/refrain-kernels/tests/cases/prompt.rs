@@ -386,6 +386,7 @@ fn flash_case(attention: Attention, s: Shape, positions: &[i32], n_seqs_used: us
             k_cache: b[3],
             v_cache: b[4],
             cache_dtype: dtype,
+            scales: None,
             positions: b[5],
             seqs: b[6],
             tables: b[7],

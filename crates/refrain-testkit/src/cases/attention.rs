@@ -71,6 +71,10 @@ impl CaseBlockTables {
         Arg::ints([self.tables.len() / self.max_blocks, self.max_blocks], self.tables.clone())
     }
 
+    fn scales(&self, n_kv_heads: usize) -> Arg {
+        Arg::state(DType::F32, [self.n_blocks, n_kv_heads, self.kv_block])
+    }
+
     fn cache(&self, dtype: DType, n_kv_heads: usize, head_dim: usize) -> Arg {
         Arg::state(dtype, [self.n_blocks, n_kv_heads, self.kv_block, head_dim])
     }
@@ -110,6 +114,31 @@ pub(super) fn kv_append() -> Vec<Case> {
             Tol::Bits,
             args,
         ));
+    }
+    cases
+}
+
+/// Appends to an 8-bit cache, whose rows are rounded with a scale each.
+pub(super) fn kv_append_bytes() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for (x, head_dim, reach) in [(DType::F32, 5, 3.0), (DType::F16, 64, 400.0), (DType::F32, 32, 1e-37)] {
+        let pages = CaseBlockTables::new(4, &[6, 1, 9], 3);
+        let (mut positions, mut seqs) = all_rows(&[6, 1, 9], 4);
+        positions.extend([-1, -1]);
+        seqs.extend([-1, 99]);
+        let n = positions.len();
+        let args = vec![
+            pages.cache(DType::U8, 2, head_dim),
+            pages.scales(2),
+            Arg::float(x, [n, 2, head_dim]).fill(Fill::Uniform(-reach, reach)),
+            Arg::ints([n], positions),
+            Arg::ints([n], seqs),
+            pages.tables(),
+        ];
+        let name = format!("{x} of {head_dim} up to {reach}, three sequences and padding");
+        cases.push(Case::build(name, Op::KvAppendBytes, Tol::Bits, args, |b, v| {
+            Ok(b.kv_append_bytes([v[0], v[1]], v[2], [v[3], v[4], v[5]])?.to_vec())
+        }));
     }
     cases
 }
@@ -232,6 +261,7 @@ pub(super) fn attention() -> Vec<Case> {
         (DType::F32, DType::BF16),
         (DType::F16, DType::F16),
         (DType::BF16, DType::BF16),
+        (DType::F32, DType::U8),
     ];
     shapes.iter().flat_map(|shape| types.map(|(q, kv)| attention_case(shape, q, kv))).collect()
 }
@@ -256,12 +286,21 @@ fn attention_case(shape: &AttentionShape, q: DType, kv: DType) -> Case {
         Arg::float(DType::F32, [n_past, n_kv_heads, head_dim]),
         Arg::ints([n_past], positions),
         Arg::ints([n_past], seqs),
+        pages.scales(n_kv_heads),
+        pages.scales(n_kv_heads),
     ];
+    let in_bytes = kv == DType::U8;
+    let args = args.into_iter().take(if in_bytes { 12 } else { 10 }).collect();
     let name = format!("{}, {q} over {kv}", shape.name);
     // Scores in the hundreds cost a few bits of the exponential's argument.
     let tol = Tol::Whole(if shape.sharpness > 100.0 { 1e-3 } else { 2e-5 }).rounded_to(q);
     Case::build(name, Op::Attention(attention), tol, args, |b, v| {
         let past = [v[8], v[9], v[5]];
+        if in_bytes {
+            let k = b.kv_append_bytes([v[1], v[10]], v[6], past)?;
+            let v_cache = b.kv_append_bytes([v[2], v[11]], v[7], past)?;
+            return Ok(vec![b.attention_bytes(attention, v[0], [k, v_cache], [v[3], v[4], v[5]])?]);
+        }
         let k = b.kv_append(v[1], v[6], past)?;
         let v_cache = b.kv_append(v[2], v[7], past)?;
         Ok(vec![b.attention(attention, v[0], [k, v_cache], [v[3], v[4], v[5]])?])

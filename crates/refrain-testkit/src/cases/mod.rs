@@ -27,6 +27,7 @@ pub fn cases() -> Vec<Case> {
         matrix::cases(),
         attention::rope(),
         attention::kv_append(),
+        attention::kv_append_bytes(),
         attention::attention(),
         recurrent::short_conv(),
         recurrent::gated_delta(),
