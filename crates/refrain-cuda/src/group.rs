@@ -4,7 +4,7 @@ use refrain_driver::api::DeviceInfo;
 use refrain_graph::{Fusion, GroupKind, GroupQuery, Op, Products, Seen};
 use refrain_tensor::Layout;
 
-use crate::{attend, fused, prefill, train_products};
+use crate::{attend, experts, fused, prefill, train_products};
 
 /// Implements [`refrain_graph::Backend::fuses`].
 pub(crate) fn fuses(query: &GroupQuery<'_>, card: &DeviceInfo) -> Fusion {
@@ -19,6 +19,7 @@ pub(crate) fn fuses(query: &GroupQuery<'_>, card: &DeviceInfo) -> Fusion {
         GroupKind::AttendStored(attend) => attend::fuses_stored(query, attend, card),
         // In-place rope is allowed: the thread that reads an element also writes it.
         GroupKind::RopeAppend(_) => Fusion::Staged,
+        GroupKind::Experts(chain) => experts::fuses(query, chain),
     }
 }
 
