@@ -2,8 +2,8 @@
 
 use crate::interrupt::Interrupt;
 use crate::{
-    batch, bench, chat, compare, completions, convert, doctor, embed, finetune, imatrix, inspect, list, merge,
-    perplexity, plan, pull, quantize, reference, rm, run, serve, show, tokenize, train, trial, worker,
+    batch, bench, chat, compare, completions, convert, doctor, embed, finetune, imatrix, inspect, list,
+    merge, perplexity, plan, pull, quantize, reference, rm, run, serve, show, tokenize, train, trial, worker,
 };
 use clap::{Args, Parser, Subcommand};
 use refrain_hub::{Env, Store};

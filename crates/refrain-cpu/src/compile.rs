@@ -312,7 +312,8 @@ pub(crate) fn fuses(query: &GroupQuery<'_>) -> Fusion {
         | GroupKind::Products(_)
         | GroupKind::Attend(_)
         | GroupKind::AttendStored(_)
-        | GroupKind::RopeAppend(_) => Fusion::Smaller,
+        | GroupKind::RopeAppend(_)
+        | GroupKind::Experts(_) => Fusion::Smaller,
     }
 }
 
@@ -568,7 +569,7 @@ fn experts(plan: &Shaped<'_>, op: &MoeOp, ins: &[Operand], outs: &[Operand]) -> 
             if route.groups.is_some_and(|groups| groups.n_groups > MAX_GROUPS) {
                 return None;
             }
-            let mut vectors = vectors(&ins[1..])?.into_iter();
+            let mut vectors = vectors(&ins[1..=route.n_vectors()])?.into_iter();
             let bias = if route.biased { vectors.next() } else { None };
             Some(Kernel::Route(Box::new(RouteCall {
                 route: *route,
@@ -576,6 +577,10 @@ fn experts(plan: &Shaped<'_>, op: &MoeOp, ins: &[Operand], outs: &[Operand]) -> 
                 n_experts: ins[0].layout.shape().dims()[1],
                 bias,
                 scales: vectors.next(),
+                positions: match route.positions(ins.len()) {
+                    Some(i) => Some(control(plan, &ins[i])?),
+                    None => None,
+                },
                 ids: arena(plan, &outs[0])?,
                 weights: arena(plan, &outs[1])?,
             })))

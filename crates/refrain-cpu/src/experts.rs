@@ -248,10 +248,11 @@ pub(crate) struct RouteCall {
     pub route: Route,
     pub logits: Loc, // [n, n_experts]
     pub n_experts: usize,
-    pub bias: Option<WeightId>,   // [n_experts]
-    pub scales: Option<WeightId>, // [n_experts]
-    pub ids: Range<usize>,        // [n, n_choices]
-    pub weights: Range<usize>,    // [n, n_choices]
+    pub bias: Option<WeightId>,          // [n_experts]
+    pub scales: Option<WeightId>,        // [n_experts]
+    pub positions: Option<Range<usize>>, // control: [n]
+    pub ids: Range<usize>,               // [n, n_choices]
+    pub weights: Range<usize>,           // [n, n_choices]
 }
 
 /// Scratch floats per expert for routing one row: scores and comparison values.

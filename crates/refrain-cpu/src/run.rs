@@ -372,7 +372,13 @@ impl Executor<'_> {
         let [ids, weights, ..] = carved.outs;
         let k = call.route.n_choices;
         let rows = ids.chunks_exact_mut(k).zip(weights.chunks_exact_mut(k));
-        for (logits, (ids, weights)) in logits.chunks_exact(call.n_experts).zip(rows) {
+        let positions = call.positions.as_ref().map(|range| &self.words()[range.clone()]);
+        for (row, (logits, (ids, weights))) in logits.chunks_exact(call.n_experts).zip(rows).enumerate() {
+            if positions.is_some_and(|positions| positions[row] < 0) {
+                ids.fill(f32::from_bits((-1_i32).cast_unsigned()));
+                weights.fill(0.0);
+                continue;
+            }
             route_row(&call.route, logits, vectors, numbers, ids, weights);
         }
     }

@@ -1,11 +1,13 @@
 //! Lowers mixture-of-experts ops to launches.
 
 use refrain_driver::{Buf, Launch};
-use refrain_graph::{ExpertGate, MoeOp, NodeId, Op, Operand, Place, Step, TensorType};
+use refrain_graph::{
+    ExpertChain, ExpertGate, Fusion, GroupQuery, MoeOp, NodeId, Op, Operand, Place, Route, Step, TensorType,
+};
 use refrain_kernels::{
-    ExpertGateArgs, ExpertSizes, ExpertSumArgs, ExpertWeight, GroupedArgs, GroupedPlan, GroupedSizes,
-    KernelError, MAX_CHOICES, MAX_EXPERTS, MAX_ROUTE_GROUPS, PACKED_DTYPES, RouteArgs, expert_scratch_bytes,
-    has_experts,
+    ExpertGateArgs, ExpertSizes, ExpertSumArgs, ExpertWeight, GateRouter, GroupedArgs, GroupedPlan,
+    GroupedSizes, KernelError, MAX_CHOICES, MAX_EXPERTS, MAX_ROUTE_GROUPS, MIN_SORTED_ROWS, PACKED_DTYPES,
+    RouteArgs, expert_scratch_bytes, has_experts, joins_gate,
 };
 use refrain_tensor::DType;
 
@@ -71,6 +73,27 @@ pub(crate) fn scratch_bytes(op: &MoeOp, step: &Step, rules: ChoiceRules<'_>) -> 
     expert_scratch_bytes(&sizes(op, step, rules), n_products).unwrap_or(u64::MAX)
 }
 
+/// Largest number of experts, and of columns, for which the gate's blocks also run the router: their shared
+/// memory holds both.
+const MAX_JOINED: (usize, usize) = (1024, 16_384);
+
+/// Whether experts run as one group: with their router for a few rows, and without it for many, so that tensor
+/// cores can keep the rows between the products in 16 bits. Launches of a group may not overwrite each other's
+/// inputs, so all buffers stay allocated.
+pub(crate) fn fuses(query: &GroupQuery<'_>, chain: &ExpertChain) -> Fusion {
+    let (gate, ids) = (query.input(chain.gated, 2), query.input(chain.gated, 1));
+    let is_few = ids.layout.shape().dims()[0] < MIN_SORTED_ROWS;
+    let (n_experts, k) = (gate.layout.shape().dims()[0], gate.layout.shape().dim_back(0));
+    let joins = match chain.route.map(|route| query.op(route)) {
+        None => !is_few && gate.dtype != DType::F32,
+        Some(Op::Moe(MoeOp::Route(route))) => {
+            is_few && joins_gate(route) && n_experts <= MAX_JOINED.0 && k <= MAX_JOINED.1
+        }
+        Some(_) => false,
+    };
+    if joins { Fusion::Joined } else { Fusion::Smaller }
+}
+
 /// An expert layer of many rows, from the router's choices to their weighted sum.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ExpertLayer {
@@ -79,18 +102,11 @@ pub(crate) struct ExpertLayer {
     pub(crate) plan: GroupedPlan,
 }
 
-/// Sizes of the layer that two steps form, if they are its halves.
-pub(crate) fn layer_sizes(gated: &Step, summed: &Step, rules: ChoiceRules<'_>) -> Option<GroupedSizes> {
-    let (Op::Moe(gate @ MoeOp::Gated(_)), Op::Moe(sum @ MoeOp::Summed { .. })) = (&gated.op, &summed.op)
-    else {
-        return None;
-    };
-    let same = |a: &Operand, b: &Operand| a.buffer == b.buffer && a.layout == b.layout;
-    let joins = same(&gated.outputs[0], &summed.inputs[0]) && same(&gated.inputs[1], &summed.inputs[1]);
-    let (first, second) = (sizes(gate, gated, rules), sizes(sum, summed, rules));
-    let ExpertSizes { n_rows, n_choices, n_experts, n: inner, k, .. } = first;
-    let is_one = joins && second.n_experts == n_experts && second.k == inner;
-    is_one.then_some(GroupedSizes { n_rows, n_choices, n_experts, k, inner, n: second.n })
+/// Sizes of a layer with these halves.
+pub(crate) fn layer_sizes(gated: &Step, summed: &Step, rules: ChoiceRules<'_>) -> GroupedSizes {
+    let (Op::Moe(gate), Op::Moe(sum)) = (&gated.op, &summed.op) else { unreachable!("halves of experts") };
+    let ExpertSizes { n_rows, n_choices, n_experts, n: inner, k, .. } = sizes(gate, gated, rules);
+    GroupedSizes { n_rows, n_choices, n_experts, k, inner, n: sizes(sum, summed, rules).n }
 }
 
 impl Lowering<'_> {
@@ -136,6 +152,58 @@ impl Lowering<'_> {
         })
     }
 
+    /// Experts of a few rows, with their router: two launches.
+    pub(crate) fn routed_experts(
+        &self,
+        chain: &ExpertChain,
+        launches: &mut Vec<Launch>,
+    ) -> Result<(), KernelError> {
+        let (gated, summed) = (self.plan.step(chain.gated), self.plan.step(chain.summed));
+        let route = chain.route.map(|route| self.plan.step(route));
+        let (Some(Step { op: Op::Moe(MoeOp::Route(rule)), .. }), Op::Moe(MoeOp::Gated(gate))) =
+            (route, &gated.op)
+        else {
+            unreachable!("chosen for these ops")
+        };
+        let Some(route) = route else { unreachable!("matched above") };
+        let router = GateRouter {
+            route: *rule,
+            logits: self.dense(route, &route.inputs[0])?,
+            scales: if rule.scaled { Some(self.vector(route, 1)?) } else { None },
+            positions: self.route_positions(route, rule)?,
+            weights: self.dense(route, &route.outputs[1])?,
+        };
+        self.gate(gated, gate, Some((router, &labels(&[route, gated]))), launches)?;
+        let Op::Moe(op) = &summed.op else { unreachable!("chosen for these ops") };
+        self.experts(summed, op, launches)
+    }
+
+    /// First half of experts, with its router if that is part of the launch.
+    fn gate(
+        &self,
+        step: &Step,
+        gate: &ExpertGate,
+        router: Option<(GateRouter, &str)>,
+        launches: &mut Vec<Launch>,
+    ) -> Result<(), KernelError> {
+        let (first, second) = self.gate_weights(step, gate)?;
+        let op = MoeOp::Gated(*gate);
+        let bytes = scratch_bytes(&op, step, self.rules);
+        let args = ExpertGateArgs {
+            activation: gate.activation,
+            x: self.dense(step, &step.inputs[0])?,
+            ids: self.dense(step, &step.inputs[1])?,
+            gate: first,
+            up: second,
+            y: self.dense(step, &step.outputs[0])?,
+            sizes: sizes(&op, step, self.rules),
+            scratch: if bytes > 0 { Some(self.areas.own.slice(0, bytes)?) } else { None },
+            router: router.map(|(router, _)| router),
+            step: router.map_or(step.label.as_str(), |(_, label)| label),
+        };
+        self.kernels.expert_gate(&args, launches)
+    }
+
     pub(crate) fn experts(
         &self,
         step: &Step,
@@ -147,7 +215,7 @@ impl Lowering<'_> {
         let label = step.label.as_str();
         if let MoeOp::Route(route) = op {
             let shape = step.inputs[0].layout.shape();
-            let mut vectors = 1..step.inputs.len();
+            let mut vectors = 1..=route.n_vectors();
             let mut vector = |is_there: bool| match vectors.next().filter(|_| is_there) {
                 Some(i) => self.vector(step, i).map(Some),
                 None => Ok(None),
@@ -158,6 +226,7 @@ impl Lowering<'_> {
                 logits: dense(0)?,
                 bias,
                 scales: vector(route.scaled)?,
+                positions: self.route_positions(step, route)?,
                 ids: out(0)?,
                 weights: out(1)?,
                 n: shape.dims()[0],
@@ -170,21 +239,7 @@ impl Lowering<'_> {
         let bytes = scratch_bytes(op, step, self.rules);
         let scratch = if bytes > 0 { Some(self.areas.own.slice(0, bytes)?) } else { None };
         match op {
-            MoeOp::Gated(gate) => {
-                let (first, second) = self.gate_weights(step, gate)?;
-                let args = ExpertGateArgs {
-                    activation: gate.activation,
-                    x: dense(0)?,
-                    ids: dense(1)?,
-                    gate: first,
-                    up: second,
-                    y: out(0)?,
-                    sizes,
-                    scratch,
-                    step: label,
-                };
-                self.kernels.expert_gate(&args, launches)
-            }
+            MoeOp::Gated(gate) => self.gate(step, gate, None, launches),
             MoeOp::Summed { biased } => {
                 let args = ExpertSumArgs {
                     x: dense(0)?,
@@ -200,6 +255,11 @@ impl Lowering<'_> {
             }
             MoeOp::Route(_) => unreachable!("lowered above"),
         }
+    }
+
+    fn route_positions(&self, step: &Step, route: &Route) -> Result<Option<Buf>, KernelError> {
+        let positions = route.positions(step.inputs.len()).map(|i| &step.inputs[i]);
+        positions.map(|positions| self.dense(step, positions)).transpose()
     }
 
     fn expert_weight(&self, step: &Step, i: usize, bias: Option<usize>) -> Result<ExpertWeight, KernelError> {

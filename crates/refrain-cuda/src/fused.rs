@@ -7,7 +7,8 @@ use refrain_driver::api::DeviceInfo;
 use refrain_driver::{Buf, Launch};
 use refrain_graph::{Fusion, GroupQuery, Op, Operand, Place, Plan, Producer, ProductPart, Products, Step};
 use refrain_kernels::{
-    KernelError, MAX_PARTS, ProductArgs, ProductWeight as Part, has_product, product_too_long, products_join,
+    ExpertLogitsArgs, KernelError, MAX_EXPERTS, MAX_PARTS, MAX_ROUTED_ROW, ProductArgs,
+    ProductWeight as Part, has_product, product_too_long, products_join,
 };
 use refrain_tensor::{DType, Layout};
 
@@ -51,10 +52,49 @@ pub(crate) fn fuses(query: &GroupQuery<'_>, products: &Products, card: &DeviceIn
         Some(Producer::Gate(_) | Producer::Attention(_)) => return Fusion::Smaller,
         Some(Producer::Norm(_) | Producer::AddNorm { .. }) | None => {}
     }
+    if joins_router(query, products) {
+        return Fusion::Joined;
+    }
     match obstacle(query, products, card) {
         Some(because) => Fusion::No(because),
         None => Fusion::Joined,
     }
+}
+
+/// Whether one launch runs a norm and a small F32 product of its result, as before a router. Other steps may
+/// read the norm's output.
+fn joins_router(query: &GroupQuery<'_>, products: &Products) -> bool {
+    let ([part], None) = (&products.parts[..], products.gate) else { return false };
+    let w = query.input(part.product, 1);
+    let Ok(rows) = w.layout.transpose() else { return false };
+    let fits = part.bias.is_none()
+        && w.is_weight()
+        && w.dtype == DType::F32
+        && rows.is_contiguous()
+        && rows.offset() == 0
+        && rows.shape().rank() == 2
+        && rows.shape().dims()[0] <= MAX_EXPERTS
+        && rows.shape().dims()[1] <= MAX_ROUTED_ROW;
+    let aligned =
+        |node, i| is_aligned_row(&query.input(node, i).layout) && query.input(node, i).dtype == DType::F32;
+    let rows_fit = match products.producer {
+        Some(Producer::Norm(norm)) => aligned(norm, 0) && is_vector_weight(&query.input(norm, 1)),
+        Some(Producer::AddNorm { inner: None, add }) => {
+            aligned(add, 0) && aligned(add, 1) && is_vector_weight(&query.input(add, 2))
+        }
+        Some(Producer::AddNorm { inner: Some(_), .. } | Producer::Gate(_) | Producer::Attention(_))
+        | None => false,
+    };
+    let made = products
+        .producer
+        .map(|producer| (producer.node(), usize::from(matches!(producer, Producer::AddNorm { .. }))));
+    fits && rows_fit && made.is_some_and(|(node, i)| n_rows(&query.output(node, i).layout) == 1)
+}
+
+/// Whether products of one row, grouped with their norm, run as the logits of a router.
+pub(crate) fn is_router(plan: &Plan, products: &Products) -> bool {
+    let is_f32 = |part: &ProductPart| plan.step(part.product).inputs[1].dtype == DType::F32;
+    products.producer.is_some() && products.parts.iter().all(is_f32)
 }
 
 fn obstacle(query: &GroupQuery<'_>, products: &Products, card: &DeviceInfo) -> Option<String> {
@@ -179,6 +219,35 @@ impl SingleRowProducts {
 }
 
 impl Lowering<'_> {
+    /// Launch of a router's logits and the norm before them.
+    pub(crate) fn router_logits(&self, products: &Products) -> Result<Launch, KernelError> {
+        let plan = self.plan;
+        let product = plan.step(products.parts[0].product);
+        let (node, is_sum) = match products.producer {
+            Some(Producer::Norm(norm)) => (norm, false),
+            Some(Producer::AddNorm { inner: None, add }) => (add, true),
+            Some(Producer::AddNorm { inner: Some(_), .. } | Producer::Gate(_) | Producer::Attention(_))
+            | None => {
+                unreachable!("no router follows these")
+            }
+        };
+        let norm = plan.step(node);
+        let dense = |step: &Step, operand: &Operand| self.dense(step, operand);
+        self.kernels.expert_logits(&ExpertLogitsArgs {
+            a: dense(norm, &norm.inputs[0])?,
+            b: is_sum.then(|| dense(norm, &norm.inputs[1])).transpose()?,
+            norm: self.vector(norm, if is_sum { 2 } else { 1 })?,
+            w: self.weight(product)?,
+            sum: is_sum.then(|| dense(norm, &norm.outputs[0])).transpose()?,
+            x: dense(norm, &norm.outputs[usize::from(is_sum)])?,
+            logits: dense(product, &product.outputs[0])?,
+            n_experts: product.inputs[1].layout.shape().dims()[1],
+            k: product.inputs[1].layout.shape().dims()[0],
+            eps: eps(&norm.op).unwrap_or_default(),
+            step: &crate::prefill::labels(&[norm, product]),
+        })
+    }
+
     /// Launch of some products of one row. For a launch with a gate, which is the longest of a layer, also
     /// returns how much it still has to read when its first weights have arrived.
     pub(crate) fn row_products(

@@ -4,7 +4,7 @@ use refrain_graph::{Fusion, GroupKind, GroupQuery, Op, Products, Seen};
 use refrain_tensor::Layout;
 
 use crate::rules::{ChoiceRules, ONE_ATTENTION};
-use crate::{attend, fused, prefill, train_products};
+use crate::{attend, experts, fused, prefill, train_products};
 
 /// Implements [`refrain_graph::Backend::fuses`].
 pub(crate) fn fuses(query: &GroupQuery<'_>, rules: ChoiceRules<'_>) -> Fusion {
@@ -23,6 +23,9 @@ pub(crate) fn fuses(query: &GroupQuery<'_>, rules: ChoiceRules<'_>) -> Fusion {
         GroupKind::AttendStored(attend) => attend::fuses_stored(query, attend, card),
         // In-place rope is allowed: the thread that reads an element also writes it.
         GroupKind::RopeAppend(_) => Fusion::Staged,
+        // Whether experts run as one group depends on the number of rows.
+        GroupKind::Experts(_) if !rules.by_rows() => Fusion::Smaller,
+        GroupKind::Experts(chain) => experts::fuses(query, chain),
     }
 }
 

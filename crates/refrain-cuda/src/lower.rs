@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use refrain_driver::{Buf, DriverError, Launch};
 use refrain_graph::{
-    Binary, BufferId, NodeId, Op, Operand, Place, Plan, Query, Recurrent, RopeAppend, Step, Support,
-    TensorType, TrainOp,
+    Binary, BufferId, NodeId, Op, Operand, Place, Plan, Producer, Query, Recurrent, RopeAppend, Step,
+    Support, TensorType, TrainOp,
 };
 use refrain_kernels::{
     AddRmsNormArgs, AttentionArgs, BinaryArgs, BlasLt, BufView, CastArgs, CopyArgs, DequantArgs, GateArgs,
@@ -231,6 +231,11 @@ impl Lowering<'_> {
                 self.expert_layer(layer, &mut launches)?;
                 launches.into()
             }
+            KernelTask::RoutedExperts(chain) => {
+                self.routed_experts(chain, &mut launches)?;
+                launches.into()
+            }
+            KernelTask::RouterLogits(products) => self.router_logits(products)?.into(),
             KernelTask::LibraryOfValues(product) => {
                 let Some(blas) = self.blas else { unreachable!("chosen with a library") };
                 let product = self.library_product_of_values(blas, plan.step(*product))?;
@@ -269,6 +274,14 @@ impl Lowering<'_> {
             }
             KernelTask::AttendStored { attend, .. } => of(&attend.attention).collect(),
             KernelTask::Experts(layer) => of(&layer.summed).collect(),
+            KernelTask::RoutedExperts(chain) => {
+                let members = chain.route.iter().chain([&chain.gated, &chain.summed]);
+                members.flat_map(of).collect()
+            }
+            KernelTask::RouterLogits(products) => {
+                let producer = products.producer.iter().map(Producer::node);
+                producer.chain([products.parts[0].product]).flat_map(|node| of(&node)).collect()
+            }
             KernelTask::RopeKv(group) => group.ropes.iter().chain(&group.appends).flat_map(of).collect(),
         }
     }

@@ -6,18 +6,18 @@
 use std::ops::Range;
 
 use refrain_graph::{
-    Attend, AttendStored, BufferId, Group, GroupKind, MoeOp, NodeId, Op, Operand, Place, Plan, Producer,
-    ProductPart, Products, RopeAppend, Step, TrainOp, Weight,
+    Attend, AttendStored, BufferId, ExpertChain, Group, GroupKind, MoeOp, NodeId, Op, Operand, Place, Plan,
+    Producer, ProductPart, Products, RopeAppend, Step, TrainOp, Weight,
 };
 use refrain_kernels::{
-    BlasLt, BlasLtShape, GEMM_DTYPES, GemmPlan, Kernels, MAX_FEW_ROWS, MAX_PRODUCTS, MIN_SORTED_ROWS,
+    BlasLt, BlasLtShape, GEMM_DTYPES, GemmPlan, GroupedPlan, Kernels, MAX_FEW_ROWS, MAX_PRODUCTS,
     attention_scratch_bytes, few_bytes, sample_scratch_bytes, sample_state_bytes, unaligned_rows,
 };
 use refrain_tensor::{DType, Layout};
 
 use crate::attend::{AttendSizes, IN_BYTES, NO_CHAIN};
 use crate::experts::{self, ExpertLayer};
-use crate::fused::{SingleRowProducts, is_single, sets};
+use crate::fused::{SingleRowProducts, is_router, is_single, sets};
 use crate::group::n_rows;
 use crate::prefill::{Areas, BatchProducts, GemmShape, NarrowTo};
 use crate::resident::packs;
@@ -61,6 +61,10 @@ pub(crate) enum KernelTask {
     LibraryOfValues(NodeId),
     /// An expert layer of many rows, on tensor cores.
     Experts(ExpertLayer),
+    /// Experts of a few rows, and their router.
+    RoutedExperts(ExpertChain),
+    /// A router's logits of one row, and the norm before them.
+    RouterLogits(Products),
 }
 
 /// Tasks of one segment.
@@ -108,7 +112,6 @@ impl Chooser<'_> {
                 out: SegmentTasks::default(),
                 remarks: Vec::new(),
                 held: None,
-                done: None,
             };
             for refusal in plan.refusals() {
                 let label = &plan.step(refusal.node).label;
@@ -150,8 +153,6 @@ struct SegmentChoice<'a> {
     remarks: Vec<Remark>,
     /// Rows that the previous group wrote in 16 bits for the next one, and their buffer.
     held: Option<(BufferId, NarrowTo)>,
-    /// Node of the next group, if the task before it includes it.
-    done: Option<NodeId>,
 }
 
 impl<'a> SegmentChoice<'a> {
@@ -192,17 +193,12 @@ impl<'a> SegmentChoice<'a> {
 
     fn group(&mut self, group: &Group, next: Option<&Group>) {
         let held = self.held.take();
-        let done = self.done.take();
         match &group.kind {
-            GroupKind::One(node) if done == Some(*node) => {}
-            GroupKind::One(node) => match self.expert_layer(*node, next) {
-                Some(layer) => {
-                    self.done = Some(layer.summed);
-                    self.own(layer.plan.scratch_bytes().unwrap_or(u64::MAX));
-                    self.push(KernelTask::Experts(layer));
-                }
-                None => self.op(*node),
-            },
+            GroupKind::One(node) => {
+                self.remark_lone_gate(*node);
+                self.op(*node);
+            }
+            GroupKind::Experts(chain) => self.experts(chain),
             GroupKind::Products(products)
                 if multiplies_values(self.plan, self.step(products.parts[0].product)) =>
             {
@@ -210,6 +206,9 @@ impl<'a> SegmentChoice<'a> {
             }
             GroupKind::Products(products) => {
                 match n_rows(&self.step(products.parts[0].product).inputs[0].layout) {
+                    1 if self.by.rules.by_rows() && is_router(self.plan, products) => {
+                        self.push(KernelTask::RouterLogits(products.clone()));
+                    }
                     1 if self.by.rules.by_rows() => self.one_row(products),
                     _ => self.many_rows(products, held, next),
                 }
@@ -230,41 +229,40 @@ impl<'a> SegmentChoice<'a> {
         }
     }
 
-    /// The expert layer that begins with `node` and ends with the next group, if tensor cores run it.
-    fn expert_layer(&mut self, node: NodeId, next: Option<&Group>) -> Option<ExpertLayer> {
-        let gated = self.step(node);
-        let Op::Moe(MoeOp::Gated(_)) = gated.op else { return None };
-        let is_wide = gated.inputs[2].dtype == DType::F32;
-        let is_few = gated.inputs[1].layout.shape().dims()[0] < MIN_SORTED_ROWS;
-        if is_few || is_wide || !self.by.rules.by_rows() {
-            return None;
+    /// Remarks on experts of many rows whose products are not one group.
+    fn remark_lone_gate(&mut self, node: NodeId) {
+        let step = self.step(node);
+        let is_many = |ids: &Layout| ids.shape().dims()[0] >= self.by.kernels.grouped_min_rows();
+        let is_gate = matches!(step.op, Op::Moe(MoeOp::Gated(_))) && step.inputs[2].dtype != DType::F32;
+        if is_gate && is_many(&step.inputs[1].layout) && self.by.rules.by_rows() {
+            let because = "another step reads the rows between the products of the experts";
+            self.remark(&step.label, EXACT, because.to_owned());
         }
-        let found = self.grouped_layer(node, next);
-        match found {
-            Ok(layer) => layer,
-            Err(because) => {
-                self.remark(&gated.label, EXACT, because);
-                None
+    }
+
+    fn experts(&mut self, chain: &ExpertChain) {
+        let (gated, summed) = (self.step(chain.gated), self.step(chain.summed));
+        if chain.route.is_some() {
+            return self.push(KernelTask::RoutedExperts(*chain));
+        }
+        match self.grouped(gated, summed) {
+            Ok(Some(plan)) => {
+                self.own(plan.scratch_bytes().unwrap_or(u64::MAX));
+                let (gated, summed) = (chain.gated, chain.summed);
+                self.push(KernelTask::Experts(ExpertLayer { gated, summed, plan }));
+            }
+            answer => {
+                answer.err().into_iter().for_each(|because| self.remark(&gated.label, EXACT, because));
+                self.op(chain.gated);
+                self.op(chain.summed);
             }
         }
     }
 
-    /// Finds the layer; `None` if it has too few rows, an error if there is no kernel.
-    fn grouped_layer(&self, node: NodeId, next: Option<&Group>) -> Result<Option<ExpertLayer>, String> {
-        let gated = self.step(node);
-        let summed = match next.map(|group| &group.kind) {
-            Some(GroupKind::One(summed)) => *summed,
-            _ => return Err("another step runs between the halves of the experts".to_owned()),
-        };
-        let step = self.step(summed);
-        let sizes = experts::layer_sizes(gated, step, self.by.rules)
-            .filter(|_| !self.is_read_by_others(node, &[summed]));
-        let Some(sizes) = sizes else {
-            return Err(
-                "the next step is not the other half of the experts, or not its only reader".to_owned()
-            );
-        };
-        let (first, second) = (&gated.inputs[2], &step.inputs[3]);
+    /// Plans experts on tensor cores; `None` if they have too few rows, an error if there is no kernel.
+    fn grouped(&self, gated: &Step, summed: &Step) -> Result<Option<GroupedPlan>, String> {
+        let sizes = experts::layer_sizes(gated, summed, self.by.rules);
+        let (first, second) = (&gated.inputs[2], &summed.inputs[3]);
         let placed = |w: &Operand| !w.dtype.is_quantized() || self.is_packed(w);
         if sizes.n_rows < self.by.kernels.grouped_min_rows() {
             return Ok(None);
@@ -273,7 +271,7 @@ impl<'a> SegmentChoice<'a> {
             true => self.by.kernels.grouped_plan(sizes, first.dtype, second.dtype),
             false => None,
         };
-        plan.map(|plan| Some(ExpertLayer { gated: node, summed, plan })).ok_or_else(|| {
+        plan.map(Some).ok_or_else(|| {
             format!(
                 "no kernel multiplies experts of {} with {} rows and {} columns, and of {}",
                 first.dtype, sizes.inner, sizes.k, second.dtype

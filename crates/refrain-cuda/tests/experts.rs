@@ -155,8 +155,7 @@ fn experts_that_tensor_cores_cannot_multiply_use_other_kernels_with_a_note() {
     );
     assert_eq!(
         told([DType::Q4_K; 2], 256, true),
-        "gated runs without tensor cores: the next step is not the other half of the experts, or not its only \
-         reader"
+        "gated runs without tensor cores: another step reads the rows between the products of the experts"
     );
 }
 

@@ -186,7 +186,7 @@ fn groups_without_a_fused_kernel_are_reported_and_others_are_not() {
     let [line] = &told(MIXES[1].1, 1)[..] else { panic!("one reason for all") };
     assert_eq!(
         *line,
-        format!("blk.0.attn_q and 4 more run as separate steps instead of one launch: {because}")
+        format!("blk.0.attn_q and 3 more run as separate steps instead of one launch: {because}")
     );
     // Only the value weights are F32, so only products with them are reported.
     let [line] = &told(MIXES[3].1, 1)[..] else { panic!("one reason for all") };

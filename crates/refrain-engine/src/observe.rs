@@ -177,6 +177,7 @@ fn with_sites(graph: Graph) -> Result<(Graph, Vec<ObservedSite>), EngineError> {
             | Op::Gate(_)
             | Op::Rope(_)
             | Op::KvAppend
+            | Op::KvAppendBytes
             | Op::Attention(_)
             | Op::SpanAttention(_)
             | Op::Sample(_)

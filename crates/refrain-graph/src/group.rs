@@ -1,7 +1,7 @@
 //! Groups of nodes that a backend may run as one unit, found from the data flow.
 //!
-//! The pass proposes the largest group around each attention and around the matrix products of each
-//! activation with weights, and asks the backend. If the backend has no kernel, the pass proposes smaller
+//! The pass proposes the largest group around each attention, around the matrix products of each activation
+//! with weights and around each sum of experts, and asks the backend. If the backend has no kernel, the pass proposes smaller
 //! groups, down to single nodes. Members of a group are adjacent in the plan, and every buffer that one of
 //! them touches stays alive while the group runs. So the result does not depend on the order in which a model
 //! builds its nodes.
@@ -9,6 +9,7 @@
 use crate::facts::{GraphFacts, Seen};
 use crate::graph::{Graph, NodeId};
 use crate::inputs::StepInputs;
+use crate::moe::MoeOp;
 use crate::op::{Binary, Op};
 use crate::schedule::Dependencies;
 use refrain_tensor::DType;
@@ -40,6 +41,8 @@ pub enum GroupKind {
     AttendStored(AttendStored),
     /// Rope of queries and keys, and appends of keys and values to the caches.
     RopeAppend(RopeAppend),
+    /// Both products of experts, with the router before them.
+    Experts(ExpertChain),
 }
 
 /// Matrix products of one activation with weights, with the node before them and the nodes after them.
@@ -119,6 +122,17 @@ pub struct RopeAppend {
     pub appends: [NodeId; 2],
 }
 
+/// The products of the chosen experts. Nothing outside reads the result of the first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExpertChain {
+    /// `MoeOp::Route`, if it is a member. Others may read its results.
+    pub route: Option<NodeId>,
+    /// `MoeOp::Gated`.
+    pub gated: NodeId,
+    /// `MoeOp::Summed`.
+    pub summed: NodeId,
+}
+
 impl Producer {
     /// Node whose output is the activation.
     pub fn node(&self) -> NodeId {
@@ -155,6 +169,9 @@ impl GroupKind {
             GroupKind::RopeAppend(RopeAppend { ropes, appends }) => {
                 ropes.iter().chain(appends).copied().collect()
             }
+            GroupKind::Experts(ExpertChain { route, gated, summed }) => {
+                route.iter().chain([gated, summed]).copied().collect()
+            }
         }
     }
 
@@ -175,6 +192,7 @@ impl GroupKind {
             | GroupKind::Attend(_)
             | GroupKind::AttendStored(_)
             | GroupKind::RopeAppend(_) => vec![n],
+            GroupKind::Experts(_) => vec![1; n],
         }
     }
 
@@ -186,6 +204,7 @@ impl GroupKind {
             GroupKind::Attend(attend) => attend.attention,
             GroupKind::AttendStored(attend) => attend.attention,
             GroupKind::RopeAppend(group) => group.ropes[0],
+            GroupKind::Experts(chain) => chain.gated,
         }
     }
 }
@@ -285,6 +304,9 @@ pub(crate) fn find(
     }
     for products in products(facts, &order) {
         pass.products(&products);
+    }
+    for &node in &order {
+        pass.propose(ExpertChain::of(facts, node).into_iter().map(GroupKind::Experts));
     }
     for &node in &order {
         if pass.is_free(node) {
@@ -625,6 +647,28 @@ impl Chain {
         let all = norms.zip(value_norm).map(|(norms, value)| attend(Some(norms), Some(value)));
         let without_values = norms.map(|norms| attend(Some(norms), None));
         all.into_iter().chain(without_values).chain([attend(None, None)]).collect()
+    }
+}
+
+impl ExpertChain {
+    /// Groups that end with `summed`, with and without the router.
+    fn of(facts: &GraphFacts<'_>, summed: NodeId) -> Vec<ExpertChain> {
+        let op = |node: NodeId| &facts.graph.node(node).op;
+        if !matches!(op(summed), Op::Moe(MoeOp::Summed { .. })) || is_empty(&facts.output(summed, 0)) {
+            return Vec::new();
+        }
+        let gated = facts.producer_of_same(&facts.input(summed, 0)).map(|made| made.0).filter(|&gated| {
+            matches!(op(gated), Op::Moe(MoeOp::Gated(_)))
+                && facts.is_only_reader(summed, gated, 0)
+                && facts.input(gated, 1) == facts.input(summed, 1)
+        });
+        let Some(gated) = gated else { return Vec::new() };
+        let made = |i: usize| facts.producer_of_same(&facts.input(summed, i));
+        let route = made(1).filter(|&(route, output)| {
+            matches!(op(route), Op::Moe(MoeOp::Route(_))) && output == 0 && made(2) == Some((route, 1))
+        });
+        let with = |route| ExpertChain { route, gated, summed };
+        route.map(|(route, _)| with(Some(route))).into_iter().chain([with(None)]).collect()
     }
 }
 

@@ -51,8 +51,8 @@ pub use graph::{
     ValueId, ValueOrigin, Weight, WeightId,
 };
 pub use group::{
-    Attend, AttendStored, Fusion, Group, GroupKind, GroupQuery, Producer, ProductPart, Products, Refusal,
-    RopeAppend,
+    Attend, AttendStored, ExpertChain, Fusion, Group, GroupKind, GroupQuery, Producer, ProductPart, Products,
+    Refusal, RopeAppend,
 };
 pub use infer::InferError;
 pub use inputs::{Field, Filler, SamplingInputs, StepInputs, StepKind, StepShape};

@@ -12,7 +12,7 @@ use refrain_tensor::DType;
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum MoeOp {
     /// `logits[n, n_experts]` F32, then, depending on [`Route`], `bias[n_experts]` and `scales[n_experts]`
-    /// (F32) -> `ids[n, n_choices]` I32 and `weights[n, n_choices]` F32, best choice first.
+    /// (F32), then optionally `positions[n]` I32 -> `ids[n, n_choices]` I32 and `weights[n, n_choices]` F32, best choice first.
     Route(Route),
     /// `x[n, d]`, `ids[n, n_choices]` I32, `gate[n_experts, f, d]`, `up[n_experts, f, d]`, then with biases
     /// `gate_bias[n_experts, f]` and `up_bias[n_experts, f]` -> `[n, n_choices, f]`: gate and up projection of the row
@@ -37,7 +37,8 @@ pub enum MoeOp {
 /// without the bias, divided by their sum, times `scale`, times the expert's own scale.
 ///
 /// A row with a NaN, with an infinite largest logit, or with a NaN in the comparison has no valid choice: its
-/// ids are `0..n_choices`, and all its weights are NaN.
+/// ids are `0..n_choices`, and all its weights are NaN. With positions, a row with a negative one is padding: its
+/// ids are -1, and its weights are zero.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Route {
     /// Experts per row.
@@ -165,12 +166,29 @@ impl MoeOp {
 }
 
 impl Route {
+    /// Index of the positions, if a router with this many inputs has them: after logits, bias and scales.
+    #[must_use]
+    pub fn positions(&self, n_inputs: usize) -> Option<usize> {
+        let n_others = self.n_vectors() + 1;
+        (n_inputs > n_others).then_some(n_others)
+    }
+
+    /// Number of vectors after the logits.
+    #[must_use]
+    pub fn n_vectors(&self) -> usize {
+        usize::from(self.biased) + usize::from(self.scaled)
+    }
+
     fn infer(&self, rule: &RuleInputs<'_>) -> Result<Vec<TensorType>, InferError> {
-        rule.arity(1 + usize::from(self.biased) + usize::from(self.scaled))?;
+        let positions = self.positions(rule.inputs.len());
+        rule.arity(1 + self.n_vectors() + usize::from(positions.is_some()))?;
         let (n, n_experts) = (rule.rank(0, 2)?[0], rule.rank(0, 2)?[1]);
         rule.require(0, rule.inputs[0].dtype == DType::F32, "F32")?;
-        for index in 1..rule.inputs.len() {
+        for index in 1..=self.n_vectors() {
             rule.exact(index, DType::F32, &[n_experts])?;
+        }
+        if let Some(index) = positions {
+            rule.exact(index, DType::I32, &[n])?;
         }
         let k = self.n_choices;
         rule.require(0, (1..=n_experts).contains(&k), format!("at least the {k} experts to choose"))?;

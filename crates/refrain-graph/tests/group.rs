@@ -1,9 +1,9 @@
 //! Groups: which nodes become one unit regardless of build order, and what happens when a backend refuses.
 
 use refrain_graph::{
-    Attend, AttendStored, Attention, Binary, Fusion, Gate, Graph, GraphBuilder, GroupKind, GroupQuery,
-    NodeId, Op, Plan, PlanOptions, Producer, Products, Rope, RopeAppend, RopeStyle, State, StateId,
-    TensorType, Unary, Weight, WeightId, fuse,
+    Attend, AttendStored, Attention, Binary, ExpertActivation, ExpertChain, ExpertGate, Fusion, Gate, Graph,
+    GraphBuilder, GroupKind, GroupQuery, MoeOp, NodeId, Op, Plan, PlanOptions, Producer, Products, Rope,
+    RopeAppend, RopeStyle, Route, RouteScore, State, StateId, TensorType, Unary, Weight, WeightId, fuse,
 };
 use refrain_tensor::{DType, Shape};
 use refrain_testkit::{Rng, reordered};
@@ -214,6 +214,7 @@ fn smaller_groups_are_proposed_until_one_has_a_kernel() {
             GroupKind::Attend(Attend { norms, .. }) => format!("attend {}", norms.is_some()),
             GroupKind::AttendStored(AttendStored { norm, .. }) => format!("attend stored {}", norm.is_some()),
             GroupKind::RopeAppend(RopeAppend { .. }) => "rope append".to_owned(),
+            GroupKind::Experts(ExpertChain { route, .. }) => format!("experts {}", route.is_some()),
             GroupKind::Products(Products { producer, parts, gate }) => {
                 let producer = match producer {
                     None => "plain",
@@ -336,6 +337,48 @@ fn members_that_read_each_other_outside_the_chain_form_no_group() {
     }
 }
 
+/// A router and its experts; `read` makes the rows between the products an output.
+fn experts(read: bool) -> Graph {
+    let f32 = |dims: &[usize]| ty(DType::F32, dims);
+    let dims: [&[usize]; 3] = [&[6, D], &[6, 8, D], &[6, D, 8]];
+    let weights = dims.iter().map(|dims| Weight { name: "w".into(), ty: f32(dims) }).collect();
+    let mut b = GraphBuilder::new(weights, Vec::new());
+    let x = b.input("x", f32(&[3, D])).unwrap();
+    let [router, up, down] = [0, 1, 2].map(|i| b.weight(WeightId::from_idx(i)));
+    let logits = b.linear(x, router, None, "router").unwrap();
+    let route = Route {
+        n_choices: 2,
+        score: RouteScore::Softmax,
+        biased: false,
+        scaled: false,
+        groups: None,
+        renormalise: true,
+        scale: 1.0,
+    };
+    let chosen = b.node(Op::Moe(MoeOp::Route(route)), &[logits], "route").unwrap();
+    let gate = ExpertGate { activation: ExpertActivation::Silu, joined: false, biased: false };
+    let inner = b.node(Op::Moe(MoeOp::Gated(gate)), &[x, chosen[0], up, up], "gated").unwrap()[0];
+    let inputs = [inner, chosen[0], chosen[1], down];
+    let y = b.node(Op::Moe(MoeOp::Summed { biased: false }), &inputs, "summed").unwrap()[0];
+    b.output("y", y).unwrap();
+    if read {
+        b.output("inner", inner).unwrap();
+    }
+    b.finish()
+}
+
+#[test]
+fn experts_are_one_group_with_their_router_or_without_it() {
+    assert_eq!(groups(&experts(false), &everything), ["router", "route gated summed"]);
+    let without = |q: &GroupQuery<'_>| match q.kind {
+        GroupKind::Experts(ExpertChain { route: Some(_), .. }) => Fusion::Smaller,
+        _ => Fusion::Joined,
+    };
+    assert_eq!(groups(&experts(false), &without), ["router", "route", "gated summed"]);
+    let none = groups(&experts(true), &everything);
+    assert_eq!(none, ["router", "route", "gated", "summed"], "another node reads the rows between");
+}
+
 #[test]
 fn a_plan_without_a_backend_has_groups_of_one() {
     let graph = fuse(&layers(2, Extras::default())).unwrap();
@@ -380,7 +423,8 @@ fn roles_name_the_nodes() {
             | GroupKind::Products(_)
             | GroupKind::Attend(_)
             | GroupKind::AttendStored(_)
-            | GroupKind::RopeAppend(_) => {}
+            | GroupKind::RopeAppend(_)
+            | GroupKind::Experts(_) => {}
         }
     }
     assert_eq!((attends, gated), (2, 2));

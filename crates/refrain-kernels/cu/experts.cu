@@ -2,25 +2,32 @@
 //
 //   ids        [n, n_choices]     i32: experts of each row; one outside 0 .. n_experts - 1 is an empty choice
 //   weights    [n, n_choices]     f32
+//   positions  [n]                i32, or null; a row with a negative one is padding and gets no expert
 //   w          [n_experts, n, k]  packed (packed.cuh) or in file layout; stride p.expert_bytes between experts
 //   bias       [n_experts, n]     f32, stride p.bias_stride, or null
 //   p          sizes; see Params
 //
 // expert_route turns logits into ids and weights: one block per row, each thread ranks its experts among all.
+// expert_logits computes the logits of one row next to the norm before it: each block norms the row, so that
+// no launch of one block comes before the router.
 //
 // For few rows, expert_gate and expert_sum read the experts of one row per block. A warp has a tile of eight
 // rows of w; lane 4 r + s has row r. The kernel learns its experts only after the wait, so it cannot load
-// weights earlier; it then prefetches the whole tile before it quantises the activations.
+// weights earlier; it then prefetches the whole tile before it quantises the activations. With logits,
+// expert_gate is the router too: every block ranks the experts of its row, which takes it less time than a
+// launch, and one of them writes ids and weights.
 //
 // For many rows, expert_sort lists the choices of each expert in order; expert_rows multiplies eight of them
 // with a tile at a time, so each weight is read once per eight rows; expert_join and expert_combine finish.
 //
-// Launch       expert_route: grid (n), block (128), shared 8 n_experts. expert_gate: grid (ceil(tiles / 2),
-//              n_choices, n), block (128), shared one row of x. expert_sum: grid (tiles, n), block (256),
+// Launch       expert_route: grid (n), block (128), shared 8 n_experts. expert_logits: grid (ceil(n_experts / 4)),
+//              block (128), shared 4 k. expert_gate: grid (ceil(tiles / 2), n_choices, n), block (128), shared one
+//              row of x, with logits also 4 n_experts rounded up to 16. expert_sum: grid (tiles, n), block (256),
 //              shared n_choices rows of x. expert_sort: grid (n_experts), block (256), shared 0. expert_rows:
 //              grid (ceil(tiles / 8), n_experts, weights), block (256), shared eight rows of x. expert_join,
 //              expert_combine: grid (ceil(columns / 256), rows), block (256), shared 0
-// Requires     packed: k a multiple of the dtype's block length, n of 8; w and rows of x 16-byte aligned
+// Requires     expert_logits: k a multiple of 4; all pointers 16-byte aligned; no launch writes w or norm
+//              packed: k a multiple of the dtype's block length, n of 8; w and rows of x 16-byte aligned
 //              where k % 8 == 0
 // Aliasing     none
 // Accumulation packed weights multiply rows rounded to bytes in blocks of 32 (packed.cuh); sums over
@@ -183,18 +190,107 @@ inline float of_row(float acc) {
     return sum + __shfl_xor_sync(0xffffffffu, sum, 2);
 }
 
+// Chooses the experts of a row by its logits, without bias and groups, as expert_route does. All threads of the
+// block call it, after each wrote its logits (n_experts of them, then -inf up to a multiple of four) and said
+// whether one is NaN or infinite and whether one is not -inf. Returns false if the row has no valid choice.
+inline bool choose(u32* chosen, const float* logits, bool is_bad, bool is_some, const RouteParams& r) {
+    bool none = __syncthreads_or(is_bad) || !__syncthreads_or(is_some);
+    for (u32 i = threadIdx.x; i < r.n_experts && !none; i += blockDim.x) {
+        float own = logits[i];
+        u32 rank = 0;
+        for (u32 j = 0; j < r.n_experts; j += 4) {
+            float4 v = *(const float4*)(logits + j);
+            rank += v.x > own || v.x == own && j < i ? 1 : 0;
+            rank += v.y > own || v.y == own && j + 1 < i ? 1 : 0;
+            rank += v.z > own || v.z == own && j + 2 < i ? 1 : 0;
+            rank += v.w > own || v.w == own && j + 3 < i ? 1 : 0;
+        }
+        if (rank < r.n_choices) chosen[rank] = i;
+    }
+    __syncthreads();
+    return !none;
+}
+
+// Writes the ids and weights of a row; the lanes of one warp call it.
+inline void write_choices(i32* ids, float* weights, const u32* chosen, const float* logits, const float* scales,
+                          bool is_valid, const RouteParams& r) {
+    u32 lane = threadIdx.x % 32;
+    float most = -inf_f32(), sum = 0.0f, factors[MAX_CHOICES / 32], total = 0.0f;
+    for (u32 i = lane; i < r.n_experts; i += 32) most = fmaxf(most, logits[i]);
+    most = warp_reduce(most, Max());
+    if (r.score == 0) {
+        for (u32 i = lane; i < r.n_experts; i += 32) sum += expf(logits[i] - most);
+        sum = warp_reduce(sum, Add());
+    }
+#pragma unroll
+    for (u32 part = 0; part < MAX_CHOICES / 32; part++) {
+        u32 i = lane + 32 * part;
+        float v = is_valid && i < r.n_choices ? logits[chosen[i]] : most;
+        // The largest of all logits is the largest of the chosen.
+        float factor = r.score == 0 ? expf(v - most) / sum : r.score == 1 ? 1.0f / (1.0f + expf(-v)) : expf(v - most);
+        factors[part] = i < r.n_choices ? factor : 0.0f;
+        total += factors[part];
+    }
+    total = warp_reduce(total, Add());
+    if (r.score == 2) {
+        float over = total;
+        total = 0.0f;
+#pragma unroll
+        for (u32 part = 0; part < MAX_CHOICES / 32; part++) {
+            factors[part] = factors[part] / over;
+            total += factors[part];
+        }
+        total = warp_reduce(total, Add());
+    }
+    float divisor = r.renormalise != 0 ? total + 1e-20f : 1.0f;
+#pragma unroll
+    for (u32 part = 0; part < MAX_CHOICES / 32; part++) {
+        u32 i = lane + 32 * part;
+        if (i >= r.n_choices) continue;
+        ids[i] = is_valid ? (i32)chosen[i] : (i32)i;
+        float scale = scales != nullptr && is_valid ? r.scale * scales[chosen[i]] : r.scale;
+        weights[i] = is_valid ? factors[part] / divisor * scale : nan_f32();
+    }
+}
+
 template <typename X>
-inline void expert_gate(float* y, const float* x, const i32* ids, const u8* gate, const u8* up, const float* gate_bias,
-                        const float* up_bias, const Params& p) {
+inline void expert_gate(float* y, i32* ids, float* weights, const float* x, const float* logits, const u8* gate,
+                        const u8* up, const float* gate_bias, const float* up_bias, const float* scales,
+                        const i32* positions, const RouteParams& r, const Params& p) {
     DYNAMIC_SHARED(shared);
     __shared__ float ups[2][TILE_ROWS];
+    __shared__ u32 chosen[MAX_CHOICES];
     start();
     u32 pair = blockIdx.z * p.n_choices + blockIdx.y;
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, tiles = (p.n + TILE_ROWS - 1) / TILE_ROWS;
     u32 tile = blockIdx.x * 2 + warp / 2, row = tile * TILE_ROWS + lane / 4;
     bool is_up = warp & 1;
-    i32 id = ids[pair];
     float* to = y + (u64)pair * p.n;
+    i32 id;
+    if (logits != nullptr && positions != nullptr && positions[blockIdx.z] < 0) {
+        id = -1;
+        if (blockIdx.x == 0 && threadIdx.x == 0) {
+            ids[pair] = -1;
+            weights[pair] = 0.0f;
+        }
+    } else if (logits != nullptr) {
+        float* values = (float*)(shared + (X::row_bytes(p.k) + 15) / 16 * 16);
+        bool is_bad = false, is_some = false;
+        for (u32 i = threadIdx.x; i < (r.n_experts + 3) / 4 * 4; i += blockDim.x) {
+            float v = i < r.n_experts ? logits[(u64)blockIdx.z * r.n_experts + i] : -inf_f32();
+            values[i] = v;
+            is_bad = is_bad || is_nan(v) || v == inf_f32();
+            is_some = is_some || v != -inf_f32();
+        }
+        bool is_valid = choose(chosen, values, is_bad, is_some, r);
+        id = is_valid ? (i32)chosen[blockIdx.y] : (i32)blockIdx.y;
+        if (blockIdx.x == 0 && blockIdx.y == 0 && warp == 3) {
+            u32 first = blockIdx.z * p.n_choices;
+            write_choices(ids + first, weights + first, chosen, values, scales, is_valid, r);
+        }
+    } else {
+        id = ids[pair];
+    }
     if (!is_chosen(id, p)) {
         u32 at = blockIdx.x * 2 * TILE_ROWS + threadIdx.x;
         if (threadIdx.x < 2 * TILE_ROWS && at < p.n) to[at] = 0.0f;
@@ -290,9 +386,10 @@ inline void expert_rows(float* z, const float* x, const u32* order, const u32* b
 
 #define EXPERTS(name, X)                                                                                            \
     extern "C" __global__ __launch_bounds__(128) void expert_gate_##name(                                           \
-        float* y, const float* x, const i32* ids, const u8* gate, const u8* up, const float* gate_bias,             \
-        const float* up_bias, Params p) {                                                                           \
-        expert_gate<X>(y, x, ids, gate, up, gate_bias, up_bias, p);                                                 \
+        float* y, i32* ids, float* weights, const float* x, const float* logits, const u8* gate, const u8* up,      \
+        const float* gate_bias, const float* up_bias, const float* scales, const i32* positions, RouteParams r,     \
+        Params p) {                                                                                                 \
+        expert_gate<X>(y, ids, weights, x, logits, gate, up, gate_bias, up_bias, scales, positions, r, p);          \
     }                                                                                                               \
     extern "C" __global__ __launch_bounds__(256) void expert_sum_##name(                                            \
         float* y, const float* x, const i32* ids, const float* weights, const u8* down, const float* bias, Params p) { \
@@ -305,7 +402,8 @@ inline void expert_rows(float* z, const float* x, const u32* order, const u32* b
 
 // unit route
 extern "C" __global__ __launch_bounds__(128) void expert_route_f32(i32* ids, float* weights, const float* logits,
-                                                                  const float* bias, const float* scales, RouteParams p) {
+                                                                  const float* bias, const float* scales,
+                                                                  const i32* positions, RouteParams p) {
     DYNAMIC_SHARED(shared);
     __shared__ u32 chosen[MAX_CHOICES];
     __shared__ float worths[MAX_GROUPS], factors[MAX_CHOICES];
@@ -315,6 +413,13 @@ extern "C" __global__ __launch_bounds__(128) void expert_route_f32(i32* ids, flo
     logits += (u64)blockIdx.x * p.n_experts;
     ids += (u64)blockIdx.x * p.n_choices;
     weights += (u64)blockIdx.x * p.n_choices;
+    if (positions != nullptr && positions[blockIdx.x] < 0) {
+        for (u32 i = threadIdx.x; i < p.n_choices; i += blockDim.x) {
+            ids[i] = -1;
+            weights[i] = 0.0f;
+        }
+        return;
+    }
     float most = -inf_f32(), bad = 0.0f;
     for (u32 i = threadIdx.x; i < p.n_experts; i += blockDim.x) {
         float v = logits[i];
@@ -406,6 +511,58 @@ extern "C" __global__ __launch_bounds__(128) void expert_route_f32(i32* ids, flo
         ids[i] = (i32)chosen[i];
         weights[i] = factors[i] / total * scale;
     }
+}
+// Logits of one row, and the norm before them: s = a + b or a, x = rms_norm(s, norm), logits = x . w^T
+//
+//   a, b  [k]             f32; b may be null
+//   norm  [k]             f32
+//   w     [n_experts, k]  f32
+//   sum   [k]             f32: receives s, or null
+//   x     [k]             f32
+extern "C" __global__ __launch_bounds__(128) void expert_logits_f32(float* logits, float* x, float* sum, const float* a,
+                                                                   const float* b, const float* __restrict__ norm,
+                                                                   const float* __restrict__ w, u32 n_experts, u32 k,
+                                                                   float eps) {
+    DYNAMIC_SHARED(shared);
+    let_next_start();
+    float* row = (float*)shared;
+    u32 expert = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (expert < n_experts) prefetch((const u8*)(w + (u64)expert * k), 4 * k);
+    wait_for_previous();
+    float squares = 0.0f;
+    for (u32 i = 4 * threadIdx.x; i < k; i += 512) {
+        float4 v = *(const float4*)(a + i);
+        if (b != nullptr) {
+            float4 u = *(const float4*)(b + i);
+            v = make_float4(v.x + u.x, v.y + u.y, v.z + u.z, v.w + u.w);
+        }
+        if (sum != nullptr && blockIdx.x == 0) *(float4*)(sum + i) = v;
+        *(float4*)(row + i) = v;
+        squares = fmaf(v.x, v.x, squares);
+        squares = fmaf(v.y, v.y, squares);
+        squares = fmaf(v.z, v.z, squares);
+        squares = fmaf(v.w, v.w, squares);
+    }
+    float scale = 1.0f / sqrtf(block_reduce(squares, Add(), 0.0f) / (float)k + eps);
+    // A thread reads only its own elements until the barrier.
+    for (u32 i = 4 * threadIdx.x; i < k; i += 512) {
+        float4 v = *(const float4*)(row + i), u = *(const float4*)(norm + i);
+        v = make_float4(v.x * scale * u.x, v.y * scale * u.y, v.z * scale * u.z, v.w * scale * u.w);
+        *(float4*)(row + i) = v;
+        if (blockIdx.x == 0) *(float4*)(x + i) = v;
+    }
+    __syncthreads();
+    if (expert >= n_experts) return;
+    const float* own = w + (u64)expert * k;
+    float even = 0.0f, odd = 0.0f;
+#pragma unroll 4
+    for (u32 i = 4 * lane; i < k; i += 128) {
+        float4 v = *(const float4*)(row + i), u = *(const float4*)(own + i);
+        even = fmaf(v.x, u.x, even), odd = fmaf(v.y, u.y, odd);
+        even = fmaf(v.z, u.z, even), odd = fmaf(v.w, u.w, odd);
+    }
+    float total = warp_reduce(even + odd, Add());
+    if (lane == 0) logits[expert] = total;
 }
 // unit sort
 // begin[expert] is the start of its choices in `order`. The choices of an expert are in ascending order.

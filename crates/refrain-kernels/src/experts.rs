@@ -1,9 +1,10 @@
 //! Mixture of experts: routing, and products of rows with their chosen experts.
 
 use bytemuck::{Pod, Zeroable};
+use refrain_driver::api::DevicePtr;
 use refrain_driver::sim::{KernelResult, SimKernel};
 use refrain_driver::{Baked, Buf, Launch};
-use refrain_graph::{ExpertActivation, Route, RouteGroups, RouteScore};
+use refrain_graph::{ExpertActivation, Op, Route, RouteGroups, RouteScore};
 use refrain_reference::route_row;
 use refrain_tensor::{DType, quant};
 
@@ -15,7 +16,7 @@ use crate::load::Kernels;
 use crate::packed::{PACKED_DTYPES, TILE_ROWS, Unit, packed_bytes, unpack_row};
 use crate::registry::{KernelEntry, P, W, lowercase};
 use crate::source::KernelFamily;
-use crate::twin::{count, fault};
+use crate::twin::{Dense, count, fault, run_f32};
 use crate::vouch::Vouch;
 
 /// Maximum number of choices per row on a GPU.
@@ -24,6 +25,8 @@ pub const MAX_CHOICES: usize = 64;
 pub const MAX_ROUTE_GROUPS: usize = 64;
 /// Maximum number of experts of a router on a GPU.
 pub const MAX_EXPERTS: usize = 4096;
+/// Maximum number of elements of a row of [`Kernels::expert_logits`].
+pub const MAX_ROUTED_ROW: usize = 8192;
 /// From this many rows on, choices are sorted by expert, and each weight read serves eight of them.
 pub const MIN_SORTED_ROWS: usize = 16;
 
@@ -44,6 +47,8 @@ pub struct RouteArgs<'a> {
     pub bias: Option<Buf>,
     /// `[n_experts]` F32, multiplied into the weights.
     pub scales: Option<Buf>,
+    /// `[n]` I32; a row with a negative one is padding.
+    pub positions: Option<Buf>,
     /// `[n, n_choices]` I32.
     pub ids: Buf,
     /// `[n, n_choices]` F32.
@@ -114,6 +119,58 @@ pub struct ExpertGateArgs<'a> {
     pub sizes: ExpertSizes,
     /// Scratch of [`expert_scratch_bytes`] bytes for two products.
     pub scratch: Option<Buf>,
+    /// The router, if the launch is to write `ids` itself. Requires fewer than [`MIN_SORTED_ROWS`] rows, and
+    /// that no buffer of the launch overlaps another.
+    pub router: Option<GateRouter>,
+    /// Name of the step that the launch belongs to.
+    pub step: &'a str,
+}
+
+/// A router that runs within [`Kernels::expert_gate`]; see [`joins_gate`].
+#[derive(Clone, Copy, Debug)]
+pub struct GateRouter {
+    /// Routing rule.
+    pub route: Route,
+    /// `[n_rows, n_experts]` F32.
+    pub logits: Buf,
+    /// `[n_experts]` F32, multiplied into the weights.
+    pub scales: Option<Buf>,
+    /// `[n_rows]` I32; a row with a negative one is padding.
+    pub positions: Option<Buf>,
+    /// `[n_rows, n_choices]` F32.
+    pub weights: Buf,
+}
+
+/// Whether the launch of the gate can run a router.
+#[must_use]
+pub fn joins_gate(route: &Route) -> bool {
+    !route.biased && route.groups.is_none()
+}
+
+/// A router's logits of one row, and the norm before them: with `s = a + b` or `a`, `x = rms_norm(s) * norm` and
+/// `logits = x . w^T`. No two buffers overlap.
+#[derive(Clone, Copy, Debug)]
+pub struct ExpertLogitsArgs<'a> {
+    /// `[k]` F32.
+    pub a: Buf,
+    /// `[k]` F32.
+    pub b: Option<Buf>,
+    /// `[k]` F32.
+    pub norm: Buf,
+    /// `[n_experts, k]` F32: a weight.
+    pub w: Buf,
+    /// `[k]` F32: receives `s`.
+    pub sum: Option<Buf>,
+    /// `[k]` F32.
+    pub x: Buf,
+    /// `[n_experts]` F32.
+    pub logits: Buf,
+    /// Number of experts.
+    pub n_experts: usize,
+    /// Elements of the row: a multiple of 4, at most [`MAX_ROUTED_ROW`].
+    pub k: usize,
+    /// Epsilon of the norm.
+    pub eps: f32,
     /// Name of the step that the launch belongs to.
     pub step: &'a str,
 }
@@ -273,20 +330,7 @@ impl Kernels {
         );
         let vector =
             |name, buf: Option<Buf>| buf.map(|buf| case.words(name, buf, &[a.n_experts])).transpose();
-        let params = RouteParams {
-            n_experts: case.u32("n_experts", a.n_experts)?,
-            n_choices: case.u32("n_choices", k)?,
-            score: match route.score {
-                RouteScore::Softmax => 0,
-                RouteScore::Sigmoid => 1,
-                RouteScore::SoftmaxOfChosen => 2,
-            },
-            n_groups: groups.n_groups as u32,
-            n_kept: groups.n_kept as u32,
-            n_best: groups.n_best as u32,
-            renormalise: u32::from(route.renormalise),
-            scale: route.scale,
-        };
+        let params = route_params(&case, route, a.n_experts)?;
         let mut launch = self
             .launch("expert_route_f32", case.u32("n", a.n)?, 128)?
             .shared(8 * a.n_experts as u32)
@@ -294,7 +338,8 @@ impl Kernels {
             .write(case.words("ids", a.ids, &[a.n, k])?)
             .write(case.words("weights", a.weights, &[a.n, k])?)
             .read(case.words("logits", a.logits, &[a.n, a.n_experts])?);
-        for vector in [vector("bias", a.bias)?, vector("scales", a.scales)?] {
+        let positions = a.positions.map(|buf| case.words("positions", buf, &[a.n])).transpose()?;
+        for vector in [vector("bias", a.bias)?, vector("scales", a.scales)?, positions] {
             launch = match vector {
                 Some(vector) => launch.read(vector),
                 None => launch.null(),
@@ -318,26 +363,45 @@ impl Kernels {
         let mut params = params(&case, s, &a.gate, gate.expert_bytes, s.k)?;
         params.activation = ActivationParams::of(a.activation);
         let biases = [bias(&case, s, &a.gate)?, bias(&case, s, &a.up)?];
+        if let Some(router) = &a.router {
+            self.check_router(&case, s, dtype, router)?;
+        }
         let tiles = n.div_ceil(TILE_ROWS);
         if !s.is_sorted() {
             let grid = [tiles.div_ceil(2) as u32, s.n_choices as u32, s.n_rows as u32];
+            let logits = a.router.as_ref().map_or(0, |_| logits_bytes(s.n_experts));
             let mut launch = self
                 .launch(&name("expert_gate", dtype), grid, 128)?
-                .shared(row_bytes(dtype, s.k) as u32)
+                .shared((row_bytes(dtype, s.k).next_multiple_of(16) + logits) as u32)
                 .step(a.step)
-                .write(y)
-                .read(x)
-                .read(ids);
+                .write(y);
+            launch = match &a.router {
+                Some(router) => launch.write(ids).write(case.words("weights", router.weights, &pairs)?),
+                None => launch.read(ids).null(),
+            };
+            launch = launch.read(x);
+            launch = match &a.router {
+                Some(router) => launch.read(case.words("logits", router.logits, &[s.n_rows, s.n_experts])?),
+                None => launch.null(),
+            };
             for w in [&gate, &up] {
                 launch = launch.read(w.all.slice(w.start, w.all.len() - w.start)?);
             }
-            for bias in biases {
-                launch = match bias {
-                    Some(bias) => launch.read(bias),
+            let scales = a.router.as_ref().and_then(|router| router.scales);
+            let scales = scales.map(|scales| case.words("scales", scales, &[s.n_experts])).transpose()?;
+            let positions = a.router.as_ref().and_then(|router| router.positions);
+            let positions = positions.map(|buf| case.words("positions", buf, &[s.n_rows])).transpose()?;
+            for vector in [biases[0], biases[1], scales, positions] {
+                launch = match vector {
+                    Some(vector) => launch.read(vector),
                     None => launch.null(),
                 };
             }
-            launches.push(launch.baked(Baked(params)).vouch(&case));
+            let route = match &a.router {
+                Some(router) => route_params(&case, &router.route, s.n_experts)?,
+                None => RouteParams::zeroed(),
+            };
+            launches.push(launch.baked(Baked(route)).baked(Baked(params)).vouch(&case));
             return Ok(());
         }
         let z = self.sorted_rows(
@@ -511,6 +575,71 @@ impl Kernels {
         Ok(())
     }
 
+    fn check_router(
+        &self,
+        case: &OpCase<'_>,
+        s: &ExpertSizes,
+        dtype: DType,
+        router: &GateRouter,
+    ) -> Result<(), KernelError> {
+        let route = &router.route;
+        crate::require!(case, joins_gate(route), "a router with a bias or groups needs a launch of its own");
+        crate::require!(case, s.n_rows < MIN_SORTED_ROWS, "sorted choices need a router of their own");
+        crate::require!(case, s.n_experts <= MAX_EXPERTS, "a router has at most {MAX_EXPERTS} experts");
+        crate::require!(
+            case,
+            route.n_choices == s.n_choices && s.n_choices <= s.n_experts,
+            "the router makes {} choices among {} experts, the gate takes {}",
+            route.n_choices,
+            s.n_experts,
+            s.n_choices
+        );
+        let need = row_bytes(dtype, s.k).next_multiple_of(16) + logits_bytes(s.n_experts);
+        let limit = self.card().shared_limit.saturating_sub(STATIC_BYTES);
+        crate::require!(
+            case,
+            need <= limit,
+            "a block needs {need} bytes of shared memory, the GPU has {limit}"
+        );
+        Ok(())
+    }
+
+    /// Builds the launch for [`ExpertLogitsArgs`].
+    pub fn expert_logits(&self, a: &ExpertLogitsArgs<'_>) -> Result<Launch, KernelError> {
+        let shape = [("n_experts", a.n_experts), ("k", a.k)];
+        let case = OpCase { op: "expert_logits", dtype: DType::F32, shape: &shape };
+        case.sizes()?;
+        crate::require!(
+            case,
+            a.k.is_multiple_of(4) && a.k <= MAX_ROUTED_ROW,
+            "k must be a multiple of 4, at most {MAX_ROUTED_ROW}"
+        );
+        let row = |name, buf: Buf| case.buf(name, buf, Some(4 * a.k), 16);
+        let mut launch = self
+            .launch("expert_logits_f32", case.u32("n_experts", a.n_experts)?.div_ceil(4), 128)?
+            .shared(4 * a.k as u32)
+            .step(a.step)
+            .write(case.words("logits", a.logits, &[a.n_experts])?)
+            .write(row("x", a.x)?);
+        launch = match a.sum {
+            Some(sum) => launch.write(row("sum", sum)?),
+            None => launch.null(),
+        };
+        launch = launch.read(row("a", a.a)?);
+        launch = match a.b {
+            Some(b) => launch.read(row("b", b)?),
+            None => launch.null(),
+        };
+        let bytes = a.n_experts.checked_mul(a.k).and_then(|n| n.checked_mul(4));
+        Ok(launch
+            .read(row("norm", a.norm)?)
+            .read(case.buf("w", a.w, bytes, 16)?)
+            .baked(Baked(a.n_experts as u32))
+            .baked(Baked(a.k as u32))
+            .baked(Baked(a.eps))
+            .vouch(&case))
+    }
+
     fn shared_need(&self, dtype: DType, s: &ExpertSizes) -> usize {
         let rows = if !s.is_sorted() { s.n_choices } else { AT_ONCE };
         rows * row_bytes(dtype, s.k)
@@ -565,6 +694,29 @@ pub(crate) fn params(
     })
 }
 
+fn route_params(case: &OpCase<'_>, route: &Route, n_experts: usize) -> Result<RouteParams, KernelError> {
+    let groups = route.groups.unwrap_or(RouteGroups { n_groups: 0, n_kept: 0, n_best: 0 });
+    Ok(RouteParams {
+        n_experts: case.u32("n_experts", n_experts)?,
+        n_choices: case.u32("n_choices", route.n_choices)?,
+        score: match route.score {
+            RouteScore::Softmax => 0,
+            RouteScore::Sigmoid => 1,
+            RouteScore::SoftmaxOfChosen => 2,
+        },
+        n_groups: groups.n_groups as u32,
+        n_kept: groups.n_kept as u32,
+        n_best: groups.n_best as u32,
+        renormalise: u32::from(route.renormalise),
+        scale: route.scale,
+    })
+}
+
+/// Bytes of a row's logits in shared memory.
+const fn logits_bytes(n_experts: usize) -> usize {
+    4 * n_experts.next_multiple_of(4)
+}
+
 fn name(kernel: &str, dtype: DType) -> String {
     format!("{kernel}_{}", lowercase(dtype))
 }
@@ -577,9 +729,14 @@ pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
         KernelEntry::new(KernelFamily::Experts, name, params, twin)
     };
     all.push(
-        entry("expert_route_f32", &[P, P, P, P, P, R], route_twin)
+        entry("expert_route_f32", &[P, P, P, P, P, P, R], route_twin)
             .unit("route")
             .shared(|_| 8 * MAX_EXPERTS as u32),
+    );
+    all.push(
+        entry("expert_logits_f32", &[P, P, P, P, P, P, P, W, W, W], logits_twin)
+            .unit("route")
+            .shared(|_| 4 * MAX_ROUTED_ROW as u32),
     );
     all.push(entry("expert_sort_i32", &[P, P, P, W], sort_twin).unit("sort"));
     all.push(entry("expert_join_f32", &[P, P, P, P, P, S], join_twin).unit("finish"));
@@ -589,7 +746,7 @@ pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
         let gate = KernelEntry::new(
             KernelFamily::Experts,
             name("expert_gate", dtype),
-            &[P, P, P, P, P, P, P, S],
+            &[P, P, P, P, P, P, P, P, P, P, P, R, S],
             move |k| gate_twin(k, dtype),
         );
         let sum = KernelEntry::new(
@@ -609,13 +766,29 @@ pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
 }
 
 fn route_twin(k: &mut SimKernel<'_>) -> KernelResult {
-    let (p, n): (RouteParams, usize) = (k.arg(5)?, k.config().grid[0] as usize);
+    let (p, n): (RouteParams, usize) = (k.arg(6)?, k.config().grid[0] as usize);
+    let at = RouteOperands { ids: 0, weights: 1, logits: 2, bias: Some(3), scales: 4, positions: 5 };
+    write_routes(k, p, n, at)
+}
+
+/// Arguments of a router.
+struct RouteOperands {
+    ids: usize,
+    weights: usize,
+    logits: usize,
+    bias: Option<usize>,
+    scales: usize,
+    positions: usize,
+}
+
+fn write_routes(k: &mut SimKernel<'_>, p: RouteParams, n: usize, at: RouteOperands) -> KernelResult {
     let (n_experts, n_choices) = (p.n_experts as usize, p.n_choices as usize);
     let vector = |k: &SimKernel<'_>, i: usize| -> KernelResult<Option<Vec<f32>>> {
         let at = k.ptr(i)?;
         if at.0 == 0 { Ok(None) } else { k.read(at, n_experts).map(Some) }
     };
-    let (bias, scales) = (vector(k, 3)?, vector(k, 4)?);
+    let bias = at.bias.map(|bias| vector(k, bias)).transpose()?.flatten();
+    let scales = vector(k, at.scales)?;
     let groups =
         RouteGroups { n_groups: p.n_groups as usize, n_kept: p.n_kept as usize, n_best: p.n_best as usize };
     let route = Route {
@@ -627,12 +800,39 @@ fn route_twin(k: &mut SimKernel<'_>) -> KernelResult {
         renormalise: p.renormalise != 0,
         scale: p.scale,
     };
-    let logits: Vec<f32> = k.read(k.ptr(2)?, n * n_experts)?;
-    let rows = logits.chunks_exact(n_experts);
-    let chosen: Vec<(usize, f32)> =
-        rows.flat_map(|row| route_row(&route, row, bias.as_deref(), scales.as_deref())).collect();
-    k.write(k.ptr(0)?, &chosen.iter().map(|(id, _)| *id as i32).collect::<Vec<_>>())?;
-    k.write(k.ptr(1)?, &chosen.iter().map(|(_, weight)| *weight).collect::<Vec<_>>())
+    let logits: Vec<f32> = k.read(k.ptr(at.logits)?, n * n_experts)?;
+    let positions: Vec<i32> = match k.ptr(at.positions)? {
+        DevicePtr(0) => vec![0; n],
+        positions => k.read(positions, n)?,
+    };
+    let (mut ids, mut weights) = (Vec::new(), Vec::new());
+    for (row, position) in logits.chunks_exact(n_experts).zip(positions) {
+        let chosen = route_row(&route, row, bias.as_deref(), scales.as_deref());
+        let is_padding = position < 0;
+        ids.extend(chosen.iter().map(|(id, _)| if is_padding { -1 } else { *id as i32 }));
+        weights.extend(chosen.iter().map(|(_, weight)| if is_padding { 0.0 } else { *weight }));
+    }
+    k.write(k.ptr(at.ids)?, &ids)?;
+    k.write(k.ptr(at.weights)?, &weights)
+}
+
+fn logits_twin(k: &mut SimKernel<'_>) -> KernelResult {
+    let (n_experts, cols, eps) = (count(k, 7)?, count(k, 8)?, k.arg(9)?);
+    k.before_wait(|k| k.view::<f32>(k.ptr(6)?, n_experts * cols).map(|_| ()))?;
+    let mut sum: Vec<f32> = k.read(k.ptr(3)?, cols)?;
+    if k.ptr(4)?.0 != 0 {
+        let b: Vec<f32> = k.read(k.ptr(4)?, cols)?;
+        sum.iter_mut().zip(&b).for_each(|(a, b)| *a += b);
+    }
+    if k.ptr(2)?.0 != 0 {
+        k.write(k.ptr(2)?, &sum)?;
+    }
+    let norm = Dense::read(k, k.ptr(5)?, DType::F32, &[cols])?;
+    let x = run_f32(&Op::RmsNorm { eps }, &[&Dense::f32(&sum, &[1, cols])?, &norm], &[1, cols])?;
+    let w: Vec<f32> = k.read(k.ptr(6)?, n_experts * cols)?;
+    let dot = |w: &[f32]| x.iter().zip(w).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum::<f64>() as f32;
+    k.write(k.ptr(0)?, &w.chunks_exact(cols).map(dot).collect::<Vec<f32>>())?;
+    k.write(k.ptr(1)?, &x)
 }
 
 /// Returns the expert of a choice if the id is valid.
@@ -698,18 +898,22 @@ pub(crate) fn add_bias_at(k: &SimKernel<'_>, arg: usize, at: usize, y: &mut [f32
 }
 
 fn gate_twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
-    let p: ExpertParams = k.arg(7)?;
+    let p: ExpertParams = k.arg(12)?;
     let (n, cols) = (p.n as usize, p.k as usize);
-    let ids: Vec<i32> = k.read(k.ptr(2)?, p.n_pairs as usize)?;
+    if k.ptr(4)?.0 != 0 {
+        let at = RouteOperands { ids: 1, weights: 2, logits: 4, bias: None, scales: 9, positions: 10 };
+        write_routes(k, k.arg(11)?, k.config().grid[2] as usize, at)?;
+    }
+    let ids: Vec<i32> = k.read(k.ptr(1)?, p.n_pairs as usize)?;
     let mut y = vec![0.0_f32; ids.len() * n];
     for (pair, (&id, y)) in ids.iter().zip(y.chunks_exact_mut(n)).enumerate() {
         let Some(expert) = chosen(id, &p) else { continue };
         let row = pair / p.n_choices as usize * p.x_stride as usize;
-        let x: Vec<f32> = k.read(k.ptr(1)?.add(4 * row as u64), cols)?;
-        let mut gate = products(k, dtype, 3, &p, expert, &x)?;
-        let mut up = products(k, dtype, 4, &p, expert, &x)?;
-        add_bias(k, 5, &p, expert, &mut gate)?;
-        add_bias(k, 6, &p, expert, &mut up)?;
+        let x: Vec<f32> = k.read(k.ptr(3)?.add(4 * row as u64), cols)?;
+        let mut gate = products(k, dtype, 5, &p, expert, &x)?;
+        let mut up = products(k, dtype, 6, &p, expert, &x)?;
+        add_bias(k, 7, &p, expert, &mut gate)?;
+        add_bias(k, 8, &p, expert, &mut up)?;
         y.copy_from_slice(&p.activation.join(&gate, &up));
     }
     k.write(k.ptr(0)?, &y)

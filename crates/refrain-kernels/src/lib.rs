@@ -100,8 +100,9 @@ pub use digest::Digester;
 pub use elementwise::{BinaryArgs, GateArgs, UnaryArgs};
 pub use error::KernelError;
 pub use experts::{
-    ExpertGateArgs, ExpertSizes, ExpertSumArgs, ExpertWeight, MAX_CHOICES, MAX_EXPERTS, MAX_ROUTE_GROUPS,
-    MIN_SORTED_ROWS, RouteArgs, expert_scratch_bytes, has_experts,
+    ExpertGateArgs, ExpertLogitsArgs, ExpertSizes, ExpertSumArgs, ExpertWeight, GateRouter, MAX_CHOICES,
+    MAX_EXPERTS, MAX_ROUTE_GROUPS, MAX_ROUTED_ROW, MIN_SORTED_ROWS, RouteArgs, expert_scratch_bytes,
+    has_experts, joins_gate,
 };
 pub use few::{FewArgs, FewPart, FewRowsArgs, MAX_FEW_PARTS, MAX_FEW_ROWS, few_bytes};
 pub use gather::GatherRowsArgs;

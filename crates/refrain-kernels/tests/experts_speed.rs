@@ -11,8 +11,8 @@ use bed::{Bed, dense, f32s, i32s, normals};
 use refrain_driver::{Buf, Launch, Lease, Memory, MemoryLayout, Method, RecordOptions};
 use refrain_graph::{ExpertActivation, GatedDelta, KeyHeads, Route, RouteScore};
 use refrain_kernels::{
-    ExpertGateArgs, ExpertSizes, ExpertSumArgs, ExpertWeight, GatedDeltaArgs, GroupedArgs, GroupedSizes,
-    PACKED_DTYPES, RouteArgs, SlotArgs, expert_scratch_bytes, packed_bytes,
+    ExpertGateArgs, ExpertLogitsArgs, ExpertSizes, ExpertSumArgs, ExpertWeight, GateRouter, GatedDeltaArgs,
+    GroupedArgs, GroupedSizes, PACKED_DTYPES, RouteArgs, SlotArgs, expert_scratch_bytes, packed_bytes,
 };
 use refrain_tensor::DType;
 use refrain_testkit::Rng;
@@ -65,6 +65,16 @@ const LAYERS: [Layer; 4] = [
     },
 ];
 
+const ROUTE: Route = Route {
+    n_choices: 8,
+    score: RouteScore::Softmax,
+    biased: false,
+    scaled: false,
+    groups: None,
+    renormalise: true,
+    scale: 1.0,
+};
+
 impl Layer {
     fn sizes(&self, n_rows: usize) -> GroupedSizes {
         let Layer { n_experts, n_choices, k, inner, .. } = *self;
@@ -91,6 +101,7 @@ struct Place {
     x: Buf,
     ids: Buf,
     factors: Buf,
+    logits: Buf,
     inner: Buf,
     y: Buf,
     scratch: Buf,
@@ -104,17 +115,19 @@ fn place(bed: &mut Bed, layer: &Layer, n_rows: usize) -> Place {
         ("x", (4 * n_rows * layer.k) as u64),
         ("ids", 4 * pairs as u64),
         ("factors", 4 * pairs as u64),
+        ("logits", (4 * n_rows * layer.n_experts) as u64),
         ("inner", (4 * pairs * layer.inner) as u64),
         ("y", (4 * n_rows * layer.k) as u64),
         ("scratch", 512 << 20),
     ]
     .map(|(name, bytes)| layout.device(name, bytes.max(256)));
     let memory = bed.plan(&layout);
-    let [weights, x, ids, factors, inner, y, scratch] = regions.map(|region| memory.buf(region));
+    let [weights, x, ids, factors, logits, inner, y, scratch] = regions.map(|region| memory.buf(region));
     let mut lease = memory.lease().unwrap();
     bed.stream.run(&mut lease, false, |q| q.fill(weights, 0x2c)).unwrap();
     bed.stream.upload(&mut lease, x, &f32s(&normals(n_rows * layer.k, 1))).unwrap();
     bed.stream.upload(&mut lease, factors, &f32s(&normals(pairs, 2))).unwrap();
+    bed.stream.upload(&mut lease, logits, &f32s(&normals(n_rows * layer.n_experts, 4))).unwrap();
     // Different experts for each row, uniformly.
     let mut rng = Rng::new(3);
     let mut chosen = Vec::new();
@@ -127,7 +140,7 @@ fn place(bed: &mut Bed, layer: &Layer, n_rows: usize) -> Place {
     }
     bed.stream.upload(&mut lease, ids, &i32s(&chosen)).unwrap();
     drop(lease);
-    Place { memory, weights, x, ids, factors, inner, y, scratch }
+    Place { memory, weights, x, ids, factors, logits, inner, y, scratch }
 }
 
 fn weights(layer: &Layer, all: Buf, copy: u64) -> [ExpertWeight; 3] {
@@ -174,7 +187,7 @@ fn expert_layers_are_timed_on_tensor_cores_and_without() {
             let at = place(&mut bed, layer, n_rows);
             let s = layer.sizes(n_rows);
             let without: Vec<Vec<Launch>> =
-                (0..COPIES).map(|copy| plain(&bed, layer, &at, s, copy)).collect();
+                (0..COPIES).map(|copy| plain(&bed, layer, &at, s, copy, false)).collect();
             let mut line = format!("{:26} {n_rows:3} rows", layer.name);
             line += &format!("  without {:7.1} us", time(&mut bed, &at.memory, &without, at.y));
             if n_rows <= 8 {
@@ -182,6 +195,10 @@ fn expert_layers_are_timed_on_tensor_cores_and_without() {
                     let one: Vec<Vec<Launch>> = without.iter().map(|l| vec![l[i].clone()]).collect();
                     line += &format!("  {what} {:6.1}", time(&mut bed, &at.memory, &one, at.y));
                 }
+                let routed: Vec<Vec<Launch>> = (0..COPIES)
+                    .map(|copy| vec![plain(&bed, layer, &at, s, copy, true).swap_remove(0)])
+                    .collect();
+                line += &format!("  gate with router {:6.1}", time(&mut bed, &at.memory, &routed, at.y));
                 println!("{line}");
                 continue;
             }
@@ -204,7 +221,7 @@ fn expert_layers_are_timed_on_tensor_cores_and_without() {
     }
 }
 
-fn plain(bed: &Bed, layer: &Layer, at: &Place, s: GroupedSizes, copy: u64) -> Vec<Launch> {
+fn plain(bed: &Bed, layer: &Layer, at: &Place, s: GroupedSizes, copy: u64, routes: bool) -> Vec<Launch> {
     let [gate, up, down] = weights(layer, at.weights, copy);
     let GroupedSizes { n_rows, n_choices, n_experts, k, inner, n } = s;
     let sizes = ExpertSizes { n_rows, n_choices, n_experts, n: inner, k, is_fixed: false };
@@ -214,9 +231,22 @@ fn plain(bed: &Bed, layer: &Layer, at: &Place, s: GroupedSizes, copy: u64) -> Ve
     };
     let mut launches = Vec::new();
     let activation = ExpertActivation::Silu;
+    let route = Route { n_choices, ..ROUTE };
+    let (logits, positions) = (at.logits, None);
+    let router = routes.then_some(GateRouter { route, logits, scales: None, positions, weights: at.factors });
     let (x, ids, y) = (at.x, at.ids, at.inner);
-    let args =
-        ExpertGateArgs { activation, x, ids, gate, up, y, sizes, scratch: scratch(&sizes, 2), step: "speed" };
+    let args = ExpertGateArgs {
+        activation,
+        x,
+        ids,
+        gate,
+        up,
+        y,
+        sizes,
+        scratch: scratch(&sizes, 2),
+        router,
+        step: "speed",
+    };
     bed.kernels.expert_gate(&args, &mut launches).unwrap();
     let sizes = ExpertSizes { n, k: inner, ..sizes };
     let (x, y, weights) = (at.inner, at.y, at.factors);
@@ -242,15 +272,7 @@ fn grouped(bed: &Bed, layer: &Layer, at: &Place, (s, m): (GroupedSizes, usize), 
 fn routers_are_timed() {
     let mut bed = Bed::gpu();
     for (n_experts, n) in [(128, 1), (256, 1), (128, 512)] {
-        let route = Route {
-            n_choices: 8,
-            score: RouteScore::Softmax,
-            biased: false,
-            scaled: false,
-            groups: None,
-            renormalise: true,
-            scale: 1.0,
-        };
+        let route = Route { n_choices: 8, ..ROUTE };
         let mut layout = MemoryLayout::new("routers");
         let regions = [n * n_experts, n * 8, n * 8].map(|n| layout.device("words", 4 * n.max(64) as u64));
         let memory = bed.plan(&layout);
@@ -258,10 +280,39 @@ fn routers_are_timed() {
         let mut lease = memory.lease().unwrap();
         bed.stream.upload(&mut lease, logits, &f32s(&normals(n * n_experts, 1))).unwrap();
         drop(lease);
-        let (bias, scales) = (None, None);
-        let args = RouteArgs { route, logits, bias, scales, ids, weights, n, n_experts, step: "speed" };
+        let (bias, scales, positions) = (None, None, None);
+        let args =
+            RouteArgs { route, logits, bias, scales, positions, ids, weights, n, n_experts, step: "speed" };
         let groups: Vec<Vec<Launch>> = (0..32).map(|_| vec![bed.kernels.route(&args).unwrap()]).collect();
         println!("route {n_experts} experts, {n} rows: {:.1} us", time(&mut bed, &memory, &groups, weights));
+    }
+}
+
+#[test]
+#[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
+fn logits_of_routers_are_timed() {
+    let mut bed = Bed::gpu();
+    for (n_experts, k) in [(128, 2048), (256, 2048), (128, 2816)] {
+        let mut layout = MemoryLayout::new("logits");
+        let sizes = [k, k, k, k, k, n_experts, 64 * n_experts * k];
+        let regions = sizes.map(|words| layout.device("words", 4 * words as u64));
+        let memory = bed.plan(&layout);
+        let [a, b, norm, sum, x, logits, weights] = regions.map(|region| memory.buf(region));
+        let mut lease = memory.lease().unwrap();
+        bed.stream.run(&mut lease, false, |q| q.fill(weights, 0x3c)).unwrap();
+        for (buf, seed) in [(a, 1), (b, 2), (norm, 3)] {
+            bed.stream.upload(&mut lease, buf, &f32s(&normals(k, seed))).unwrap();
+        }
+        drop(lease);
+        let launch = |i: usize| {
+            let bytes = (4 * n_experts * k) as u64;
+            let w = weights.slice(i as u64 * bytes, bytes).unwrap();
+            let (b, sum, eps) = (Some(b), Some(sum), 1e-6);
+            let args = ExpertLogitsArgs { a, b, norm, w, sum, x, logits, n_experts, k, eps, step: "speed" };
+            vec![bed.kernels.expert_logits(&args).unwrap()]
+        };
+        let groups: Vec<Vec<Launch>> = (0..64).map(launch).collect();
+        println!("logits of {n_experts} experts, k={k}: {:.1} us", time(&mut bed, &memory, &groups, logits));
     }
 }
 

@@ -80,6 +80,10 @@ both! {
         run_all(&mut bed, cases::experts::routes());
     }
 
+    fn routers_within_other_launches_choose_as_the_reference_does(bed) {
+        run_all(&mut bed, cases::experts::routers());
+    }
+
     fn rows_times_the_experts_chosen_for_them_agree_with_the_reference(bed) {
         run_all(&mut bed, cases::experts::products());
     }

@@ -299,6 +299,11 @@ impl<'m> StepBuilder<'m> {
         }
     }
 
+    /// Positions of the rows of a value, if it has one per token of the step.
+    pub(crate) fn positions_of(&self, value: ValueId) -> Option<ValueId> {
+        (self.builder.ty(value).shape.dims()[0] == self.n_tokens).then_some(self.positions)
+    }
+
     /// The recurrent states of a layer, and the inputs that locate the slots of its rows.
     ///
     /// # Panics

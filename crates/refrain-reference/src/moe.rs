@@ -14,11 +14,17 @@ pub(crate) fn run(op: &MoeOp, inputs: &[In<'_>], outputs: &mut [Out<'_>]) -> Res
 
 fn run_route(route: &Route, inputs: &[In<'_>], outputs: &mut [Out<'_>]) -> Result<(), ReferenceError> {
     let logits = inputs[0].to_f32()?;
-    let mut vectors = inputs[1..].iter().map(In::to_f32);
+    let mut vectors = inputs[1..=route.n_vectors()].iter().map(In::to_f32);
     let bias = if route.biased { vectors.next().transpose()? } else { None };
     let scales = vectors.next().transpose()?;
+    let positions = route.positions(inputs.len()).map(|i| inputs[i].to_i32()).transpose()?;
     let (mut ids, mut weights) = (Vec::new(), Vec::new());
-    for row in logits.chunks_exact(inputs[0].dim(1).max(1)) {
+    for (i, row) in logits.chunks_exact(inputs[0].dim(1).max(1)).enumerate() {
+        if positions.as_ref().is_some_and(|positions| positions[i] < 0) {
+            ids.extend((-1_i32).to_le_bytes().repeat(route.n_choices));
+            weights.extend(vec![0.0; route.n_choices]);
+            continue;
+        }
         let chosen = route_row(route, row, bias.as_deref(), scales.as_deref());
         ids.extend(chosen.iter().flat_map(|(id, _)| (*id as i32).to_le_bytes()));
         weights.extend(chosen.iter().map(|(_, weight)| *weight));

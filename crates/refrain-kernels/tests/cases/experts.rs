@@ -2,8 +2,8 @@
 
 use refrain_graph::{ExpertActivation, Route, RouteGroups, RouteScore};
 use refrain_kernels::{
-    ExpertGateArgs, ExpertSizes, ExpertSumArgs, ExpertWeight, GEMM_DTYPES, GroupedArgs, GroupedSizes,
-    LINEAR_DTYPES, PACKED_DTYPES, RouteArgs, expert_scratch_bytes, pack,
+    ExpertGateArgs, ExpertLogitsArgs, ExpertSizes, ExpertSumArgs, ExpertWeight, GEMM_DTYPES, GateRouter,
+    GroupedArgs, GroupedSizes, LINEAR_DTYPES, PACKED_DTYPES, RouteArgs, expert_scratch_bytes, pack,
 };
 use refrain_reference::route_row;
 use refrain_tensor::DType;
@@ -54,12 +54,10 @@ fn route_case(route: Route, logits: Vec<f32>, n_experts: usize) -> Case {
     let mut rng = Rng::new(9);
     let bias: Vec<f32> = (0..n_experts).map(|_| 0.2 * rng.normal()).collect();
     let scales: Vec<f32> = (0..n_experts).map(|_| 0.5 + rng.unit()).collect();
-    let row = |row: &[f32]| {
-        route_row(&route, row, route.biased.then_some(&bias[..]), route.scaled.then_some(&scales[..]))
-    };
-    let chosen: Vec<(usize, f32)> = logits.chunks_exact(n_experts).flat_map(row).collect();
-    let ids: Vec<i32> = chosen.iter().map(|(id, _)| *id as i32).collect();
-    let weights: Vec<f32> = chosen.iter().map(|(_, weight)| *weight).collect();
+    let bias_of = route.biased.then_some(&bias[..]);
+    let scales_of = route.scaled.then_some(&scales[..]);
+    let (has_padding, positions) = padding(n);
+    let (ids, weights) = choices_of(&route, &logits, n_experts, bias_of, scales_of, &positions);
     let name = format!("{route:?} of {n_experts}, {n} rows, first {}", logits[5.min(logits.len() - 1)]);
     let roles = vec![
         Role::Exact(i32s(&ids)),
@@ -67,6 +65,7 @@ fn route_case(route: Route, logits: Vec<f32>, n_experts: usize) -> Case {
         Role::In(f32s(&logits)),
         Role::In(f32s(&bias)),
         Role::In(f32s(&scales)),
+        Role::In(i32s(&positions)),
     ];
     Case::new(name, roles, move |kernels, b, out| {
         out.push(kernels.route(&RouteArgs {
@@ -74,6 +73,7 @@ fn route_case(route: Route, logits: Vec<f32>, n_experts: usize) -> Case {
             logits: b[2],
             bias: route.biased.then_some(b[3]),
             scales: route.scaled.then_some(b[4]),
+            positions: has_padding.then_some(b[5]),
             ids: b[0],
             weights: b[1],
             n,
@@ -82,6 +82,30 @@ fn route_case(route: Route, logits: Vec<f32>, n_experts: usize) -> Case {
         })?);
         Ok(())
     })
+}
+
+/// Positions of rows, and whether they are given to the router: one row in three of several is padding.
+fn padding(n: usize) -> (bool, Vec<i32>) {
+    let position = |i: usize| if n >= 3 && i % 3 == 1 { -1 } else { i as i32 };
+    (n >= 3, (0..n).map(position).collect())
+}
+
+/// Ids and weights of all rows; padding has neither.
+fn choices_of(
+    route: &Route,
+    logits: &[f32],
+    n_experts: usize,
+    bias: Option<&[f32]>,
+    scales: Option<&[f32]>,
+    positions: &[i32],
+) -> (Vec<i32>, Vec<f32>) {
+    let (mut ids, mut weights) = (Vec::new(), Vec::new());
+    for (row, &position) in logits.chunks_exact(n_experts).zip(positions) {
+        let chosen = route_row(route, row, bias, scales);
+        ids.extend(chosen.iter().map(|(id, _)| if position < 0 { -1 } else { *id as i32 }));
+        weights.extend(chosen.iter().map(|(_, weight)| if position < 0 { 0.0 } else { *weight }));
+    }
+    (ids, weights)
 }
 
 pub fn products() -> Vec<Case> {
@@ -218,6 +242,7 @@ fn gate_case(dtype: DType, s: ExpertSizes, f: ExpertActivation, joined: bool, bi
             y: b[0],
             sizes: s,
             scratch: (scratch > 0).then_some(b[3]),
+            router: None,
             step: "case",
         };
         kernels.expert_gate(&args, out)
@@ -411,5 +436,131 @@ fn layer_case(layer: Layer) -> Case {
             step: "case",
         };
         kernels.grouped(&args, out)
+    })
+}
+
+/// Routers within other launches: the logits with the norm before them, the choice with the gate after it.
+pub fn routers() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for (n_experts, k, adds) in [(1, 4, false), (7, 132, true), (128, 512, true), (130, 1000, false)] {
+        cases.push(logits_case(n_experts, k, adds));
+    }
+    for score in [RouteScore::Softmax, RouteScore::Sigmoid, RouteScore::SoftmaxOfChosen] {
+        for (n, n_experts, n_choices) in [(1, 1, 1), (3, 7, 7), (2, 130, 8), (1, 70, 40)] {
+            for renormalise in [false, true] {
+                let route = Route { score, n_choices, renormalise, ..ROUTE };
+                cases.push(routed_case(route, normals(n * n_experts, 3), n_experts, DType::BF16));
+            }
+        }
+        let scaled = Route { score, scaled: true, scale: 2.5, ..ROUTE };
+        cases.push(routed_case(scaled, normals(5 * 24, 4), 24, DType::Q4_K));
+        // Ties, both zeros, and rows without a valid choice.
+        let ties = |n: usize| (0..n).map(|i| [0.0, 1.0, -0.0, 1.0, 0.5][i * 7 % 5]).collect();
+        cases.push(routed_case(Route { score, n_choices: 6, ..ROUTE }, ties(3 * 40), 40, DType::F32));
+        for odd in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 3e38, -3e38] {
+            let row = |i: usize| if i % 12 == 5 { odd } else { (i % 12) as f32 * 0.25 };
+            cases.push(routed_case(Route { score, ..ROUTE }, (0..24).map(row).collect(), 12, DType::F32));
+        }
+        cases.push(routed_case(Route { score, ..ROUTE }, vec![f32::NEG_INFINITY; 8], 8, DType::F32));
+    }
+    cases
+}
+
+fn logits_case(n_experts: usize, k: usize, adds: bool) -> Case {
+    let [a, b, norm] = [1, 2, 3].map(|seed| normals(k, seed));
+    let (w, eps) = (normals(n_experts * k, 4), 1e-5_f32);
+    let sum: Vec<f32> = a.iter().zip(&b).map(|(a, b)| if adds { a + b } else { *a }).collect();
+    let squares = dot(&sum, &sum) / k as f64;
+    let scale = 1.0 / (squares + f64::from(eps)).sqrt();
+    let x: Vec<f32> =
+        sum.iter().zip(&norm).map(|(v, w)| (f64::from(*v) * scale * f64::from(*w)) as f32).collect();
+    let logits = w.chunks_exact(k).map(|w| dot(&x, w) as f32).collect();
+    let summed = if adds { Role::Out(sum, Tol::Whole(1e-7)) } else { Role::Scratch(16) };
+    let roles = vec![
+        Role::Out(logits, Tol::Whole(4e-6)),
+        Role::Out(x, Tol::Whole(4e-6)),
+        summed,
+        Role::In(f32s(&a)),
+        Role::In(f32s(&b)),
+        Role::In(f32s(&norm)),
+        Role::In(f32s(&w)),
+    ];
+    Case::new(format!("logits of {n_experts} experts, k={k}, adds={adds}"), roles, move |kernels, b, out| {
+        out.push(kernels.expert_logits(&ExpertLogitsArgs {
+            a: b[3],
+            b: adds.then_some(b[4]),
+            norm: b[5],
+            w: b[6],
+            sum: adds.then_some(b[2]),
+            x: b[1],
+            logits: b[0],
+            n_experts,
+            k,
+            eps,
+            step: "case",
+        })?);
+        Ok(())
+    })
+}
+
+/// A gate that makes the choices itself.
+fn routed_case(route: Route, logits: Vec<f32>, n_experts: usize, dtype: DType) -> Case {
+    let n_rows = logits.len() / n_experts;
+    let k = dtype.block_len().max(32);
+    let s = ExpertSizes { n_rows, n_choices: route.n_choices, n_experts, n: 24, k, is_fixed: false };
+    let mut rng = Rng::new(9);
+    let scales: Vec<f32> = (0..n_experts).map(|_| 0.5 + rng.unit()).collect();
+    let (has_padding, positions) = padding(n_rows);
+    let scales_of = route.scaled.then_some(&scales[..]);
+    let (ids, factors) = choices_of(&route, &logits, n_experts, None, scales_of, &positions);
+    let x = normals(n_rows * k, 1);
+    let weights = [2, 3].map(|seed| experts(dtype, n_experts, s.n, k, seed));
+    let mut y = Vec::new();
+    for (pair, &id) in ids.iter().enumerate() {
+        if id < 0 {
+            y.extend(vec![0.0; s.n]);
+            continue;
+        }
+        let x = rounded(dtype, &x[pair / s.n_choices * k..][..k]);
+        let product =
+            |which: usize, row: usize| dot(&x, &weights[which].1[(id as usize * s.n + row) * k..][..k]);
+        y.extend((0..s.n).map(|row| ExpertActivation::Silu.apply(product(0, row), product(1, row)) as f32));
+    }
+    let name =
+        format!("gate {dtype} with {route:?} of {n_experts}, first {}", logits[5.min(logits.len() - 1)]);
+    let [gate, up] = weights;
+    let roles = vec![
+        Role::Out(y, tol(dtype)),
+        Role::Exact(i32s(&ids)),
+        Role::Out(factors, Tol::Whole(4e-6)),
+        Role::In(f32s(&x)),
+        Role::In(f32s(&logits)),
+        Role::In(f32s(&scales)),
+        Role::In(gate.0),
+        Role::In(up.0),
+        Role::In(i32s(&positions)),
+    ];
+    Case::new(name, roles, move |kernels, b, out| {
+        let weight = |w| ExpertWeight { w, dtype, rows: s.n, first: 0, bias: None };
+        let scales = route.scaled.then_some(b[5]);
+        let args = ExpertGateArgs {
+            activation: ExpertActivation::Silu,
+            x: b[3],
+            ids: b[1],
+            gate: weight(b[6]),
+            up: weight(b[7]),
+            y: b[0],
+            sizes: s,
+            scratch: None,
+            router: Some(GateRouter {
+                route,
+                logits: b[4],
+                scales,
+                positions: has_padding.then_some(b[8]),
+                weights: b[2],
+            }),
+            step: "case",
+        };
+        kernels.expert_gate(&args, out)
     })
 }

@@ -69,6 +69,8 @@ impl Mixture {
         let logits = step.builder.linear(r, router, None, "ffn_gate_inp")?;
         let mut inputs = vec![logits];
         inputs.extend(self.scales.map(|scales| step.weight(scales)));
+        // Padding must not read experts.
+        inputs.extend(step.positions_of(logits));
         let [ids, weights] = step.builder.node(Op::Moe(MoeOp::Route(self.route)), &inputs, "ffn_route")?[..]
         else {
             unreachable!("a router has two outputs")

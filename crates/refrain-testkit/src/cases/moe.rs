@@ -77,6 +77,15 @@ pub(super) fn route() -> Vec<Case> {
     }
     let nothing = Fill::Floats(vec![f32::NEG_INFINITY; 8]);
     add("extreme: all minus infinity", SOFTMAX, [1, 8], nothing);
+    for route in [SOFTMAX, Route { scaled: true, biased: true, ..SOFTMAX }] {
+        let mut args = vec![Arg::float(DType::F32, [5, 24])];
+        args.extend(
+            (0..route.n_vectors()).map(|_| Arg::weight(DType::F32, [24]).fill(Fill::Uniform(0.5, 1.5))),
+        );
+        args.push(Arg::ints([5], vec![7, -1, 0, -1, 3]));
+        let name = format!("padding among rows, {} vectors", route.n_vectors());
+        cases.push(Case::one_node(name, Op::Moe(MoeOp::Route(route)), Tol::Whole(2e-6), args));
+    }
     cases
 }
 
