@@ -13,6 +13,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 const PATIENCE: Duration = Duration::from_secs(120);
+/// Long enough that a story does not end before its worker is disturbed.
+const STORY_TOKENS: u64 = 240;
 
 struct Served {
     _cli: Cli,
@@ -146,7 +148,7 @@ fn is_alive(pid: u64) -> bool {
 fn story(seed: usize) -> Value {
     let penalties = json!({ "frequency_penalty": 0.2, "presence_penalty": 0.1 });
     let mut body = json!({
-        "prompt": "Once upon a time", "max_tokens": 48, "ignore_eos": true, "temperature": 0.9, "seed": seed,
+        "prompt": "Once upon a time", "max_tokens": STORY_TOKENS, "ignore_eos": true, "temperature": 0.9, "seed": seed,
     });
     if seed % 2 == 1 {
         body.as_object_mut().expect("an object").extend(penalties.as_object().expect("an object").clone());
@@ -159,7 +161,7 @@ fn survives(served: &Served, disturb: impl FnOnce(u64) + Send) {
     const N: usize = 6;
     let undisturbed: Vec<Streamed> = (0..N).map(|seed| served.stream(&story(seed), |_| {})).collect();
     assert!(
-        undisturbed.iter().all(|s| s.is_done && s.n_tokens == 48 && s.finish == "length"),
+        undisturbed.iter().all(|s| s.is_done && s.n_tokens == STORY_TOKENS && s.finish == "length"),
         "{undisturbed:?}"
     );
     let pid = served.worker_pid().expect("a worker");
@@ -170,7 +172,7 @@ fn survives(served: &Served, disturb: impl FnOnce(u64) + Send) {
                 let sender = sender.clone();
                 scope.spawn(move || {
                     served.stream(&story(seed), |n| {
-                        if n == 5 {
+                        if n == 2 {
                             sender.send(()).expect("a test")
                         }
                     })
@@ -217,10 +219,12 @@ fn a_worker_dies_with_its_server() {
 
 #[test]
 fn a_client_that_goes_away_frees_its_place() {
-    let served = Served::ready(&["stories"]);
+    // Made-up tokens, so that the request does not end by itself.
+    let served = Served::ready(&["stories", "--fake-engine", "2000"]);
     for stream in [true, false] {
         let body =
-            json!({ "prompt": "A cat", "max_tokens": 400, "ignore_eos": true, "stream": stream }).to_string();
+            json!({ "prompt": "A cat", "max_tokens": 1_000_000, "ignore_eos": true, "stream": stream })
+                .to_string();
         let host = served.url.trim_start_matches("http://");
         let mut client = TcpStream::connect(host).expect("a connection");
         let head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n";
@@ -234,10 +238,6 @@ fn a_client_that_goes_away_frees_its_place() {
         wait_until("the end of the request", || load()["n_running"] == 0);
         wait_until("the end of its bookkeeping", || served.get("/status").1["n_open"] == 0);
     }
-    assert!(
-        served.get("/status").1["n_generated_tokens"].as_u64() < Some(700),
-        "the requests ran to their ends"
-    );
 }
 
 #[test]
@@ -250,7 +250,7 @@ fn sigterm_lets_open_replies_end() {
             Served::signal(pid, "-TERM");
         }
     });
-    assert!(streamed.is_done && streamed.n_tokens == 48, "{streamed:?}");
+    assert!(streamed.is_done && streamed.n_tokens == STORY_TOKENS, "{streamed:?}");
     let status = served.process.wait().expect("the server ends");
     assert_eq!(status.code(), Some(0));
     assert!(!is_alive(worker));

@@ -382,6 +382,9 @@ fn a_client_that_reads_nothing_holds_nobody_up() {
     let body = json!({ "prompt": "A", "max_tokens": 200_000, "stream": true }).to_string();
     served.reply(Reply::flood("a longer piece of text than before "));
     let stuck = served.open("/v1/completions", "", &body);
+    while served.requests().is_empty() {
+        std::thread::sleep(Duration::from_millis(2));
+    }
     for _ in 0..3 {
         served.reply(Reply::text("Fine."));
         let (_, reply) = served.post("/v1/completions", &json!({ "prompt": "A" }));

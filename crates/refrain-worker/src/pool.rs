@@ -163,8 +163,8 @@ impl TokenBackend for WorkerPool {
         let (sender, receiver) = oneshot::channel();
         let refusal = Refusal {
             kind: RefusalKind::Invalid,
-            message: format!("model {} does not embed texts", request.model),
-            hint: Some("the engine runs generative models only".into()),
+            message: format!("model {} cannot embed texts here yet", request.model),
+            hint: Some("use a server for embedding models".into()),
             retry_after: None,
         };
         // Nobody waits for the answer if the receiver is gone.

@@ -42,7 +42,7 @@ pub(crate) async fn model(
 
 /// Says why there are no embeddings: clients ask for them by this address.
 pub(crate) async fn embeddings() -> ApiError {
-    let message = "the engine runs generative models, which make no embeddings";
+    let message = "embeddings are not served yet";
     let error = ApiError::new(StatusCode::NOT_IMPLEMENTED, "unsupported", message);
     error.hint("use a server for embedding models")
 }

@@ -197,11 +197,9 @@ async fn a_crash_loop_is_refused_with_its_reason() {
     let pool = WorkerPool::start(options).unwrap();
     let first = pool.started().await.unwrap_err();
     assert!(first.message.contains("exited with status 1"), "{first}");
-    let refusal = loop {
-        match pool.submit(request(&[1], 1)) {
-            Err(refusal) => break refusal,
-            Ok(reply) => break read(reply).await.unwrap_err(),
-        }
+    let refusal = match pool.submit(request(&[1], 1)) {
+        Err(refusal) => refusal,
+        Ok(reply) => read(reply).await.unwrap_err(),
     };
     assert_eq!(refusal.kind, RefusalKind::Unavailable);
     assert!(refusal.message.contains("in a row") && refusal.message.contains("status 1"), "{refusal}");
