@@ -21,7 +21,8 @@ def main() -> None:
     floor = 1e-4
     sizes = [row["refrain_mb"] for row in rows]
     values = [max(row[key], floor) for row in rows for key in ("refrain_kl", "llama_kl")]
-    x0, x1 = min(sizes) - 4, max(sizes) + 8
+    margin = 0.06 * (max(sizes) - min(sizes))
+    x0, x1 = min(sizes) - margin, max(sizes) + 2 * margin
     y0, y1 = math.log10(min(values) * 0.7), math.log10(max(values) * 1.4)
 
     def x(mb: float) -> float:
@@ -45,7 +46,8 @@ def main() -> None:
             if y0 <= math.log10(value) <= y1:
                 out.append(f'<path d="M{LEFT} {y(value):.1f}H{WIDTH - RIGHT}" stroke="{LINE}"/>')
                 out.append(f'<text x="{LEFT - 8}" y="{y(value) + 4:.1f}" text-anchor="end">{value:g}</text>')
-    for mb in range(math.ceil(x0 / 10) * 10, math.floor(x1) + 1, 10):
+    step = 10 if x1 - x0 > 40 else 1
+    for mb in range(math.ceil(x0 / step) * step, math.floor(x1) + 1, step):
         out.append(f'<text x="{x(mb):.1f}" y="{HEIGHT - BOTTOM + 20}" text-anchor="middle">{mb}</text>')
     out.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 10}" text-anchor="end">MB</text>')
     for row in rows:

@@ -138,11 +138,8 @@ impl QuantError {
                 Some(format!("--tensor-type '^{}$=bf16' keeps it wide", name.replace('.', "\\.")))
             }
             QuantError::Overwrite { .. } => Some("choose another name with -o".into()),
-            QuantError::Imatrix {
-                fault: ImatrixFault::Size { .. } | ImatrixFault::OtherModel { .. },
-                ..
-            } => Some("make one for this model with refrain imatrix".into()),
-            QuantError::Source(_) | QuantError::Tensor { .. } | QuantError::Imatrix { .. } => None,
+            QuantError::Imatrix { .. } => Some("make one for this model with refrain imatrix".into()),
+            QuantError::Source(_) | QuantError::Tensor { .. } => None,
         }
     }
 }
