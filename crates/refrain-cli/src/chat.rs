@@ -84,7 +84,11 @@ pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {
     let found = resolve::find_or(args.model.as_deref(), Builtin::Chat, context)?;
     let model = args.lora.apply(found.open()?)?;
     if model.chat_template().is_none() {
-        return Err(refrain::Error::NoChatTemplate { model: model.name().into() }.into());
+        let name = model.name().into();
+        return Err(match model.config().arch.is_encoder() {
+            true => refrain::Error::Encoder { model: name }.into(),
+            false => refrain::Error::NoChatTemplate { model: name }.into(),
+        });
     }
     let session = args.device.start(&model, args.context, context)?;
     let load = began.elapsed();

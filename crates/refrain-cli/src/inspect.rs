@@ -152,7 +152,13 @@ impl ModelFacts<'_> {
             Ok(t) => lines.add("tokenizer", format!("{}, {} tokens", t.kind, thousands(t.n_tokens))),
             Err(because) => lines.add("tokenizer", because),
         }
-        lines.add("chat template", if self.has_chat_template { "yes" } else { "no: it only continues text" });
+        let is_encoder = self.config.as_ref().is_ok_and(|config| config.arch.is_encoder());
+        let template = match (self.has_chat_template, is_encoder) {
+            (true, _) => "yes",
+            (false, true) => "no: it turns texts into vectors",
+            (false, false) => "no: it only continues text",
+        };
+        lines.add("chat template", template);
         let licence = self.licence.as_ref().map_or_else(|| "not given".to_owned(), Licence::to_string);
         lines.add("licence", licence);
         lines.add("path", self.files.path().display());

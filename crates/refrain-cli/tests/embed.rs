@@ -159,7 +159,12 @@ fn a_model_of_the_other_kind_is_refused_with_a_way_out() {
     let cli = Cli::new();
     let model = encoder(&cli);
     let model = model.to_str().expect("UTF-8");
-    for args in [&["run", model, "a cat"][..], &["chat", model], &["plan", model], &["bench", model]] {
+    for args in [
+        &["run", model, "a cat"][..],
+        &["chat", model],
+        &["plan", model],
+        &["bench", model, "-p", "8", "-n", "4"],
+    ] {
         let refused = cli.run(args).refused();
         assert!(refused.contains("is an encoder: it turns texts into vectors"), "{args:?}: {refused}");
         assert!(refused.contains("refrain embed"), "{args:?}: {refused}");

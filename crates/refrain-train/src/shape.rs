@@ -136,7 +136,7 @@ mod tests {
         let error = NewModel::Named("lama-10m".into()).usual_vocab().unwrap_err();
         assert!(error.to_string().contains("lama-10m"), "{error}");
         assert!(error.hint().unwrap().contains("llama-10m"), "{error:?}");
-        for arch in ["mamba", "qwen3moe", "qwen35", "lfm2"] {
+        for arch in ["mamba", "qwen3moe", "qwen35", "lfm2", "bert"] {
             let error = NewModel::Shape(table(arch)).model_config(300, 64).unwrap_err();
             assert!(error.to_string().contains("one of llama, qwen2, qwen3, gemma3"), "{error}");
         }

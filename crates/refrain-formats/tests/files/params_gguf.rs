@@ -235,7 +235,7 @@ fn impossible_hyperparameters_are_refused() {
     assert_eq!(
         set("general.architecture", "mamba".into()),
         "m.gguf: unknown architecture \"mamba\", known are \
-         llama, qwen2, qwen3, qwen3moe, gemma3, gemma4, gemma2, phi3, mistral3, smollm3, olmo2, granite, glm4, cohere2, qwen35, lfm2"
+         llama, qwen2, qwen3, qwen3moe, gemma3, gemma4, gemma2, phi3, mistral3, smollm3, olmo2, granite, glm4, cohere2, qwen35, lfm2, bert"
     );
     assert_eq!(
         set("llama.block_count", 0u32.into()),

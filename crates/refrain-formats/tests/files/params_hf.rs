@@ -4,8 +4,9 @@ use crate::common::{llama_config, refused, write_safetensors};
 use refrain_formats::FormatError;
 use refrain_formats::hf::{HfFolder, JsonObject};
 use refrain_formats::params::{
-    Activation, Arch, DeltaNetSizes, GenerationDefaults, LayerAttention, ModelConfig, NormKind,
-    PerLayerEmbedding, QueryTemperature, RecurrentLayers, RopePairing, RopeScaling, VHeads, Yarn,
+    Activation, Arch, DeltaNetSizes, EmbeddingDefaults, GenerationDefaults, LayerAttention, ModelConfig,
+    NormKind, PerLayerEmbedding, Pooling, QueryTemperature, RecurrentLayers, RopePairing, RopeScaling,
+    VHeads, Yarn,
 };
 use serde_json::{Value, json};
 use std::path::Path;
@@ -235,7 +236,7 @@ fn unsupported_configurations_are_refused() {
     assert_eq!(
         set(json!({ "architectures": ["MambaForCausalLM"] })),
         "config.json: unknown architecture \"MambaForCausalLM\", known are \
-         llama, qwen2, qwen3, qwen3moe, gemma3, gemma4, gemma2, phi3, mistral3, smollm3, olmo2, granite, glm4, cohere2, qwen35, lfm2"
+         llama, qwen2, qwen3, qwen3moe, gemma3, gemma4, gemma2, phi3, mistral3, smollm3, olmo2, granite, glm4, cohere2, qwen35, lfm2, bert"
     );
     assert!(
         set(json!({ "architectures": ["LlamaForSequenceClassification"] })).contains("unknown architecture")
@@ -517,4 +518,80 @@ fn the_feed_forward_size_of_lfm2_is_two_thirds_of_the_size_in_the_file() {
     assert_eq!((old.ffn, old.layers, old.tied_embeddings), (c.ffn, c.layers, false));
     let error = lfm2(json!({ "conv_bias": true })).unwrap_err().to_string();
     assert!(error.contains("a short convolution with biases is not supported"), "{error}");
+}
+
+fn bert(changes: Value) -> Result<ModelConfig, FormatError> {
+    let mut config = json!({
+        "architectures": ["BertModel"], "model_type": "bert", "vocab_size": 128, "hidden_size": 48,
+        "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 3,
+        "max_position_embeddings": 64, "type_vocab_size": 2, "hidden_act": "gelu",
+    });
+    for (key, value) in changes.as_object().unwrap() {
+        config[key] = value.clone();
+    }
+    parse(config)
+}
+
+#[test]
+fn an_encoder_is_read_and_its_variants_are_refused() {
+    let c = bert(json!({})).unwrap();
+    assert_eq!((c.arch, c.norm, c.activation), (Arch::Bert, NormKind::Layer, Activation::GeluErf));
+    assert_eq!((c.norm_eps, c.n_token_types, c.n_context), (1e-12, Some(2), 64));
+    assert!(c.qkv_bias && c.attn_output_bias && c.ffn_bias && c.arch.is_encoder());
+    let below_a_head =
+        bert(json!({ "architectures": ["BertForMaskedLM"], "hidden_act": "gelu_new" })).unwrap();
+    assert_eq!((below_a_head.arch, below_a_head.activation), (Arch::Bert, Activation::GeluTanh));
+    assert_eq!(bert(json!({ "architectures": null })).unwrap().arch, Arch::Bert);
+    for (changes, message) in [
+        (json!({ "position_embedding_type": "relative_key" }), "an encoder with relative positions"),
+        (json!({ "is_decoder": true }), "BERT as a decoder"),
+        (json!({ "hidden_act": "relu" }), "activation \"relu\" is not supported for bert, gelu is"),
+        (json!({ "type_vocab_size": 0 }), "the number of token types is 0"),
+        (json!({ "architectures": ["BertForSequenceClassification"] }), "unknown architecture"),
+    ] {
+        let refused = refused(bert(changes));
+        assert!(refused.contains(message), "{refused}");
+    }
+    let written = c.to_hf_json(refrain_tensor::DType::F32).unwrap_err();
+    assert!(written.to_string().contains("embeddings of positions and token types"), "{written}");
+}
+
+#[test]
+fn embedding_settings_come_from_the_files_of_sentence_transformers() {
+    let at = tempfile::tempdir().unwrap();
+    write_safetensors(&at.path().join("model.safetensors"), &[("a", &[4])]);
+    let write = |name: &str, value: Value| {
+        std::fs::create_dir_all(at.path().join("1_Pooling")).unwrap();
+        std::fs::write(at.path().join(name), value.to_string()).unwrap();
+    };
+    write("config.json", llama_config());
+    let read = || EmbeddingDefaults::from_hf(&HfFolder::open(at.path()).unwrap());
+    assert_eq!(read().unwrap(), EmbeddingDefaults::default());
+    let module = |kind: &str| json!({ "type": format!("sentence_transformers.models.{kind}") });
+    write("modules.json", json!([module("Transformer"), module("Pooling"), module("Normalize")]));
+    write(
+        "1_Pooling/config.json",
+        json!({ "pooling_mode_cls_token": false, "pooling_mode_mean_tokens": true }),
+    );
+    write("sentence_bert_config.json", json!({ "max_seq_length": 256 }));
+    let mean = EmbeddingDefaults { pooling: Some(Pooling::Mean), max_tokens: Some(256) };
+    assert_eq!(read().unwrap(), mean);
+    for (pooling, want) in [
+        (json!({ "pooling_mode_cls_token": true }), Some(Pooling::Cls)),
+        (json!({ "pooling_mode_lasttoken": true, "include_prompt": true }), Some(Pooling::Last)),
+        (json!({ "pooling_mode": "lasttoken" }), Some(Pooling::Last)),
+        (json!({ "pooling_mode_max_tokens": true }), None),
+        (json!({ "pooling_mode_max_tokens": true, "pooling_mode_mean_tokens": true }), None),
+        (json!({}), None),
+    ] {
+        write("1_Pooling/config.json", pooling.clone());
+        match want {
+            Some(_) => assert_eq!(read().unwrap().pooling, want, "{pooling}"),
+            None => assert!(refused(read()).contains("pooling other than by mean"), "{pooling}"),
+        }
+    }
+    write("modules.json", json!([module("Transformer"), module("Pooling"), module("Dense")]));
+    assert!(refused(read()).contains("modules besides transformer, pooling and normalisation"));
+    write("modules.json", json!({}));
+    assert!(read().is_err());
 }
