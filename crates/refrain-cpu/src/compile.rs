@@ -134,6 +134,7 @@ pub(crate) enum Kernel {
         states: [usize; 2],
         dtype: DType,
         n_heads: usize,
+        sinks: Option<WeightId>,
         paging: Paging,
     },
     ShortConv {
@@ -462,6 +463,10 @@ fn kernel(plan: &Shaped<'_>, step_idx: usize, tables: &mut Vec<AngleTable>) -> O
             let paging = paging(plan, &ins[1], [&ins[3], &ins[4], &ins[5]])?;
             let (q, out) = (arena(plan, &ins[0])?, out(0)?);
             let n_heads = ins[0].layout.shape().dims()[1];
+            let sinks = match ins.get(6) {
+                Some(sinks) => Some(vector_weight(plan, sinks)?),
+                None => None,
+            };
             Some(Kernel::Attention {
                 attention: *attention,
                 q,
@@ -469,6 +474,7 @@ fn kernel(plan: &Shaped<'_>, step_idx: usize, tables: &mut Vec<AngleTable>) -> O
                 states,
                 dtype: ins[1].dtype,
                 n_heads,
+                sinks,
                 paging,
             })
         }

@@ -67,6 +67,8 @@ fn fuses_around(
         Some("queries, keys and values use different norms".to_owned())
     } else if !is_vector_weight(&query.input(rope, 2)) {
         Some("its rope frequencies are not weights".to_owned())
+    } else if query.n_inputs(attention) > 6 && !is_vector_weight(&query.input(attention, 6)) {
+        Some("its sinks are not weights".to_owned())
     } else {
         sizes.misfit(card.n_sms)
     };
@@ -210,6 +212,7 @@ impl Lowering<'_> {
             q: self.view(&q_from.inputs[0])?,
             kv,
             norm,
+            sinks: if last.inputs.len() > 6 { Some(self.vector(last, 6)?) } else { None },
             y: self.dense(last, &last.outputs[0])?,
             narrow: narrow.map(|to| to.narrow(&self.areas)).transpose()?,
             k_cache,

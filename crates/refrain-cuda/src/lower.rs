@@ -722,6 +722,7 @@ impl Lowering<'_> {
             positions: self.dense(step, &ins[3])?,
             seqs: self.dense(step, &ins[4])?,
             tables: self.dense(step, &ins[5])?,
+            sinks: if ins.len() > 6 { Some(self.vector(step, 6)?) } else { None },
             y: self.dense(step, &step.outputs[0])?,
             scratch: None,
             n,

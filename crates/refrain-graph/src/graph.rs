@@ -605,7 +605,20 @@ impl GraphBuilder {
         [k_cache, v_cache]: [ValueId; 2],
         [positions, seqs, tables]: [ValueId; 3],
     ) -> Result<ValueId, GraphError> {
-        let inputs = [q, k_cache, v_cache, positions, seqs, tables];
+        self.attention_with_sinks(attention, q, [k_cache, v_cache], [positions, seqs, tables], None)
+    }
+
+    /// Attention over a paged cache, with `sinks[n_heads]` if there are any.
+    pub fn attention_with_sinks(
+        &mut self,
+        attention: Attention,
+        q: ValueId,
+        [k_cache, v_cache]: [ValueId; 2],
+        [positions, seqs, tables]: [ValueId; 3],
+        sinks: Option<ValueId>,
+    ) -> Result<ValueId, GraphError> {
+        let inputs: Vec<ValueId> =
+            [q, k_cache, v_cache, positions, seqs, tables].into_iter().chain(sinks).collect();
         self.single(Op::Attention(attention), &inputs, "attention")
     }
 

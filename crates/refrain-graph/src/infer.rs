@@ -243,7 +243,8 @@ impl Op {
                 Ok(vec![inputs[0]])
             }
             Op::Attention(attention) => {
-                rule.arity(6)?;
+                let has_sinks = inputs.len() != 6;
+                rule.arity(if has_sinks { 7 } else { 6 })?;
                 rule.require(0, attention.window != Some(0), "a window of at least one position")?;
                 rule.float(0)?;
                 let q = rule.rank(0, 3)?;
@@ -257,6 +258,9 @@ impl Op {
                 rule.exact(4, DType::I32, &[q[0]])?;
                 rule.rank(5, 2)?;
                 rule.require(5, inputs[5].dtype == DType::I32, "I32")?;
+                if has_sinks {
+                    rule.exact(6, DType::F32, &[q[1]])?;
+                }
                 Ok(vec![inputs[0]])
             }
             Op::SpanAttention(attention) => {

@@ -121,6 +121,9 @@ pub enum Op {
     /// `q[n, n_heads, head_dim]`, `k_cache`, `v_cache` (states), `positions[n]`, `seqs[n]`,
     /// `tables[n_seqs, max_blocks]` -> `[n, n_heads, head_dim]`. Row `i` attends to positions
     /// `0..=positions[i]` of its sequence (fewer with a window). Rows with a negative position give zeros.
+    ///
+    /// A seventh input `sinks[n_heads]` F32 is one more score of each head's softmax, after scale and soft cap, with a
+    /// value of zero.
     Attention(Attention),
     /// `q[n, n_heads, head_dim]`, `k[n, n_kv_heads, head_dim]`, `v` like `k`, `spans[n, 2]` I32 -> `y` like
     /// `q`, and the log-sum-exp of the scores `[n, n_heads]` F32. Attention among the rows of a step: row `i`

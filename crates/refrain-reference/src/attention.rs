@@ -95,6 +95,7 @@ pub(crate) fn attention(
     out: &mut Out<'_>,
 ) -> Result<(), ReferenceError> {
     let [q, k, v, positions, seqs, tables] = std::array::from_fn(|i| &inputs[i]);
+    let sinks = inputs.get(6).map(|sinks| sinks.to_f32()).transpose()?;
     let (n_heads, head_dim) = (q.dim(1), q.dim(2));
     let cache = k.layout.shape();
     let (n_kv_heads, kv_block) = (cache.dims()[1], cache.dims()[2]);
@@ -122,9 +123,10 @@ pub(crate) fn attention(
                 });
                 rows.push(start);
             }
-            let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            let sink = sinks.as_ref().map_or(f64::NEG_INFINITY, |sinks| f64::from(sinks[head]));
+            let max = scores.iter().copied().fold(sink, f64::max);
             let weights: Vec<f64> = scores.iter().map(|s| (s - max).exp()).collect();
-            let total: f64 = weights.iter().sum();
+            let total: f64 = weights.iter().sum::<f64>() + (sink - max).exp();
             for i in 0..head_dim {
                 let sum: f64 = rows.iter().zip(&weights).map(|(&r, w)| w * f64::from(v[r + i])).sum();
                 y[(row * n_heads + head) * head_dim + i] = (sum / total) as f32;

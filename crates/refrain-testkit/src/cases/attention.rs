@@ -260,10 +260,17 @@ fn attention_case(shape: &AttentionShape, q: DType, kv: DType) -> Case {
     let name = format!("{}, {q} over {kv}", shape.name);
     // Scores in the hundreds cost a few bits of the exponential's argument.
     let tol = Tol::Whole(if shape.sharpness > 100.0 { 1e-3 } else { 2e-5 }).rounded_to(q);
+    // Every other shape has sinks: among the scores, far below and far above them.
+    let mut args = args;
+    if n_heads.is_multiple_of(2) {
+        let sinks = (0..n_heads).map(|head| [0.5, 2.0, -90.0, 200.0][head % 4]).collect();
+        args.push(Arg::weight(DType::F32, [n_heads]).fill(Fill::Floats(sinks)));
+    }
     Case::build(name, Op::Attention(attention), tol, args, |b, v| {
         let past = [v[8], v[9], v[5]];
         let k = b.kv_append(v[1], v[6], past)?;
         let v_cache = b.kv_append(v[2], v[7], past)?;
-        Ok(vec![b.attention(attention, v[0], [k, v_cache], [v[3], v[4], v[5]])?])
+        let places = [v[3], v[4], v[5]];
+        Ok(vec![b.attention_with_sinks(attention, v[0], [k, v_cache], places, v.get(10).copied())?])
     })
 }
