@@ -588,6 +588,7 @@ impl<'m> StepBuilder<'m> {
         layer: usize,
         q: ValueId,
         own: Option<[ValueId; 2]>,
+        sinks: Option<WeightId>,
     ) -> Result<ValueId, GraphError> {
         let c = self.config;
         let (scale, window, softcap) = (c.attn_scale, c.window(layer), c.attn_softcap);
@@ -608,7 +609,9 @@ impl<'m> StepBuilder<'m> {
         let y = match &self.rows {
             RowContext::Paged(paged) => {
                 let attention = ir::Attention { scale, window, softcap };
-                self.builder.attention(attention, q, attended, paged.paging)?
+                let paging = paged.paging;
+                let sinks = sinks.map(|sinks| self.weight(sinks));
+                self.builder.attention_with_sinks(attention, q, attended, paging, sinks)?
             }
             RowContext::Documents { spans, .. } => {
                 let causal = !c.arch.is_encoder();
