@@ -24,7 +24,7 @@ import sys
 
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 TOLERANCE = 1e-4
 COMMON = dict(
@@ -218,6 +218,28 @@ GEMMA4_SHOWS = {
 }
 
 # name: (config class, settings, number of tokens, {name of a change: changed settings})
+GPT_OSS_ROPE = YARN | dict(factor=4.0, truncate=False)
+GPT_OSS = (
+    COMMON
+    | rope(10_000.0, **GPT_OSS_ROPE)
+    | dict(
+        hidden_size=32,
+        intermediate_size=33,
+        num_hidden_layers=3,
+        head_dim=16,
+        sliding_window=8,
+        num_local_experts=5,
+        num_experts_per_tok=3,
+        tie_word_embeddings=False,
+    )
+)
+GPT_OSS_SHOWS = {
+    "choices": dict(num_experts_per_tok=2),
+    "window off by one": dict(sliding_window=9),
+    "limit of the gate": dict(swiglu_limit=100.0),
+    "rounded bounds of the rope scaling": rope(10_000.0, **GPT_OSS_ROPE | dict(truncate=True)),
+}
+
 CASES = {
     "llama": (
         transformers.LlamaConfig,
@@ -499,9 +521,13 @@ CASES = {
         40,
         {"feed-forward epsilon": dict(norm_eps=1e-5)},
     ),
+    # Few experts, so that some rows share one and some experts have none; rows longer than the window.
+    "gpt-oss": (transformers.GptOssConfig, GPT_OSS, 40, GPT_OSS_SHOWS),
+    # Experts in the form of the published folders: blocks and scales, gate and up in alternating rows.
+    "gpt-oss-mxfp4": (transformers.GptOssConfig, GPT_OSS | dict(num_hidden_layers=2, intermediate_size=64), 40, GPT_OSS_SHOWS),
 }
 # Replacing any parameter of these kinds by its mean must show in the logits.
-NOTICED = ("norm", "bias", "layer_scalar", "A_log", "conv1d", "conv.conv", "router.scale", "per_expert_scale")
+NOTICED = ("norm", "bias", "sinks", "layer_scalar", "A_log", "conv1d", "conv.conv", "router.scale", "per_expert_scale")
 
 
 def build(config_class, settings):
@@ -515,6 +541,29 @@ def auto_class(config):
     if hasattr(config, "vision_config"):
         return transformers.AutoModelForImageTextToText
     return transformers.AutoModelForCausalLM
+
+
+# The indices and exponents of the experts' matrices of the case that is being written.
+MXFP4 = {}
+LEVELS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+
+
+def mxfp4_values(blocks, scales):
+    return (LEVELS[blocks] * 2.0 ** (scales[..., None] - 127)).flatten(2)
+
+
+def write_mxfp4(folder):
+    """Replaces the experts' matrices by blocks of two elements a byte, and scales, as in the published folders."""
+    tensors = load_file(folder / "model.safetensors")
+    for name, (blocks, scales) in MXFP4.items():
+        del tensors[name]
+        tensors[f"{name}_blocks"] = (blocks[..., 0::2] | blocks[..., 1::2] << 4).contiguous()
+        tensors[f"{name}_scales"] = scales.contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata=dict(format="pt"))
+    not_converted = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = dict(modules_to_not_convert=not_converted, quant_method="mxfp4")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def randomise(model, case, seed):
@@ -545,6 +594,19 @@ def randomise(model, case, seed):
                 p.copy_(normal(p.shape, 0.3) + 1.0)
             elif name.endswith("bias"):
                 p.copy_(normal(p.shape, 0.5))
+            elif name.endswith("sinks"):
+                # Among the largest scores.
+                p.copy_(normal(p.shape, 1.0) + 1.0)
+            elif case == "gpt-oss" and name.endswith("gate_up_proj"):
+                # Some products beyond the limits.
+                p.copy_(normal(p.shape, 0.6))
+            elif case == "gpt-oss-mxfp4" and "experts" in name:
+                # Levels of MXFP4 in blocks along the input, which is the middle dimension.
+                n_experts, n_in, n_out = p.shape
+                blocks = torch.randint(0, 16, (n_experts, n_out, n_in // 32, 32), generator=generator)
+                scales = torch.randint(122, 126, (n_experts, n_out, n_in // 32), generator=generator)
+                p.copy_(mxfp4_values(blocks, scales).transpose(1, 2))
+                MXFP4[name] = (blocks.to(torch.uint8), scales.to(torch.uint8))
             else:
                 p.copy_(normal(p.shape, 0.2))
         for name, b in sorted(model.named_buffers()):
@@ -654,6 +716,8 @@ def write_case(out, name, seed):
     folder = out / name
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
+    if name == "gpt-oss-mxfp4":
+        write_mxfp4(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config-v4.json").write_text(json.dumps(v4_config(name, config), indent=2) + "\n")
@@ -669,7 +733,8 @@ def write_case(out, name, seed):
     )
     for file in folder.iterdir():
         file.chmod(0o644)
-    for file in ("config.json", "config-v4.json"):
+    # `transformers` dequantises MXFP4 only with a library for GPUs.
+    for file in ("config.json", "config-v4.json") if name != "gpt-oss-mxfp4" else ():
         check_reload(folder, file, tokens, logits)
     n_bytes = sum(f.stat().st_size for f in folder.iterdir())
     print(

@@ -151,17 +151,16 @@ const MAX_GROUP: usize = 32;
 
 /// Attention of every row over the positions of its sequence. A task is a row and some of its heads; the result
 /// does not depend on the split.
-#[expect(clippy::too_many_arguments, reason = "called from one place only")]
 pub(crate) fn attend(
     pool: &Pool,
     level: Level,
     pages: &BlockPages<'_>,
     attention: &Attention,
-    q: &[f32],
+    heads: AttendHeads<'_>,
     caches: Caches<'_>,
-    n_heads: usize,
     out: &mut [f32],
 ) {
+    let AttendHeads { q, n_heads, sinks } = heads;
     let Paging { n_kv_heads, head_dim, .. } = *pages.paging;
     let group = n_heads / n_kv_heads;
     // A whole group reads each key once. Single heads keep all threads busy when there are few tasks.
@@ -171,16 +170,26 @@ pub(crate) fn attend(
         let first_head = task * heads;
         let (row, head) = (first_head / n_heads, first_head % n_heads);
         let q = &q[first_head * head_dim..][..heads * head_dim];
-        attend_row(level, pages, attention, q, caches, [row, head / group], out);
+        let sinks = sinks.map(|sinks| &sinks[head..head + heads]);
+        attend_row(level, pages, attention, (q, sinks), caches, [row, head / group], out);
     });
 }
 
-/// Heads of one row that share a KV head.
+/// Queries of a step.
+#[derive(Clone, Copy)]
+pub(crate) struct AttendHeads<'a> {
+    pub q: &'a [f32], // [n, n_heads, head_dim]
+    pub n_heads: usize,
+    /// A score of each head that takes part in its softmax but has no value.
+    pub sinks: Option<&'a [f32]>, // [n_heads]
+}
+
+/// Heads of one row that share a KV head, with their sinks.
 fn attend_row(
     level: Level,
     pages: &BlockPages<'_>,
     attention: &Attention,
-    q: &[f32],
+    (q, sinks): (&[f32], Option<&[f32]>),
     caches: Caches<'_>,
     [row, kv_head]: [usize; 2],
     out: &mut [f32],
@@ -190,6 +199,11 @@ fn attend_row(
     let (mut max, mut sum) = ([0.0; MAX_GROUP], [0.0; MAX_GROUP]);
     let mut state = AttendState { max: &mut max[..n_q], sum: &mut sum[..n_q], acc: out };
     state.reset();
+    if let Some(sinks) = sinks {
+        // As if a first chunk had held only the sink, with a value of zero.
+        state.max.copy_from_slice(sinks);
+        state.sum.fill(1.0);
+    }
     if let Ok(position) = usize::try_from(pages.positions[row]) {
         let first = attention.window.map_or(0, |w| (position + 1).saturating_sub(w));
         let scores = Scores { scale: attention.scale, softcap: attention.softcap };

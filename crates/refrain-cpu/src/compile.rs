@@ -6,8 +6,8 @@ use crate::recurrent::{DeltaOperands, MAX_K_DIM, MAX_WIDTH, SlotPaging};
 use crate::simd::{ActKind, act_bytes, act_kind};
 use crate::values::{ValueCall, value_call};
 use refrain_graph::{
-    Attention, Binary, Fusion, Gate, GatedDelta, GroupKind, GroupQuery, MoeOp, Op, Operand, Place, Plan,
-    Products, Recurrent, Rope, Unary, Weight, WeightId,
+    Attention, AttentionInputs, Binary, Fusion, Gate, GatedDelta, GroupKind, GroupQuery, MoeOp, Op, Operand,
+    Place, Plan, Products, Recurrent, Rope, Unary, Weight, WeightId,
 };
 use refrain_tensor::DType;
 use std::ops::{Deref, Range};
@@ -138,6 +138,7 @@ pub(crate) enum Kernel {
         scales: Option<[usize; 2]>,
         dtype: DType,
         n_heads: usize,
+        sinks: Option<WeightId>,
         paging: Paging,
     },
     ShortConv {
@@ -470,13 +471,18 @@ fn kernel(plan: &Shaped<'_>, step_idx: usize, tables: &mut Vec<AngleTable>) -> O
         }
         Op::Attention(attention) => {
             let states = [state(plan, &ins[1])?, state(plan, &ins[2])?];
-            let scales = match &ins[6..] {
-                [k, v] => Some([state(plan, k)?, state(plan, v)?]),
-                _ => None,
+            let AttentionInputs { scales, sinks } = AttentionInputs::of(ins.len());
+            let scales = match scales {
+                Some([k, v]) => Some([state(plan, &ins[k])?, state(plan, &ins[v])?]),
+                None => None,
             };
             let paging = paging(plan, &ins[1], [&ins[3], &ins[4], &ins[5]])?;
             let (q, out) = (arena(plan, &ins[0])?, out(0)?);
             let n_heads = ins[0].layout.shape().dims()[1];
+            let sinks = match sinks {
+                Some(sinks) => Some(vector_weight(plan, &ins[sinks])?),
+                None => None,
+            };
             Some(Kernel::Attention {
                 attention: *attention,
                 q,
@@ -485,6 +491,7 @@ fn kernel(plan: &Shaped<'_>, step_idx: usize, tables: &mut Vec<AngleTable>) -> O
                 scales,
                 dtype: ins[1].dtype,
                 n_heads,
+                sinks,
                 paging,
             })
         }

@@ -1,6 +1,8 @@
 //! Executes the calls of a compiled graph in order.
 
-use crate::attention::{BlockPages, Caches, attend, kv_append, kv_append_bytes, kv_append_scales};
+use crate::attention::{
+    AttendHeads, BlockPages, Caches, attend, kv_append, kv_append_bytes, kv_append_scales,
+};
 use crate::backend::{CpuCompiled, CpuError};
 use crate::compile::{AngleTable, Kernel, KernelCall, Loc};
 use crate::experts::{ExpertCall, ExpertEpilogue, ExpertFault, ExpertRun, RouteCall, Sorted, route_row};
@@ -230,14 +232,19 @@ impl Executor<'_> {
                     }
                 }
             }
-            Kernel::Attention { attention, q, out, states, scales, dtype, n_heads, paging } => {
+            Kernel::Attention { attention, q, out, states, scales, dtype, n_heads, sinks, paging } => {
                 let pages = BlockPages::new(paging, self.words(), label, attention.window)?;
                 let carved = carve(arena, std::slice::from_ref(out));
                 let Some(q) = carved.read(q) else { unreachable!("attention never overwrites its input") };
                 let caches = states.map(|s| self.states.get(s));
                 let scales = scales.map(|scales| scales.map(|s| bytemuck::cast_slice(self.states.get(s))));
                 let caches = Caches { dtype: *dtype, keys: caches[0], values: caches[1], scales };
-                attend(self.pool, level, &pages, attention, q, caches, *n_heads, carved.outs[0]);
+                let sinks = sinks.map(|sinks| match self.weights.entry(sinks) {
+                    WeightEntry::Vector(sinks) => sinks.as_slice(),
+                    WeightEntry::Matrix { .. } => unreachable!("compiled for sinks in vectors"),
+                });
+                let heads = AttendHeads { q, n_heads: *n_heads, sinks };
+                attend(self.pool, level, &pages, attention, heads, caches, carved.outs[0]);
             }
             Kernel::ShortConv { state, x, w, silu, out, paging } => {
                 let words: &[i32] = bytemuck::cast_slice(self.control);

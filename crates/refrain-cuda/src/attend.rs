@@ -6,7 +6,8 @@ use std::collections::HashSet;
 use refrain_driver::Launch;
 use refrain_driver::api::DeviceInfo;
 use refrain_graph::{
-    Attend, AttendStored, BufferId, Fusion, GroupKind, GroupQuery, NodeId, Op, Operand, Place, Step,
+    Attend, AttendStored, AttentionInputs, BufferId, Fusion, GroupKind, GroupQuery, NodeId, Op, Operand,
+    Place, Step,
 };
 use refrain_kernels::{
     AttendArgs, AttendNorm, BufView, KernelError, MAX_ATTEND_ROWS, attend_counter_bytes,
@@ -70,6 +71,8 @@ fn fuses_around(
         Some("queries, keys and values use different norms".to_owned())
     } else if !is_vector_weight(&query.input(rope, 2)) {
         Some("its rope frequencies are not weights".to_owned())
+    } else if query.n_inputs(attention) > 6 && !is_vector_weight(&query.input(attention, 6)) {
+        Some("its sinks are not weights".to_owned())
     } else {
         sizes.misfit(card.n_sms)
     };
@@ -213,6 +216,7 @@ impl Lowering<'_> {
             q: self.view(&q_from.inputs[0])?,
             kv,
             norm,
+            sinks: AttentionInputs::of(last.inputs.len()).sinks.map(|i| self.vector(last, i)).transpose()?,
             y: self.dense(last, &last.outputs[0])?,
             narrow: narrow.map(|to| to.narrow(&self.areas)).transpose()?,
             k_cache,

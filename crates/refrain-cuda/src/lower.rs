@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use refrain_driver::{Buf, DriverError, Launch};
 use refrain_graph::{
-    Binary, BufferId, NodeId, Op, Operand, Place, Plan, Producer, Query, Recurrent, RopeAppend, Step,
-    Support, TensorType, TrainOp,
+    AttentionInputs, Binary, BufferId, NodeId, Op, Operand, Place, Plan, Producer, Query, Recurrent,
+    RopeAppend, Step, Support, TensorType, TrainOp,
 };
 use refrain_kernels::{
     AddRmsNormArgs, AttentionArgs, BinaryArgs, BlasLt, BufView, CastArgs, CopyArgs, DequantArgs, GateArgs,
@@ -734,9 +734,10 @@ impl Lowering<'_> {
         let (q, cache, tables) = (ins[0].layout.shape(), ins[1].layout.shape(), ins[5].layout.shape());
         let [n, n_heads, head_dim] = [q.dims()[0], q.dims()[1], q.dims()[2]];
         let n_splits = splits(step, self.rules);
-        let scales = match &ins[6..] {
-            [k, v] => Some([self.cache(step, k)?.0, self.cache(step, v)?.0]),
-            _ => None,
+        let AttentionInputs { scales, sinks } = AttentionInputs::of(ins.len());
+        let scales = match scales {
+            Some([k, v]) => Some([self.cache(step, &ins[k])?.0, self.cache(step, &ins[v])?.0]),
+            None => None,
         };
         Ok(AttentionArgs {
             attention,
@@ -748,6 +749,7 @@ impl Lowering<'_> {
             positions: self.dense(step, &ins[3])?,
             seqs: self.dense(step, &ins[4])?,
             tables: self.dense(step, &ins[5])?,
+            sinks: sinks.map(|sinks| self.vector(step, sinks)).transpose()?,
             y: self.dense(step, &step.outputs[0])?,
             scratch: None,
             n,

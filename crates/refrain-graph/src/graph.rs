@@ -609,18 +609,6 @@ impl GraphBuilder {
         Ok([made[0], made[1]])
     }
 
-    /// Attention over an 8-bit paged cache, whose scales are passed as well.
-    pub fn attention_bytes(
-        &mut self,
-        attention: Attention,
-        q: ValueId,
-        [[k_cache, k_scales], [v_cache, v_scales]]: [[ValueId; 2]; 2],
-        [positions, seqs, tables]: [ValueId; 3],
-    ) -> Result<ValueId, GraphError> {
-        let inputs = [q, k_cache, v_cache, positions, seqs, tables, k_scales, v_scales];
-        self.single(Op::Attention(attention), &inputs, "attention")
-    }
-
     /// Attention over a paged cache.
     pub fn attention(
         &mut self,
@@ -629,7 +617,22 @@ impl GraphBuilder {
         [k_cache, v_cache]: [ValueId; 2],
         [positions, seqs, tables]: [ValueId; 3],
     ) -> Result<ValueId, GraphError> {
-        let inputs = [q, k_cache, v_cache, positions, seqs, tables];
+        let caches = PagedCaches { rows: [k_cache, v_cache], scales: None };
+        self.attention_over(attention, q, caches, [positions, seqs, tables], None)
+    }
+
+    /// Attention over a paged cache of any element type, with `sinks[n_heads]` if there are any.
+    pub fn attention_over(
+        &mut self,
+        attention: Attention,
+        q: ValueId,
+        caches: PagedCaches,
+        [positions, seqs, tables]: [ValueId; 3],
+        sinks: Option<ValueId>,
+    ) -> Result<ValueId, GraphError> {
+        let [k_cache, v_cache] = caches.rows;
+        let inputs = [q, k_cache, v_cache, positions, seqs, tables].into_iter();
+        let inputs: Vec<ValueId> = inputs.chain(caches.scales.into_iter().flatten()).chain(sinks).collect();
         self.single(Op::Attention(attention), &inputs, "attention")
     }
 
@@ -638,6 +641,15 @@ impl GraphBuilder {
         let name = call.name;
         self.node(Op::HostCall(call), inputs, name)
     }
+}
+
+/// Keys and values that an attention reads.
+#[derive(Clone, Copy, Debug)]
+pub struct PagedCaches {
+    /// Caches of keys and values.
+    pub rows: [ValueId; 2],
+    /// Scales of 8-bit caches.
+    pub scales: Option<[ValueId; 2]>,
 }
 
 impl Node {

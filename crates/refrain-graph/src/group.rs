@@ -244,6 +244,11 @@ impl<'a> GroupQuery<'a> {
         &self.facts.graph.node(node).op
     }
 
+    /// Number of inputs of a node.
+    pub fn n_inputs(&self, node: NodeId) -> usize {
+        self.facts.graph.node(node).inputs.len()
+    }
+
     /// Input of a node, with views resolved.
     pub fn input(&self, node: NodeId, i: usize) -> Seen {
         self.facts.input(node, i)
@@ -612,7 +617,7 @@ impl Chain {
             && facts.inputs_from(q, 1) == facts.inputs_from(k, 1)
             && facts.input(q, 1) == places[0]
             && facts.inputs_from(values, 2) == places
-            && facts.inputs_from(attention, 3) == places
+            && facts.inputs_from(attention, 3)[..3] == places
             && facts.output(k, 0).layout.shape() == facts.input(values, 1).layout.shape()
             && facts.output(keys, 0).layout == facts.output(values, 0).layout
             && facts.output(keys, 0).dtype == facts.output(values, 0).dtype

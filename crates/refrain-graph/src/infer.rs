@@ -1,6 +1,6 @@
 //! Shape and dtype rules, one arm per op.
 
-use crate::op::{Op, Rope, SAMPLE_PARAMS, Sample, TensorType, View};
+use crate::op::{AttentionInputs, Op, Rope, SAMPLE_PARAMS, Sample, TensorType, View};
 use crate::train_op::infer_span_attention;
 use refrain_tensor::{DType, Layout, Shape, TensorError};
 
@@ -266,16 +266,17 @@ impl Op {
             }
             Op::Attention(attention) => {
                 let in_bytes = inputs.get(1).is_some_and(|cache| cache.dtype == DType::U8);
-                rule.arity(if in_bytes { 8 } else { 6 })?;
+                let AttentionInputs { scales, sinks } = AttentionInputs::of(inputs.len());
+                rule.arity(6 + 2 * usize::from(in_bytes) + usize::from(sinks.is_some()))?;
                 rule.require(0, attention.window != Some(0), "a window of at least one position")?;
                 rule.float(0)?;
                 let q = rule.rank(0, 3)?;
                 let cache = rule.rank(1, 4)?;
-                if in_bytes {
-                    rule.exact(6, DType::F32, &cache[..3])?;
-                    rule.exact(7, DType::F32, &cache[..3])?;
-                } else {
-                    rule.float(1)?;
+                match scales {
+                    Some(scales) => {
+                        scales.into_iter().try_for_each(|i| rule.exact(i, DType::F32, &cache[..3]))?;
+                    }
+                    None => rule.float(1)?,
                 }
                 rule.require(1, cache[2] > 0, "blocks of at least one position")?;
                 rule.require(2, inputs[2] == inputs[1], format!("{}", inputs[1]))?;
@@ -285,6 +286,9 @@ impl Op {
                 rule.exact(4, DType::I32, &[q[0]])?;
                 rule.rank(5, 2)?;
                 rule.require(5, inputs[5].dtype == DType::I32, "I32")?;
+                if let Some(sinks) = sinks {
+                    rule.exact(sinks, DType::F32, &[q[1]])?;
+                }
                 Ok(vec![inputs[0]])
             }
             Op::SpanAttention(attention) => {

@@ -47,8 +47,8 @@ pub use facts::Seen;
 pub use fuse::{fuse, join_sums};
 pub use grad::{GradError, Recompute};
 pub use graph::{
-    Graph, GraphBuilder, GraphError, Input, InputId, Node, NodeId, Output, State, StateId, StateKind, Value,
-    ValueId, ValueOrigin, Weight, WeightId,
+    Graph, GraphBuilder, GraphError, Input, InputId, Node, NodeId, Output, PagedCaches, State, StateId,
+    StateKind, Value, ValueId, ValueOrigin, Weight, WeightId,
 };
 pub use group::{
     Attend, AttendStored, ExpertChain, Fusion, Group, GroupKind, GroupQuery, Producer, ProductPart, Products,
@@ -58,8 +58,9 @@ pub use infer::InferError;
 pub use inputs::{Field, Filler, SamplingInputs, StepInputs, StepKind, StepShape};
 pub use moe::{ExpertActivation, ExpertGate, MoeOp, Route, RouteGroups, RouteScore};
 pub use op::{
-    Attention, Binary, Capture, Compare, Gate, HostBuf, HostCall, HostCallError, HostFn, Indexing, Op,
-    Reduce, Rope, RopeStyle, SAMPLE_PARAMS, Sample, SampleParam, SpanAttention, TensorType, Unary, View,
+    Attention, AttentionInputs, Binary, Capture, Compare, Gate, HostBuf, HostCall, HostCallError, HostFn,
+    Indexing, Op, Reduce, Rope, RopeStyle, SAMPLE_PARAMS, Sample, SampleParam, SpanAttention, TensorType,
+    Unary, View,
 };
 pub use plan::{Buffer, BufferId, KvTraffic, Operand, Place, Plan, PlanError, PlanOptions, Step, Traffic};
 pub use queue::{Collected, StepQueue, collect_stepwise, nothing_queued, queue_stepwise};

@@ -126,6 +126,9 @@ pub enum Op {
     /// `tables[n_seqs, max_blocks]` -> `[n, n_heads, head_dim]`. Row `i` attends to positions
     /// `0..=positions[i]` of its sequence (fewer with a window). Rows with a negative position give zeros. If the
     /// caches are 8-bit, their scales follow as two more inputs.
+    ///
+    /// One more input `sinks[n_heads]` F32, the last one, is one more score of each head's softmax, after scale and soft
+    /// cap, with a value of zero.
     Attention(Attention),
     /// `q[n, n_heads, head_dim]`, `k[n, n_kv_heads, head_dim]`, `v` like `k`, `spans[n, 2]` I32 -> `y` like
     /// `q`, and the log-sum-exp of the scores `[n, n_heads]` F32. Attention among the rows of a step: row `i`
@@ -567,6 +570,25 @@ pub struct Attention {
     pub window: Option<usize>,
     /// `cap * tanh(score / cap)` before the softmax.
     pub softcap: Option<f32>,
+}
+
+/// Optional inputs of an attention over a paged cache, by their number in the list of inputs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AttentionInputs {
+    /// Scales of 8-bit keys and values.
+    pub scales: Option<[usize; 2]>,
+    /// Sinks of the heads.
+    pub sinks: Option<usize>,
+}
+
+impl AttentionInputs {
+    /// The optional inputs of an attention with this many inputs.
+    pub fn of(n_inputs: usize) -> AttentionInputs {
+        AttentionInputs {
+            scales: (n_inputs >= 8).then_some([6, 7]),
+            sinks: (n_inputs % 2 == 1).then(|| n_inputs - 1),
+        }
+    }
 }
 
 /// Attention among the rows of a step, within each document.

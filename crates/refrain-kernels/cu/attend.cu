@@ -13,6 +13,7 @@
 //   tables      [n_seqs, max_blocks]                        i32
 //   inv_freq    [n_dims / 2]                                f32
 //   q_norm, k_norm, v_norm    [head_dim]                    f32, or null: no norm
+//   sinks       [n_heads]                                   f32, a score of each head without a value; or null
 //   narrow      [n, n_heads, head_dim]                      y rounded to F16 or BF16 for the next matmul, dense
 //                                                           or in planes (planes.cuh); or null
 //
@@ -138,7 +139,7 @@ template <typename T, int DIMS, int HEADS, typename Core>
 inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_cache, const float* q, const float* k,
                    const float* v, const i32* positions, const i32* seqs, const i32* tables, const float* inv_freq,
                    const float* q_norm, const float* k_norm, const float* v_norm, u16* narrow, const Rows& q_rows,
-                   const Rows& k_rows, const Rows& v_rows, const Attend& s) {
+                   const Rows& k_rows, const Rows& v_rows, const Attend& s, const float* sinks) {
     const u32 PAIRS = DIMS / 64;                          // rotation pairs per lane of a head
     const u32 ITEMS = (HEADS + 2 + WARPS - 1) / WARPS;    // heads that a warp prepares: queries, key, value
     const u32 KEY = HEADS, VALUE = HEADS + 1, TILE = Core::TILE;
@@ -380,7 +381,10 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
     }
     all.add_lanes(PART);
     u32 out = (first_head + h) * head_dim + 4 * d;
+    // A sink whose weight overflows leaves nothing of the values.
+    float sink = sinks != nullptr && stores ? sinks[first_head + h] * LOG2_E : NONE;
     if (blocks_shift == 0) {
+        if (sinks != nullptr) all.total += power_of_2(sink - all.top);
         if (stores) result.store(out, all.mean());
         return;
     }
@@ -401,6 +405,7 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
     // Heads and elements that do not exist have no partials.
     if (is_there) add_partials<GROUPS>(all, head_partials, member, n_blocks, stride);
     all.add_lanes(PART);
+    if (sinks != nullptr) all.total += power_of_2(sink - all.top);
     if (stores) result.store(out, all.mean());
 }
 
@@ -410,10 +415,10 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
             float* y, float* partials, u32* counters, T* k_cache, T* v_cache, const float* q,              \
             const float* k, const float* v, const i32* positions, const i32* seqs, const i32* tables,      \
             const float* inv_freq, const float* q_norm, const float* k_norm, const float* v_norm,          \
-            u16* narrow, Rows q_rows, Rows k_rows, Rows v_rows, Attend s) {                                \
+            u16* narrow, Rows q_rows, Rows k_rows, Rows v_rows, Attend s, const float* sinks) {            \
         attend<T, dims, heads, Core<T, dims, heads>>(y, partials, counters, k_cache, v_cache, q, k, v,     \
                                                      positions, seqs, tables, inv_freq, q_norm, k_norm,    \
-                                                     v_norm, narrow, q_rows, k_rows, v_rows, s);           \
+                                                     v_norm, narrow, q_rows, k_rows, v_rows, s, sinks);    \
     }
 #define ATTEND_SMALL(dims, name, T, Core) \
     ATTEND(dims, 2, name, T, Core)        \

@@ -9,6 +9,7 @@
 //   positions  [n]                                         i32; negative: the row gets zeros
 //   seqs       [n]                                         i32
 //   tables     [n_seqs, max_blocks]                        i32
+//   sinks      [n_heads]                                   f32, a score of each head without a value; or null
 //   partials   [n, n_heads, n_splits, head_dim] f32, then [n, n_heads, n_splits, 2] f32 (maximum, sum)
 //
 // Row i sees positions first .. positions[i]; first is 0 or the start of the window. Split s takes the s-th
@@ -69,6 +70,12 @@ template <> struct Scaled<Byte> {
     static const bool IS = true;
 };
 
+// Adds a head's sink to the sum of its weights, which are relative to max_score. A sink so far above all scores that its
+// weight overflows leaves nothing of the values, as it should.
+inline float with_sink(float sum, float max_score, const float* sinks, u32 head) {
+    return sinks == nullptr || sum == 0.0f ? sum : sum + expf(sinks[head] - max_score);
+}
+
 const u64 NOWHERE = ~(u64)0;
 
 // Returns the index of a position's row in either cache, or NOWHERE if its block is out of range.
@@ -83,7 +90,7 @@ inline u64 kv_row(const i32* table, u32 position, u32 kv_head, const Sizes& s) {
 template <typename T, int DIMS>
 inline void attention_split(float* y, float* partials, const float* q, const T* k_cache, const T* v_cache,
                             const i32* positions, const i32* seqs, const i32* tables, const Rows& q_rows,
-                            const Sizes& s, const float* k_scales, const float* v_scales) {
+                            const Sizes& s, const float* sinks, const float* k_scales, const float* v_scales) {
     alignas(16) __shared__ float queries[HEADS][128 * DIMS];
     __shared__ float weights[HEADS][TILE];
     __shared__ float rescale[HEADS];
@@ -231,7 +238,8 @@ inline void attention_split(float* y, float* partials, const float* q, const T* 
     // rescale passes the sums to the threads that write.
 #pragma unroll
     for (int j = 0; j < HEADS / WARPS; j++) {
-        if (lane == 0) rescale[warp + WARPS * j] = sum[j];
+        u32 h = warp + WARPS * j;
+        if (lane == 0) rescale[h] = h < n_heads ? with_sink(sum[j], max_score[j], sinks, first_head + h) : 0.0f;
     }
     __syncthreads();
     u64 head_row = (u64)row * s.n_heads + first_head;
@@ -273,23 +281,24 @@ struct Later {
 #define ATTENTION(size, dims, name, T)                                                                     \
     extern "C" __global__ __launch_bounds__(128) void attention_split_d##size##_##name(                    \
         float* y, float* partials, const float* q, const T* k_cache, const T* v_cache, const i32* positions, \
-        const i32* seqs, const i32* tables, Rows q_rows, Sizes s) {                                        \
-        attention_split<T, dims>(y, partials, q, k_cache, v_cache, positions, seqs, tables, q_rows, s, nullptr, \
-                                 nullptr);                                                                 \
+        const i32* seqs, const i32* tables, Rows q_rows, Sizes s, const float* sinks) {                    \
+        attention_split<T, dims>(y, partials, q, k_cache, v_cache, positions, seqs, tables, q_rows, s,     \
+                                 sinks, nullptr, nullptr);                                                 \
     }
 
 #define ATTENTION_OF_BYTES(size, dims)                                                                     \
     extern "C" __global__ __launch_bounds__(128) void attention_split_d##size##_u8(                        \
         float* y, float* partials, const float* q, const Byte* k_cache, const Byte* v_cache,               \
-        const i32* positions, const i32* seqs, const i32* tables, Rows q_rows, Sizes s, const float* k_scales, \
-        const float* v_scales) {                                                                           \
+        const i32* positions, const i32* seqs, const i32* tables, Rows q_rows, Sizes s, const float* sinks, \
+        const float* k_scales, const float* v_scales) {                                                    \
         attention_split<Byte, dims>(y, partials, q, k_cache, v_cache, positions, seqs, tables, q_rows, s,  \
-                                    k_scales, v_scales);                                                   \
+                                    sinks, k_scales, v_scales);                                            \
     }
 
 // unit combine
 extern "C" __global__ __launch_bounds__(128) void attention_combine_f32(float* y, const float* partials, u32 head_dim,
-                                                                        u32 n_splits) {
+                                                                        u32 n_splits, u32 n_heads,
+                                                                        const float* sinks) {
     start();
     u64 row = blockIdx.x;
     const float* parts = partials + row * n_splits * head_dim;
@@ -308,6 +317,7 @@ extern "C" __global__ __launch_bounds__(128) void attention_combine_f32(float* y
     for (u32 s = 0; s < n_splits; s++) {
         if (scales[2 * s + 1] != 0.0f) total += scales[2 * s + 1] * expf(scales[2 * s] - max_score);
     }
+    total = with_sink(total, max_score, sinks, (u32)(row % n_heads));
     for (u32 d = threadIdx.x; d < head_dim; d += blockDim.x) {
         float sum = 0.0f;
         for (u32 s = 0; s < n_splits; s++) {

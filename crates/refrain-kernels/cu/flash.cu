@@ -9,6 +9,7 @@
 //   positions  [n]                                         i32; negative: the row gets zeros
 //   seqs       [n]                                         i32
 //   tables     [n_seqs, max_blocks]                        i32
+//   sinks      [n_heads] f32, a score of each head without a value; or null
 //
 // Row i sees positions first .. positions[i]; first is 0 or the start of the window. A block has 64 rows of
 // one head. It walks over the positions that any of them sees, 64 at a time, once per sequence among its
@@ -98,7 +99,7 @@ inline bool any_row_sees(const Shared& sh, i32 seq, i32 position) {
 
 template <typename T, int D, int OUT>
 inline void flash(float* y, u16* narrow, const float* q, const T* k_cache, const T* v_cache, const i32* positions,
-                  const i32* seqs, const i32* tables, const Rows& q_rows, const Sizes& s) {
+                  const i32* seqs, const i32* tables, const Rows& q_rows, const Sizes& s, const float* sinks) {
     // 16 bytes of padding per row, so that eight rows of a chunk lie in different banks.
     const u32 STRIDE = 2 * D + 16, VALUE_STRIDE = 2 * OUT + 16, NT = TILE / 8, DT = OUT / 8;
     DYNAMIC_SHARED(pool);
@@ -322,6 +323,7 @@ inline void flash(float* y, u16* narrow, const float* q, const T* k_cache, const
         sum[h] += __shfl_xor_sync(0xffffffffu, sum[h], 1);
         sum[h] += __shfl_xor_sync(0xffffffffu, sum[h], 2);
         bool empty = row_last[h] < 0 || sum[h] == 0.0f;
+        if (sinks != nullptr) sum[h] += exp2_fast(sinks[head] * LOG2_E - max_score[h]);
         float inverse = 1.0f / sum[h];
         u32 row = first_row + 16 * warp + g + 8 * h;
         if (row < s.n) {
@@ -347,8 +349,8 @@ inline void flash(float* y, u16* narrow, const float* q, const T* k_cache, const
 #define FLASH(size, out, name, T, BLOCKS)                                                                          \
     extern "C" __global__ __launch_bounds__(128, BLOCKS) void flash_d##size##_##name(                              \
         float* y, u16* narrow, const float* q, const T* k_cache, const T* v_cache, const i32* positions,           \
-        const i32* seqs, const i32* tables, Rows q_rows, Sizes s) {                                                \
-        flash<T, size, out>(y, narrow, q, k_cache, v_cache, positions, seqs, tables, q_rows, s);                   \
+        const i32* seqs, const i32* tables, Rows q_rows, Sizes s, const float* sinks) {                            \
+        flash<T, size, out>(y, narrow, q, k_cache, v_cache, positions, seqs, tables, q_rows, s, sinks);            \
     }
 
 // unit d64_f16

@@ -51,6 +51,8 @@ pub struct AttendArgs<'a> {
     pub kv: Option<[BufView; 2]>,
     /// RMS norm of each head. It applies to queries and keys before RoPE, and to values.
     pub norm: Option<AttendNorm>,
+    /// `[n_heads]` F32: a score of each head that has no value; `None` for none.
+    pub sinks: Option<Buf>,
     /// `[n, n_heads, head_dim]` F32.
     pub y: Buf,
     /// 16-bit copy of `y`, and whether `y` itself is written as well.
@@ -256,7 +258,8 @@ impl Kernels {
         };
         let [k_rows, v_rows] = kv.map_or([q_rows; 2], |kv| kv.map(|(_, rows)| rows));
         let launch = launch.baked(Baked(q_rows)).baked(Baked(k_rows)).baked(Baked(v_rows));
-        Ok(launch.baked(Baked(sizes)).vouch(&case))
+        let launch = attention::with_sinks(&case, launch.baked(Baked(sizes)), a.sinks, a.n_heads)?;
+        Ok(launch.vouch(&case))
     }
 }
 
@@ -365,7 +368,7 @@ fn all_kernels() -> impl Iterator<Item = (DType, usize, usize)> {
 
 pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     const R: usize = size_of::<RowLayout>();
-    let params = [P, P, P, P, P, P, P, P, P, P, P, P, P, P, P, P, R, R, R, size_of::<AttendParams>()];
+    let params = [P, P, P, P, P, P, P, P, P, P, P, P, P, P, P, P, R, R, R, size_of::<AttendParams>(), P];
     for (dtype, size, heads) in all_kernels() {
         let name = name(size, heads, dtype);
         let entry = KernelEntry::new(KernelFamily::Attend, name, &params, move |k| twin(k, dtype));
@@ -421,7 +424,9 @@ fn twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
         softcap: s.softcap,
     };
     let [positions, seqs, tables] = pointers;
-    let y = attention::unsplit(k, &sizes, dtype, &q, [k.ptr(3)?, k.ptr(4)?, positions, seqs, tables])?;
+    let sinks = attention::read_sinks(k, 20, n_heads)?;
+    let pointers = [k.ptr(3)?, k.ptr(4)?, positions, seqs, tables];
+    let y = attention::unsplit(k, &sizes, dtype, &q, pointers, &sinks)?;
     let dtype = if s.narrow_bf16 != 0 { DType::BF16 } else { DType::F16 };
     let to = Narrowed { dtype, n_cols: n_heads * head_dim, plane_rows: s.narrow_rows as usize };
     if k.arg::<u64>(15)? == 0 { k.write(k.ptr(0)?, &y) } else { to.write(k, &y, 15, Some(0)) }

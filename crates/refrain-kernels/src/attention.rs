@@ -6,7 +6,7 @@
 use half::{bf16, f16};
 use refrain_driver::api::DevicePtr;
 use refrain_driver::sim::{KernelResult, SimKernel};
-use refrain_driver::{Baked, Buf, Launch};
+use refrain_driver::{Baked, Buf, Launch, LaunchBuilder};
 use refrain_graph::Attention;
 use refrain_tensor::DType;
 
@@ -53,6 +53,8 @@ pub struct AttentionArgs<'a> {
     pub seqs: Buf,
     /// `[n_seqs, max_blocks]` I32, read at run time.
     pub tables: Buf,
+    /// `[n_heads]` F32: a score of each head that has no value; `None` for none.
+    pub sinks: Option<Buf>,
     /// `[n, n_heads, head_dim]` F32.
     pub y: Buf,
     /// Scratch of [`attention_scratch_bytes`] bytes; unused when `n_splits` is 1.
@@ -185,6 +187,7 @@ impl Kernels {
             .read(case.words("tables", a.tables, &[a.n_seqs, a.max_blocks])?)
             .baked(Baked(rows))
             .baked(Baked(sizes));
+        let split = with_sinks(&case, split, a.sinks, a.n_heads)?;
         let split = match a.scales {
             None => split,
             Some([k, v]) => split.read(case.words("k_scales", k, &cells[..3])?).read(case.words(
@@ -196,18 +199,41 @@ impl Kernels {
         launches.push(split.vouch(&case));
         if let Some(scratch) = scratch {
             let n_rows = case.u32("n * n_heads", a.n * a.n_heads)?;
-            launches.push(
-                self.launch("attention_combine_f32", n_rows, BLOCK)?
-                    .step(a.step)
-                    .write(y)
-                    .read(scratch)
-                    .baked(Baked(sizes.head_dim))
-                    .baked(Baked(sizes.n_splits))
-                    .vouch(&case),
-            );
+            let combine = self
+                .launch("attention_combine_f32", n_rows, BLOCK)?
+                .step(a.step)
+                .write(y)
+                .read(scratch)
+                .baked(Baked(sizes.head_dim))
+                .baked(Baked(sizes.n_splits))
+                .baked(Baked(sizes.n_heads));
+            launches.push(with_sinks(&case, combine, a.sinks, a.n_heads)?.vouch(&case));
         }
         Ok(())
     }
+}
+
+/// Adds the sinks, or a null pointer, as the next argument.
+pub(crate) fn with_sinks(
+    case: &OpCase<'_>,
+    launch: LaunchBuilder,
+    sinks: Option<Buf>,
+    n_heads: usize,
+) -> Result<LaunchBuilder, KernelError> {
+    Ok(match sinks {
+        Some(sinks) => launch.read(case.words("sinks", sinks, &[n_heads])?),
+        None => launch.null(),
+    })
+}
+
+/// Sinks of a kernel's argument; empty if it is null.
+pub(crate) fn read_sinks(k: &SimKernel<'_>, argument: usize, n_heads: usize) -> KernelResult<Vec<f32>> {
+    if k.arg::<u64>(argument)? == 0 { Ok(Vec::new()) } else { k.read(k.ptr(argument)?, n_heads) }
+}
+
+/// Weight of a head's sink, relative to the largest score.
+fn sink_weight(sinks: &[f32], head: usize, max: f64) -> f64 {
+    if sinks.is_empty() { 0.0 } else { (f64::from(sinks[head % sinks.len()]) - max).exp() }
 }
 
 fn split_name(head_dim: usize, dtype: DType) -> String {
@@ -217,7 +243,7 @@ fn split_name(head_dim: usize, dtype: DType) -> String {
 pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     for dtype in [DType::F16, DType::BF16, DType::F32] {
         for size in HEAD_DIMS {
-            let params = [P, P, P, P, P, P, P, P, size_of::<RowLayout>(), size_of::<AttentionSizes>()];
+            let params = [P, P, P, P, P, P, P, P, size_of::<RowLayout>(), size_of::<AttentionSizes>(), P];
             let entry =
                 KernelEntry::new(KernelFamily::Attention, split_name(size, dtype), &params, move |k| {
                     split(k, dtype)
@@ -226,12 +252,13 @@ pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
         }
     }
     for size in HEAD_DIMS {
-        let params = [P, P, P, P, P, P, P, P, size_of::<RowLayout>(), size_of::<AttentionSizes>(), P, P];
+        let params = [P, P, P, P, P, P, P, P, size_of::<RowLayout>(), size_of::<AttentionSizes>(), P, P, P];
         let name = split_name(size, DType::U8);
         let entry = KernelEntry::new(KernelFamily::Attention, name, &params, |k| split(k, DType::U8));
         all.push(entry.unit("u8"));
     }
-    let entry = KernelEntry::new(KernelFamily::Attention, "attention_combine_f32", &[P, P, W, W], combine);
+    let entry =
+        KernelEntry::new(KernelFamily::Attention, "attention_combine_f32", &[P, P, W, W, W, P], combine);
     all.push(entry.unit("combine"));
 }
 
@@ -243,9 +270,9 @@ fn split(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
     let n = k.config().grid[0] as usize;
     let q = read_rows(k, k.ptr(2)?, k.arg(8)?, n * n_heads, head_dim)?;
     let pointers = [k.ptr(3)?, k.ptr(4)?, k.ptr(5)?, k.ptr(6)?, k.ptr(7)?];
-    let scales_at = if dtype == DType::U8 { Some([k.ptr(10)?, k.ptr(11)?]) } else { None };
+    let scales_at = if dtype == DType::U8 { Some([k.ptr(11)?, k.ptr(12)?]) } else { None };
     if n_splits == 1 {
-        let y = of_rows(k, &s, dtype, &q, pointers, scales_at)?;
+        let y = of_rows(k, &s, dtype, &q, pointers, scales_at, &read_sinks(k, 10, n_heads)?)?;
         return k.write(k.ptr(0)?, &y);
     }
     let mut partials = vec![0.0_f32; n * n_heads * n_splits * head_dim];
@@ -272,8 +299,9 @@ pub(crate) fn unsplit(
     dtype: DType,
     q: &[f32],
     pointers: [DevicePtr; 5],
+    sinks: &[f32],
 ) -> KernelResult<Vec<f32>> {
-    of_rows(k, s, dtype, q, pointers, None)
+    of_rows(k, s, dtype, q, pointers, None, sinks)
 }
 
 fn of_rows(
@@ -283,10 +311,12 @@ fn of_rows(
     q: &[f32],
     pointers: [DevicePtr; 5],
     scales: Option<[DevicePtr; 2]>,
+    sinks: &[f32],
 ) -> KernelResult<Vec<f32>> {
     let mut y = vec![0.0_f32; q.len()];
     each_head(k, s, dtype, q, pointers, scales, |head, q, keys, values| {
-        let Partial { sum, weighted, .. } = attend(s, q, keys, values);
+        let Partial { max, sum, weighted } = attend(s, q, keys, values);
+        let sum = sum + sink_weight(sinks, head, max);
         let to = &mut y[head * q.len()..][..q.len()];
         to.iter_mut().zip(weighted).for_each(|(to, v)| *to = (v / sum) as f32);
     })?;
@@ -400,6 +430,7 @@ fn attend(s: &AttentionSizes, q: &[f32], keys: &[f32], values: &[f32]) -> Partia
 
 fn combine(k: &mut SimKernel<'_>) -> KernelResult {
     let (n_rows, head_dim, n_splits) = (k.config().grid[0] as usize, count(k, 2)?, count(k, 3)?);
+    let sinks = read_sinks(k, 5, count(k, 4)?)?;
     let scratch = k.ptr(1)?;
     let partials: Vec<f32> = k.read(scratch, n_rows * n_splits * head_dim)?;
     let scales: Vec<[f32; 2]> = k.read(scratch.add(4 * partials.len() as u64), n_rows * n_splits)?;
@@ -412,6 +443,7 @@ fn combine(k: &mut SimKernel<'_>) -> KernelResult {
         }
         let weights: Vec<f64> = scales.iter().map(|s| (f64::from(s[0]) - f64::from(max)).exp()).collect();
         let total: f64 = scales.iter().zip(&weights).map(|(s, w)| w * f64::from(s[1])).sum();
+        let total = total + sink_weight(&sinks, row, f64::from(max));
         for i in 0..head_dim {
             let at = |split: usize| f64::from(partials[(row * n_splits + split) * head_dim + i]);
             y[row * head_dim + i] = ((0..n_splits).map(|s| weights[s] * at(s)).sum::<f64>() / total) as f32;

@@ -8,7 +8,7 @@ use refrain_driver::{Baked, Launch};
 use refrain_graph::{Attention, Op};
 use refrain_tensor::DType;
 
-use crate::attention::AttentionArgs;
+use crate::attention::{AttentionArgs, with_sinks};
 use crate::card::Card;
 use crate::error::{KernelError, OpCase};
 use crate::gemm::GEMM_DTYPES;
@@ -146,7 +146,7 @@ impl Kernels {
             }
             None => launch.null(),
         };
-        Ok(launch
+        let launch = launch
             .read(q)
             .read(case.cache("k_cache", a.k_cache, cells)?)
             .read(case.cache("v_cache", a.v_cache, cells)?)
@@ -154,8 +154,8 @@ impl Kernels {
             .read(case.words("seqs", a.seqs, &[a.n])?)
             .read(case.words("tables", a.tables, &[a.n_seqs, a.max_blocks])?)
             .baked(Baked(rows))
-            .baked(Baked(sizes))
-            .vouch(&case))
+            .baked(Baked(sizes));
+        Ok(with_sinks(&case, launch, a.sinks, a.n_heads)?.vouch(&case))
     }
 }
 
@@ -166,7 +166,7 @@ fn name(size: usize, dtype: DType) -> String {
 pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     for dtype in GEMM_DTYPES {
         for size in HEAD_DIMS {
-            let params = [P, P, P, P, P, P, P, P, size_of::<RowLayout>(), size_of::<FlashSizes>()];
+            let params = [P, P, P, P, P, P, P, P, size_of::<RowLayout>(), size_of::<FlashSizes>(), P];
             let entry =
                 KernelEntry::new(KernelFamily::Flash, name(size, dtype), &params, move |k| twin(k, dtype));
             let shared = move |card: &Card| if fits(card, size) { shared_bytes(size) } else { 0 };
@@ -183,7 +183,7 @@ fn twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
     let [n_seqs, max_blocks] = [s.n_seqs, s.max_blocks].map(|n| n as usize);
     let dims = [n, n_heads, head_dim];
     let q = Dense::f32(&read_rows(k, k.ptr(2)?, k.arg(8)?, n * n_heads, head_dim)?, &dims)?;
-    let inputs = [
+    let mut inputs = vec![
         q,
         Dense::read(k, k.ptr(3)?, dtype, &cells)?,
         Dense::read(k, k.ptr(4)?, dtype, &cells)?,
@@ -191,13 +191,16 @@ fn twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
         Dense::read(k, k.ptr(6)?, DType::I32, &[n])?,
         Dense::read(k, k.ptr(7)?, DType::I32, &[n_seqs, max_blocks])?,
     ];
+    if k.arg::<u64>(10)? != 0 {
+        inputs.push(Dense::read(k, k.ptr(10)?, DType::F32, &[n_heads])?);
+    }
     let some = |on: bool| on.then_some(());
     let attention = Attention {
         scale: s.scale,
         window: some(s.window > 0).map(|()| s.window as usize),
         softcap: some(s.softcap > 0.0).map(|()| s.softcap),
     };
-    let y = run_f32(&Op::Attention(attention), &inputs.each_ref(), &dims)?;
+    let y = run_f32(&Op::Attention(attention), &inputs.iter().collect::<Vec<_>>(), &dims)?;
     let (wide, narrow) = (k.ptr(0)?, k.ptr(1)?);
     if wide != DevicePtr(0) {
         k.write(wide, &y)?;

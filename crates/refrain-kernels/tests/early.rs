@@ -114,6 +114,7 @@ fn token(bed: &mut Bed) -> Token {
     let (positions, tables) = (bed.ints(&[20]), bed.ints(&[3, 1]));
     let heads = |buf| BufView::dense(buf, DType::F32, Shape::new(&[1, N_HEADS, HEAD_DIM]).unwrap());
     let attend = bed.kernels.attend(&AttendArgs {
+        sinks: None,
         rope: Rope { style: RopeStyle::Neox, n_dims: HEAD_DIM, magnitude: 1.0 },
         attention: Attention { scale: 0.1, window: None, softcap: None },
         q: heads(q),

@@ -65,6 +65,7 @@ fn attend_us(bed: &mut Bed, dtype: DType, head_dim: usize, context: usize) -> f6
             q: dense(b[0], &[1, n_heads, head_dim]),
             kv: Some([1, 2].map(|i| dense(b[i], &[1, n_kv_heads, head_dim]))),
             norm: None,
+            sinks: None,
             y: b[3],
             narrow: None,
             k_cache: memory.buf(caches[2 * layer]),

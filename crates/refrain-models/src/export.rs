@@ -60,7 +60,8 @@ enum GgufSource {
 
 /// Small matrices that llama.cpp reads as F32 only.
 fn is_f32_in_gguf(name: &str) -> bool {
-    ["ffn_gate_inp.", "ssm_conv1d.", "shortconv.conv."].iter().any(|part| name.contains(part))
+    let parts = ["ffn_gate_inp.", "ssm_conv1d.", "shortconv.conv.", "_exps.bias"];
+    parts.iter().any(|part| name.contains(part))
 }
 
 /// Reordering of the rows of a head matrix.

@@ -94,6 +94,8 @@ fn feed_forward(w: &mut WeightTable<'_>, layer: usize) -> Result<FeedForward, Mo
     let experts = Mixture {
         router,
         route: Route { scaled: true, ..Mixture::route(experts) },
+        router_bias: None,
+        biases: Vec::new(),
         scales: Some(scales),
         gate: ExpertGate { activation: ExpertActivation::GeluTanh, joined: true, biased: false },
         gate_up: vec![gate_up],
@@ -141,7 +143,7 @@ fn attention(
         false => None,
     };
     let o = w.linear(layer, "attn_output", [c.hidden, q_rows], c.attn_output_bias)?;
-    Ok(Mixer::Attention(AttentionLayer { head_dim, q, q_norm, gate: None, kv, o }))
+    Ok(Mixer::Attention(AttentionLayer { head_dim, q, q_norm, gate: None, kv, o, sinks: None }))
 }
 
 impl LayerInputs {

@@ -30,6 +30,7 @@ mod glm4;
 mod llama;
 mod olmo2;
 mod phi3;
+mod gpt_oss;
 mod lfm2;
 mod qwen35;
 

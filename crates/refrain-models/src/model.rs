@@ -6,7 +6,7 @@ use crate::layers::Decoder;
 use crate::state::{LayerState, StateTable};
 use crate::step::{GlobalWeights, StepBuilder};
 use crate::weights::{HfNames, TensorSource, WeightTable};
-use crate::{bert, cohere2, gemma3, gemma4, glm4, lfm2, llama, olmo2, phi3, qwen35};
+use crate::{bert, cohere2, gemma3, gemma4, glm4, gpt_oss, lfm2, llama, olmo2, phi3, qwen35};
 use refrain_formats::ModelFiles;
 use refrain_formats::params::{Arch, ModelConfig};
 #[cfg(doc)]
@@ -111,6 +111,7 @@ fn architecture(arch: Arch) -> (HfNames, Declare) {
         Arch::Gemma4 => (gemma4::NAMES, gemma4::declare),
         Arch::Qwen35 => (qwen35::NAMES, qwen35::declare),
         Arch::Lfm2 => (lfm2::NAMES, lfm2::declare),
+        Arch::GptOss => (gpt_oss::NAMES, gpt_oss::declare),
         Arch::Bert => (bert::NAMES, bert::declare),
     }
 }

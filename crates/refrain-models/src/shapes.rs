@@ -104,6 +104,12 @@ const fn qwen3_moe(
     shape(name, Arch::Qwen3Moe, sizes, heads).with_experts(experts)
 }
 
+/// Experts in every layer; attention with biases, sinks and a window.
+const fn gpt_oss(name: &'static str, n_layers: usize, n_experts: usize) -> NamedShape {
+    let shape = shape(name, Arch::GptOss, [201_088, 2_880, 2_880, n_layers], [64, 8, 64]);
+    shape.with_experts([n_experts, 4, 2_880]).with_untied_head()
+}
+
 const MOE_26B: Gemma4Shape = Gemma4Shape { global_heads: [2, 512], shared_ffn: 2_112, ..DENSE_31B };
 
 /// The same for all models up to 9B: heads of 128 elements, two per key head.
@@ -124,7 +130,7 @@ const LLAMA31_8B: NamedShape =
     shape("llama-3.1-8b", Arch::Llama, LLAMA31_8B_SIZES, [32, 8, 128]).with_untied_head();
 
 /// All shapes, from smallest to largest.
-pub const SHAPES: [NamedShape; 19] = [
+pub const SHAPES: [NamedShape; 20] = [
     shape("llama-1m", Arch::Llama, [2_048, 128, 384, 4], [4, 4, 32]),
     shape("llama-10m", Arch::Llama, [8_192, 320, 896, 6], [5, 5, 64]),
     shape("llama-110m", Arch::Llama, [32_768, 768, 2_048, 12], [12, 12, 64]),
@@ -141,6 +147,7 @@ pub const SHAPES: [NamedShape; 19] = [
     LLAMA31_8B,
     shape("llama-3.1-8b-tied", Arch::Llama, LLAMA31_8B_SIZES, [32, 8, 128]),
     shape("qwen3.5-9b", Arch::Qwen35, [248_320, 4_096, 12_288, 32], [16, 4, 256]),
+    gpt_oss("gpt-oss-20b", 24, 32),
     qwen3_moe("qwen3-30b-a3b", [151_936, 2_048, 6_144, 48], [32, 4, 128], [128, 8, 768]),
     gemma4("gemma4-26b-a4b", [2_816, 2_112, 30], [16, 8], MOE_26B).with_experts([128, 8, 704]),
     gemma4("gemma4-31b", [5_376, 21_504, 60], [32, 16], DENSE_31B),
@@ -189,6 +196,7 @@ impl NamedShape {
         };
         let window = match arch {
             Arch::Gemma2 | Arch::Cohere2 => Some(4096),
+            Arch::GptOss => Some(128),
             Arch::Gemma3 | Arch::Gemma4 => Some(self.gemma4.map_or(512, |more| more.window)),
             _ => None,
         };
@@ -228,8 +236,8 @@ impl NamedShape {
             layers,
             n_context: 131_072,
             tied_embeddings: self.tied_head,
-            qkv_bias: matches!(arch, Arch::Qwen2 | Arch::Glm4),
-            attn_output_bias: false,
+            qkv_bias: matches!(arch, Arch::Qwen2 | Arch::Glm4 | Arch::GptOss),
+            attn_output_bias: arch == Arch::GptOss,
             ffn_bias: false,
             qk_norm: arch.has_qk_norm(),
             attn_scale: if gemma4 { 1.0 } else { (self.head_dim as f32).powf(-0.5) },
@@ -280,8 +288,8 @@ impl NamedShape {
                 "ffn_gate" => has_dense && !fuses_gate(self.arch),
                 "attn_q_norm" => config.qk_norm,
                 "attn_norm" => self.arch != Arch::Olmo2,
-                "ffn_norm" => !matches!(self.arch, Arch::Olmo2 | Arch::Cohere2 | Arch::Qwen35),
-                "post_attention_norm" if self.arch == Arch::Qwen35 => true,
+                "ffn_norm" => !matches!(self.arch, Arch::Olmo2 | Arch::Cohere2 | Arch::Qwen35 | Arch::GptOss),
+                "post_attention_norm" if matches!(self.arch, Arch::Qwen35 | Arch::GptOss) => true,
                 "post_attention_norm" | "post_ffw_norm" => {
                     self.arch.is_gemma() || matches!(self.arch, Arch::Olmo2 | Arch::Glm4)
                 }
@@ -307,7 +315,7 @@ impl NamedShape {
     fn layers(&self) -> Vec<LayerAttention> {
         let is_nth = |layer: usize, period| (layer + 1).is_multiple_of(period);
         let is_full = |layer: usize| match (self.arch, self.gemma4) {
-            (Arch::Gemma2, _) => is_nth(layer, 2),
+            (Arch::Gemma2 | Arch::GptOss, _) => is_nth(layer, 2),
             (Arch::Gemma3, _) => is_nth(layer, 6),
             (Arch::Gemma4, more) => {
                 is_nth(layer, more.map_or(6, |more| more.period)) || layer + 1 == self.n_layers
@@ -354,7 +362,7 @@ const GLOBAL_NAMES: [&str; 6] = [
 ];
 
 /// Layer tensors of all architectures.
-const LAYER_PARTS: [&str; 41] = [
+const LAYER_PARTS: [&str; 47] = [
     "ffn_gate_up_exps.weight",
     "ffn_gate_inp.scale",
     "ffn_down_exps.scale",
@@ -373,6 +381,12 @@ const LAYER_PARTS: [&str; 41] = [
     "attn_q.bias",
     "attn_k.bias",
     "attn_v.bias",
+    "attn_output.bias",
+    "attn_sinks.weight",
+    "ffn_gate_inp.bias",
+    "ffn_gate_exps.bias",
+    "ffn_up_exps.bias",
+    "ffn_down_exps.bias",
     "attn_q_norm.weight",
     "attn_k_norm.weight",
     "attn_output.weight",
@@ -431,6 +445,8 @@ impl QuantMix {
             // Nor routers.
             QuantMix::All(dtype) if name == "ffn_gate_inp.weight" && dtype.is_quantized() => DType::F32,
             QuantMix::Q4KM if name == "ffn_gate_inp.weight" => DType::F32,
+            // gpt-oss has only its experts in this type.
+            QuantMix::All(DType::MXFP4) if !name.ends_with("_exps.weight") => DType::BF16,
             QuantMix::All(dtype) => dtype,
             QuantMix::Q4KM => {
                 // llama.cpp uses more bits in the first and last eighth of the layers, and in every third
@@ -522,6 +538,13 @@ pub(crate) fn tensor_dims(c: &ModelConfig, gguf_name: &str) -> Option<Vec<usize>
         ("ffn_up.weight", _) if fuses_gate(c.arch) => vec![2 * ffn, c.hidden],
         ("ffn_gate.weight" | "ffn_up.weight", _) => vec![ffn, c.hidden],
         ("ffn_down.weight", _) => vec![c.hidden, ffn],
+        ("attn_output.bias", _) if c.attn_output_bias => vec![c.hidden],
+        ("attn_sinks.weight", _) if c.arch == Arch::GptOss => vec![c.n_heads],
+        ("ffn_gate_inp.bias", _) if c.arch == Arch::GptOss => vec![c.experts?.n_experts],
+        ("ffn_gate_exps.bias" | "ffn_up_exps.bias", _) if c.arch == Arch::GptOss => {
+            vec![c.experts?.n_experts, c.experts?.ffn]
+        }
+        ("ffn_down_exps.bias", _) if c.arch == Arch::GptOss => vec![c.experts?.n_experts, c.hidden],
         ("attn_q.bias", _) => vec![q],
         ("attn_k.bias" | "attn_v.bias", _) => vec![kv],
         ("attn_q_norm.weight", _) if c.arch == Arch::Olmo2 => vec![q],
@@ -612,7 +635,13 @@ impl TensorSource for RandomSource {
         let (layer, part) = layer_and_part(gguf_name);
         let Some(dims) = tensor_dims(&self.config, gguf_name) else { return Ok(None) };
         let n: usize = dims.iter().product();
-        let made = if dims.len() == 1 {
+        let made = if dims.len() > 1 && part.ends_with(".bias") {
+            // Biases of experts are never quantised.
+            HostTensor::from_f32(
+                Shape::new(&dims).unwrap_or_else(|e| panic!("{gguf_name}: {e}")),
+                &vec![0.0; n],
+            )
+        } else if dims.len() == 1 {
             let one = match part {
                 // Makes the state decay.
                 "ssm_a" => -1.0,
@@ -679,10 +708,13 @@ mod tests {
             "phi-4-mini",
             "qwen3-30b-a3b",
             "gemma4-26b-a4b",
+            "gpt-oss-20b",
         ];
         let named = named.map(|name| *NamedShape::find(name).unwrap());
         // Gemma 4 and Qwen 3 with experts only have shapes with their additional sizes.
-        let others = Arch::ALL.into_iter().filter(|arch| !matches!(arch, Arch::Gemma4 | Arch::Qwen3Moe));
+        let others = Arch::ALL
+            .into_iter()
+            .filter(|arch| !matches!(arch, Arch::Gemma4 | Arch::Qwen3Moe | Arch::GptOss));
         let others = others.map(|arch| NamedShape::new(arch.name(), arch, [64, 64, 128, 8], [4, 2, 16]));
         for mut shape in named.into_iter().chain(others) {
             let name = shape.name;

@@ -13,7 +13,8 @@ use refrain_formats::params::{Arch, LayerAttention, ModelConfig, NormKind, Query
 use refrain_formats::params::{RopePairing, RopeScaling};
 use refrain_graph as ir;
 use refrain_graph::{
-    Graph, GraphBuilder, GraphError, Op, SAMPLE_PARAMS, SamplingInputs, StateId, StepInputs, TensorType,
+    Graph, GraphBuilder, GraphError, Op, PagedCaches, SAMPLE_PARAMS, SamplingInputs, StateId, StepInputs,
+    TensorType,
 };
 use refrain_graph::{Unary, ValueId, Weight, WeightId};
 use refrain_tensor::DType;
@@ -157,18 +158,9 @@ pub(crate) struct StepBuilder<'m> {
     temperatures: Option<ValueId>, // [n_tokens, 1, 1]
     layer_inputs: Option<ValueId>, // [n_layers, n_tokens, d]
     /// What each layer so far attends to.
-    attended: Vec<Attended>,
+    attended: Vec<PagedCaches>,
     /// Whether rows of tables that may stay on the host are gathered there.
     pub(crate) tables_on_host: bool,
-}
-
-/// What a layer attends to.
-#[derive(Clone, Copy)]
-struct Attended {
-    /// Keys and values: caches after the layer, or those of whole documents.
-    rows: [ValueId; 2],
-    /// Scales of 8-bit caches after the layer.
-    scales: Option<[ValueId; 2]>,
 }
 
 /// How the rows of a step relate to each other, and their outputs.
@@ -602,6 +594,7 @@ impl<'m> StepBuilder<'m> {
         layer: usize,
         q: ValueId,
         own: Option<[ValueId; 2]>,
+        sinks: Option<WeightId>,
     ) -> Result<ValueId, GraphError> {
         let c = self.config;
         let (scale, window, softcap) = (c.attn_scale, c.window(layer), c.attn_softcap);
@@ -615,7 +608,7 @@ impl<'m> StepBuilder<'m> {
                 match kv.scales {
                     None => {
                         let k_cache = self.builder.kv_append(caches[0], k, *paging)?;
-                        Attended {
+                        PagedCaches {
                             rows: [k_cache, self.builder.kv_append(caches[1], v, *paging)?],
                             scales: None,
                         }
@@ -624,26 +617,19 @@ impl<'m> StepBuilder<'m> {
                         let scales = [self.builder.state(scales.k), self.builder.state(scales.v)];
                         let k = self.builder.kv_append_bytes([caches[0], scales[0]], k, *paging)?;
                         let v = self.builder.kv_append_bytes([caches[1], scales[1]], v, *paging)?;
-                        Attended { rows: [k[0], v[0]], scales: Some([k[1], v[1]]) }
+                        PagedCaches { rows: [k[0], v[0]], scales: Some([k[1], v[1]]) }
                     }
                 }
             }
-            (RowContext::Documents { .. }, Some(own)) => Attended { rows: own, scales: None },
+            (RowContext::Documents { .. }, Some(own)) => PagedCaches { rows: own, scales: None },
             (_, None) => self.attended[c.kv_layer(layer)],
         };
         self.attended.push(attended);
         let y = match &self.rows {
             RowContext::Paged(paged) => {
                 let attention = ir::Attention { scale, window, softcap };
-                match attended {
-                    Attended { rows, scales: None } => {
-                        self.builder.attention(attention, q, rows, paged.paging)?
-                    }
-                    Attended { rows: [k, v], scales: Some([k_scales, v_scales]) } => {
-                        let caches = [[k, k_scales], [v, v_scales]];
-                        self.builder.attention_bytes(attention, q, caches, paged.paging)?
-                    }
-                }
+                let sinks = sinks.map(|sinks| self.weight(sinks));
+                self.builder.attention_over(attention, q, attended, paged.paging, sinks)?
             }
             RowContext::Documents { spans, .. } => {
                 let causal = !c.arch.is_encoder();

@@ -248,6 +248,60 @@ impl<'a> WeightTable<'a> {
         Ok(self.push(&gguf, &whole, tensor))
     }
 
+    /// One projection of all experts of a layer, `[n_experts, n_out, n_in]` (gpt-oss).
+    pub(crate) fn part_of_experts(
+        &mut self,
+        layer: usize,
+        n_experts: usize,
+        part: &ExpertPart,
+    ) -> Result<WeightId, ModelError> {
+        let [n_out, n_in] = part.rows;
+        let gguf = format!("blk.{layer}.{}.weight", part.name);
+        let hf = format!("model.layers.{layer}.mlp.experts.{}", part.hf_name);
+        if self.source.name(&gguf, &hf) == gguf {
+            return self.global(&gguf, &hf, &[n_experts, n_out, n_in]);
+        }
+        let n_parts = part.of[1];
+        let [blocks, scales] = ["blocks", "scales"].map(|kind| format!("{hf}_{kind}"));
+        let tensor = match self.source.find(&blocks, &blocks)? {
+            Some(found) => {
+                let exponents = self.source.find(&scales, &scales)?;
+                let exponents = exponents.ok_or_else(|| self.missing(&scales, &scales))?;
+                let n_blocks = n_in.div_ceil(32);
+                let found = bytes_of(&blocks, &found, &[n_experts, n_parts * n_out, n_blocks, 16])?;
+                let exponents = bytes_of(&scales, &exponents, &[n_experts, n_parts * n_out, n_blocks])?;
+                part.of_blocks(&blocks, n_experts, found.as_slice(), exponents.as_slice())?
+            }
+            None => {
+                let dims = [n_experts, n_in, n_parts * n_out];
+                let found = self.find(&hf, &hf, &dims)?.ok_or_else(|| self.missing(&hf, &hf))?;
+                part.of_columns(&hf, n_experts, &found)?
+            }
+        };
+        Ok(self.push(&gguf, &hf, tensor))
+    }
+
+    /// The biases of such a projection, `[n_experts, n_out]` in F32.
+    pub(crate) fn bias_of_experts(
+        &mut self,
+        layer: usize,
+        n_experts: usize,
+        part: &ExpertPart,
+    ) -> Result<WeightId, ModelError> {
+        let [n_out, _] = part.rows;
+        let gguf = format!("blk.{layer}.{}.bias", part.name);
+        let hf = format!("model.layers.{layer}.mlp.experts.{}_bias", part.hf_name);
+        let is_gguf = self.source.name(&gguf, &hf) == gguf;
+        let [first, n_parts] = if is_gguf { [0, 1] } else { part.of };
+        let found = self.find(&gguf, &hf, &[n_experts, n_parts * n_out])?;
+        let found = found.ok_or_else(|| self.missing(&gguf, &hf))?;
+        let wrap = |source| ModelError::Tensor { name: self.source.name(&gguf, &hf).into(), source };
+        let values: Vec<f32> =
+            found.to_f32().map_err(wrap)?.into_iter().skip(first).step_by(n_parts).collect();
+        let tensor = HostTensor::from_f32(Shape::from([n_experts, n_out]), &values).map_err(wrap)?;
+        Ok(self.push(&gguf, &hf, tensor))
+    }
+
     /// Linear maps stored as one tensor: each gets a view of its rows, and the name it would have on its own.
     pub(crate) fn fused<const N: usize>(
         &mut self,
@@ -450,6 +504,84 @@ impl<'a> WeightTable<'a> {
         self.tensors.push(tensor);
         WeightId::from_idx(self.weights.len() - 1)
     }
+}
+
+/// A projection of experts that a folder stores together with others, in alternating rows.
+pub(crate) struct ExpertPart {
+    /// Name in GGUF files.
+    pub name: &'static str,
+    /// Name of the joint tensor in folders, after `mlp.experts.`.
+    pub hf_name: &'static str,
+    /// Its index among the alternating rows, and their number.
+    pub of: [usize; 2],
+    /// Rows and columns of an expert.
+    pub rows: [usize; 2],
+}
+
+impl ExpertPart {
+    /// From MXFP4 `blocks[n_experts, n_parts * n_out, n_in / 32, 16]` and `scales[.., n_in / 32]`. Byte `j` of a block has
+    /// elements `2 j` and `2 j + 1`; in GGUF's layout it has `j` and `16 + j`.
+    fn of_blocks(
+        &self,
+        name: &str,
+        n_experts: usize,
+        blocks: &[u8],
+        scales: &[u8],
+    ) -> Result<HostTensor, ModelError> {
+        let ([first, n_parts], [n_out, n_in]) = (self.of, self.rows);
+        let wrap = |source| ModelError::Tensor { name: name.into(), source };
+        let dims = Shape::new(&[n_experts, n_out, n_in]).map_err(wrap)?;
+        let n_blocks = n_in.div_ceil(32);
+        let mut bytes = Vec::with_capacity(n_experts * n_out * n_blocks * 17);
+        let rows = blocks.chunks_exact((16 * n_blocks).max(1)).zip(scales.chunks_exact(n_blocks.max(1)));
+        for (blocks, scales) in rows.skip(first).step_by(n_parts) {
+            for (block, scale) in blocks.as_chunks::<16>().0.iter().zip(scales) {
+                let nibble = |element: usize| block[element / 2] >> (4 * (element % 2)) & 15;
+                bytes.push(*scale);
+                bytes.extend((0..16).map(|j| nibble(j) | nibble(16 + j) << 4));
+            }
+        }
+        HostTensor::new(DType::MXFP4, dims, Bytes::new(bytes)).map_err(wrap)
+    }
+
+    /// From floats `[n_experts, n_in, n_parts * n_out]`.
+    fn of_columns(
+        &self,
+        name: &str,
+        n_experts: usize,
+        tensor: &HostTensor,
+    ) -> Result<HostTensor, ModelError> {
+        let ([first, n_parts], [n_out, n_in]) = (self.of, self.rows);
+        let wrap = |source| ModelError::Tensor { name: name.into(), source };
+        let dtype = tensor.dtype();
+        if dtype.is_quantized() {
+            return Err(ModelError::TensorType { name: name.into(), dtype });
+        }
+        let (size, from) = (dtype.block_bytes(), tensor.bytes().as_slice());
+        let mut bytes = Vec::with_capacity(n_experts * n_out * n_in * size);
+        for expert in from.chunks_exact((n_in * n_parts * n_out * size).max(1)) {
+            for row in 0..n_out {
+                for column in 0..n_in {
+                    let at = (column * n_parts * n_out + n_parts * row + first) * size;
+                    bytes.extend_from_slice(&expert[at..at + size]);
+                }
+            }
+        }
+        let dims = Shape::new(&[n_experts, n_out, n_in]).map_err(wrap)?;
+        HostTensor::new(dtype, dims, Bytes::new(bytes)).map_err(wrap)
+    }
+}
+
+/// The bytes of a tensor of bytes with these dimensions.
+fn bytes_of(name: &str, tensor: &HostTensor, dims: &[usize]) -> Result<Bytes, ModelError> {
+    let want = Shape::new(dims).map_err(|source| ModelError::Tensor { name: name.into(), source })?;
+    if tensor.shape() != want {
+        return Err(ModelError::TensorShape { name: name.into(), got: tensor.shape(), want });
+    }
+    if tensor.dtype() != DType::U8 {
+        return Err(ModelError::TensorType { name: name.into(), dtype: tensor.dtype() });
+    }
+    Ok(tensor.bytes().clone())
 }
 
 /// Rows of a matrix as a view of the same bytes.

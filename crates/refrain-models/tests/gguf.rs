@@ -3,7 +3,10 @@
 mod common;
 
 use common::{CASES, engine, gguf, golden, logits, relative_error};
+use refrain_formats::ModelFiles;
+use refrain_models::Model;
 use refrain_tensor::DType;
+use refrain_tensor::quant::dequantize;
 
 #[test]
 fn a_model_converted_to_gguf_has_the_same_logits() {
@@ -28,4 +31,33 @@ fn a_wrong_row_order_of_queries_is_detected() {
     });
     let got = logits(&mut engine(&files, 64, DType::F32, 1), &golden.tokens);
     assert!(relative_error(&got, &golden.logits) > 1e-2);
+}
+
+/// The packed experts are multiplied with activations of eight bits, so the exact comparison is of decoded ones.
+#[test]
+fn experts_in_mxfp4_are_the_same_in_a_folder_and_in_a_gguf_file() {
+    let case = "gpt-oss-mxfp4";
+    let golden = golden(case);
+    let decoded = gguf::convert(case, |tensors| {
+        for t in tensors.iter_mut().filter(|t| t.dtype == DType::MXFP4) {
+            let mut values = vec![0.0; t.dims.iter().product()];
+            dequantize(t.dtype, &t.bytes, &mut values).unwrap();
+            (t.dtype, t.bytes) = (DType::F32, values.iter().flat_map(|v| v.to_le_bytes()).collect());
+        }
+    });
+    let got = logits(&mut engine(&decoded, 64, DType::F32, 2), &golden.tokens);
+    let error = relative_error(&got, &golden.logits);
+    assert!(error < 1e-4, "decoded: relative error {error:.2e}");
+
+    let files = [ModelFiles::open(common::folder(case)).unwrap(), gguf::convert(case, |_| {})];
+    let [folder, file] = files.each_ref().map(|files| Model::load(files).unwrap());
+    let packed = folder.weights().iter().filter(|w| w.ty.dtype == DType::MXFP4).count();
+    assert_eq!(packed, 3 * 2, "three matrices in each of two layers");
+    for ((w, a), b) in folder.weights().iter().zip(folder.tensors()).zip(file.tensors()) {
+        assert!(a.dtype() == b.dtype() && a.bytes().as_slice() == b.bytes().as_slice(), "{}", w.name);
+    }
+    let both = files.each_ref().map(|files| logits(&mut engine(files, 64, DType::F32, 2), &golden.tokens));
+    assert_eq!(both[0], both[1]);
+    let error = relative_error(&both[0], &golden.logits);
+    assert!(error < 3e-2, "packed: relative error {error:.2e}");
 }

@@ -1,7 +1,7 @@
 //! RoPE, the paged KV cache, and attention over it.
 
 use crate::dense::{In, Out, ReferenceError, store_one};
-use refrain_graph::{Attention, Rope, RopeStyle};
+use refrain_graph::{Attention, AttentionInputs, Rope, RopeStyle};
 use refrain_tensor::{row_from_bytes, row_scale, row_to_bytes};
 
 pub(crate) fn rope(rope: &Rope, inputs: &[In<'_>], out: &mut Out<'_>) -> Result<(), ReferenceError> {
@@ -135,13 +135,16 @@ pub(crate) fn attention(
     out: &mut Out<'_>,
 ) -> Result<(), ReferenceError> {
     let [q, k, v, positions, seqs, tables] = std::array::from_fn(|i| &inputs[i]);
+    let AttentionInputs { scales, sinks } = AttentionInputs::of(inputs.len());
+    let sinks = sinks.map(|i| inputs[i].to_f32()).transpose()?;
+    let [k_scales, v_scales] = scales.map_or([None; 2], |scales| scales.map(|i| Some(&inputs[i])));
     let (n_heads, head_dim) = (q.dim(1), q.dim(2));
     let cache = k.layout.shape();
     let (n_kv_heads, kv_block) = (cache.dims()[1], cache.dims()[2]);
     let pages = CachePages::new(cache.dims(), tables)?;
     let (positions, seqs) = (positions.to_i32()?, seqs.to_i32()?);
     let q = q.to_f32()?;
-    let (k, v) = (cache_values(k, inputs.get(6))?, cache_values(v, inputs.get(7))?);
+    let (k, v) = (cache_values(k, k_scales)?, cache_values(v, v_scales)?);
     let mut y = vec![0.0; q.len()];
     for (row, &position) in positions.iter().enumerate() {
         let Ok(position) = usize::try_from(position) else { continue };
@@ -163,9 +166,10 @@ pub(crate) fn attention(
                 });
                 rows.push(start);
             }
-            let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            let sink = sinks.as_ref().map_or(f64::NEG_INFINITY, |sinks| f64::from(sinks[head]));
+            let max = scores.iter().copied().fold(sink, f64::max);
             let weights: Vec<f64> = scores.iter().map(|s| (s - max).exp()).collect();
-            let total: f64 = weights.iter().sum();
+            let total: f64 = weights.iter().sum::<f64>() + (sink - max).exp();
             for i in 0..head_dim {
                 let sum: f64 = rows.iter().zip(&weights).map(|(&r, w)| w * f64::from(v[r + i])).sum();
                 y[(row * n_heads + head) * head_dim + i] = (sum / total) as f32;

@@ -35,6 +35,7 @@ fn family(op: &Op) -> &'static str {
         Op::Gate(_) => "gate",
         Op::Rope(_) => "rope",
         Op::KvAppend => "kv_append",
+        Op::KvAppendBytes => "kv_append_bytes",
         Op::Attention(_) => "attention",
         Op::Sample(_) => "sample",
         Op::Accumulate => "accumulate",
@@ -44,7 +45,7 @@ fn family(op: &Op) -> &'static str {
     }
 }
 
-const N_FAMILIES: usize = 44;
+const N_FAMILIES: usize = 45;
 /// Families that only training uses.
 const N_TRAINING: usize = 18;
 /// Routers and experts, which random graphs omit: a near tie in routing may resolve either way.

@@ -78,9 +78,9 @@ impl ModelShape {
 
 /// Architectures that can be trained: experts and recurrent layers have no gradients.
 fn learning() -> impl Iterator<Item = Arch> {
-    Arch::ALL
-        .into_iter()
-        .filter(|arch| !matches!(arch, Arch::Qwen3Moe | Arch::Qwen35 | Arch::Lfm2 | Arch::Bert))
+    Arch::ALL.into_iter().filter(|arch| {
+        !matches!(arch, Arch::Qwen3Moe | Arch::GptOss | Arch::Qwen35 | Arch::Lfm2 | Arch::Bert)
+    })
 }
 
 /// The architecture with that name, if it can be trained.

@@ -16,6 +16,7 @@ use refrain_formats::ModelFiles;
 use refrain_formats::params::Arch;
 use refrain_formats::tokenizer::VocabSpec;
 use refrain_models::{Model, NamedShape, Pooling};
+use refrain_tensor::quant::can_encode;
 use refrain_tensor::{DType, HostTensor};
 use rig::goldens::{CASES, EMBED_CASES, embed_golden, golden, relative_error};
 use std::collections::BTreeMap;
@@ -216,7 +217,8 @@ fn types(device: &Device, arch: Arch, table: &mut Table) {
     let (sizes, heads) = SIZES;
     let shape = NamedShape::new(arch.name(), arch, sizes, heads);
     // Every token uses all experts, so rounding cannot change the choice.
-    let shape = if arch == Arch::Qwen3Moe { shape.with_experts([4, 4, 256]) } else { shape };
+    let shape =
+        if matches!(arch, Arch::Qwen3Moe | Arch::GptOss) { shape.with_experts([4, 4, 256]) } else { shape };
     let config = shape.fresh_config(64);
     // Models with recurrent layers can be read, but not written.
     if config.recurrent.is_some() {
@@ -225,9 +227,7 @@ fn types(device: &Device, arch: Arch, table: &mut Table) {
     // A folder cannot hold experts stacked in one tensor.
     let has_experts = config.experts.is_some();
     let fresh = Model::fresh(config, 3).unwrap();
-    let is_tried = |dtype: &DType| {
-        (dtype.is_float() || dtype.is_quantized()) && (arch == Arch::Llama || FEW.contains(dtype))
-    };
+    let is_tried = |dtype: &DType| can_encode(*dtype) && (arch == Arch::Llama || FEW.contains(dtype));
     for dtype in DType::ALL.into_iter().filter(is_tried) {
         for format in [Format::Safetensors, Format::Gguf] {
             if dtype == DType::F32 || format == Format::Safetensors && (!dtype.is_float() || has_experts) {

@@ -58,7 +58,8 @@ goldens!(
     "cohere2",
     "qwen35",
     "qwen35-odd",
-    "lfm2"
+    "lfm2",
+    "gpt-oss"
 );
 
 macro_rules! embed_goldens {

@@ -210,11 +210,11 @@ fn keys_as_values(gguf: &Gguf, arch: Arch, layers: &[LayerAttention]) -> bool {
 fn experts(keys: &Keys<'_>) -> Result<Option<Experts>, FormatError> {
     let n_experts: usize = keys.optional("expert_count")?.unwrap_or(0);
     match keys.arch {
-        Arch::Qwen3Moe if n_experts == 0 => {
+        Arch::Qwen3Moe | Arch::GptOss if n_experts == 0 => {
             let found = "the number of experts is zero or missing";
             return Err(keys.blame(ParamsFault::DenseLayers { arch: keys.arch, found }));
         }
-        Arch::Qwen3Moe | Arch::Gemma4 if n_experts > 0 => {}
+        Arch::Qwen3Moe | Arch::GptOss | Arch::Gemma4 if n_experts > 0 => {}
         Arch::Gemma4 => return Ok(None),
         _ => {
             let what = "a mixture of experts";
@@ -441,7 +441,8 @@ fn scaling(gguf: &Gguf, keys: &Keys<'_>) -> Result<RopeScaling, FormatError> {
                 beta_fast: keys.optional("rope.scaling.yarn_beta_fast")?.unwrap_or(32.0),
                 beta_slow: keys.optional("rope.scaling.yarn_beta_slow")?.unwrap_or(1.0),
                 attention_factor: whole.unwrap_or(usual * on_top),
-                truncate: true,
+                // Files have no key for it.
+                truncate: keys.arch != Arch::GptOss,
             }))
         }
         (other, _) => Err(keys.blame(ParamsFault::RopeScaling { found: other.into() })),

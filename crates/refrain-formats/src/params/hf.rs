@@ -30,6 +30,7 @@ enum HfFamily {
     Cohere2,
     Qwen35,
     Lfm2,
+    GptOss,
     Bert,
 }
 
@@ -83,7 +84,7 @@ impl FamilyDefaults {
 }
 
 impl HfFamily {
-    const ALL: [HfFamily; 20] = [
+    const ALL: [HfFamily; 21] = [
         HfFamily::Llama,
         HfFamily::Mistral,
         HfFamily::Ministral3,
@@ -103,6 +104,7 @@ impl HfFamily {
         HfFamily::Cohere2,
         HfFamily::Qwen35,
         HfFamily::Lfm2,
+        HfFamily::GptOss,
         HfFamily::Bert,
     ];
 
@@ -128,6 +130,7 @@ impl HfFamily {
             HfFamily::Cohere2 => ("Cohere2ForCausalLM", "cohere2"),
             HfFamily::Qwen35 => ("Qwen3_5ForCausalLM", "qwen3_5_text"),
             HfFamily::Lfm2 => ("Lfm2ForCausalLM", "lfm2"),
+            HfFamily::GptOss => ("GptOssForCausalLM", "gpt_oss"),
             HfFamily::Bert => ("BertModel", "bert"),
         }
     }
@@ -150,6 +153,7 @@ impl HfFamily {
             HfFamily::Cohere2 => Arch::Cohere2,
             HfFamily::Qwen35 => Arch::Qwen35,
             HfFamily::Lfm2 => Arch::Lfm2,
+            HfFamily::GptOss => Arch::GptOss,
             HfFamily::Bert => Arch::Bert,
         }
     }
@@ -191,6 +195,10 @@ impl HfFamily {
             HfFamily::Qwen35 => FamilyDefaults { head_dim: Some(256), rotated: 0.25, ..usual },
             HfFamily::Bert => FamilyDefaults { norm_eps: 1e-12, tied: true, attention_bias: true, ..usual },
             HfFamily::Lfm2 => FamilyDefaults { norm_eps: 1e-5, theta: 1e6, tied: true, ..usual },
+            HfFamily::GptOss => {
+                let (head_dim, theta, window) = (Some(64), 150_000.0, Some(128));
+                FamilyDefaults { head_dim, norm_eps: 1e-5, theta, window, attention_bias: true, ..usual }
+            }
         }
     }
 
@@ -528,7 +536,7 @@ fn per_layer(json: &JsonObject) -> Result<Option<PerLayerEmbedding>, FormatError
     Ok((dim > 0).then_some(PerLayerEmbedding { n_vocab, dim }))
 }
 
-/// Reads the experts. The two families use different keys.
+/// Reads the experts. Families use different keys.
 fn experts(json: &JsonObject, family: HfFamily, n_layers: usize) -> Result<Option<Experts>, FormatError> {
     let size = |names: [&str; 2], usual: usize| -> Result<usize, FormatError> {
         let given = match json.optional(names[0])? {
@@ -555,6 +563,21 @@ fn experts(json: &JsonObject, family: HfFamily, n_layers: usize) -> Result<Optio
                 n_choices: size(["num_experts_per_tok", "num_experts_per_tok"], 8)?,
                 ffn: size(["moe_intermediate_size", "moe_intermediate_size"], 768)?,
                 renormalise: json.optional("norm_topk_prob")?.unwrap_or(false),
+            }))
+        }
+        HfFamily::GptOss => {
+            // The functions of the graph have these constants.
+            for (key, usual) in [("swiglu_alpha", 1.702_f32), ("swiglu_limit", 7.0)] {
+                if json.optional(key)?.is_some_and(|found: f32| found != usual) {
+                    let what = "experts with an unusual swiglu_alpha or swiglu_limit";
+                    return Err(FormatError::params(json.path(), ParamsFault::Unsupported { what }));
+                }
+            }
+            Ok(Some(Experts {
+                n_experts: size(["num_local_experts", "num_experts"], 128)?,
+                n_choices: size(["num_experts_per_tok", "experts_per_token"], 4)?,
+                ffn: json.required("intermediate_size")?,
+                renormalise: true,
             }))
         }
         HfFamily::Gemma4 if json.optional("enable_moe_block")?.unwrap_or(false) => Ok(Some(Experts {
@@ -667,7 +690,9 @@ fn sliding(
         }
         // All layers are alike: `max_window_layers` is ignored.
         HfFamily::Qwen3Moe => vec![LayerAttention::Sliding; n_layers],
-        HfFamily::Gemma2 | HfFamily::Olmo3 => every_nth_full(n_layers, family.arch().usual_period()),
+        HfFamily::Gemma2 | HfFamily::Olmo3 | HfFamily::GptOss => {
+            every_nth_full(n_layers, family.arch().usual_period())
+        }
         HfFamily::Qwen2 | HfFamily::Qwen3 => {
             let first = json.optional("max_window_layers")?.unwrap_or(28);
             slides_where(&|l| l >= first)

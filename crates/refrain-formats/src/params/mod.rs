@@ -50,13 +50,15 @@ pub enum Arch {
     Qwen35,
     /// LFM2, dense.
     Lfm2,
+    /// gpt-oss.
+    GptOss,
     /// BERT, MiniLM, BGE: encoders that turn texts into vectors.
     Bert,
 }
 
 impl Arch {
     /// Every architecture.
-    pub const ALL: [Arch; 17] = [
+    pub const ALL: [Arch; 18] = [
         Arch::Llama,
         Arch::Qwen2,
         Arch::Qwen3,
@@ -73,6 +75,7 @@ impl Arch {
         Arch::Cohere2,
         Arch::Qwen35,
         Arch::Lfm2,
+        Arch::GptOss,
         Arch::Bert,
     ];
 
@@ -99,6 +102,7 @@ impl Arch {
             Arch::Cohere2 => "cohere2",
             Arch::Qwen35 => "qwen35",
             Arch::Lfm2 => "lfm2",
+            Arch::GptOss => "gpt-oss",
             Arch::Bert => "bert",
         }
     }
@@ -143,7 +147,7 @@ impl Arch {
         match self {
             Arch::Gemma3 | Arch::Gemma4 => 6,
             Arch::Olmo2 | Arch::Cohere2 => 4,
-            Arch::Gemma2 => 2,
+            Arch::Gemma2 | Arch::GptOss => 2,
             _ => 0,
         }
     }

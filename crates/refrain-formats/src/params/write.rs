@@ -306,6 +306,7 @@ impl ModelConfig {
             Arch::Cohere2 => ("Cohere2ForCausalLM", "cohere2"),
             Arch::Qwen35 => ("Qwen3_5ForCausalLM", "qwen3_5_text"),
             Arch::Lfm2 => ("Lfm2ForCausalLM", "lfm2"),
+            Arch::GptOss => ("GptOssForCausalLM", "gpt_oss"),
             Arch::Bert => ("BertModel", "bert"),
         };
         let dtype = dtype_word(dtype);

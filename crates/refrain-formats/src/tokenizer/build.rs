@@ -305,7 +305,10 @@ fn assemble(
 
 /// Returns the sorted ids that end generation.
 pub(super) fn end_ids(pipelines: &Pipelines, pieces: &PieceTable, specials: &SpecialIds) -> Vec<u32> {
-    let named = END_OF_TURN.iter().filter_map(|name| pipelines.token_id(name));
+    // In the harmony format, `<|end|>` ends a message, and the next one of the same turn may follow.
+    let is_harmony = ["<|return|>", "<|call|>"].iter().all(|name| pipelines.token_id(name).is_some());
+    let ends = |name: &&&str| !(is_harmony && **name == "<|end|>");
+    let named = END_OF_TURN.iter().filter(ends).filter_map(|name| pipelines.token_id(name));
     let is_control = |id: &u32| pieces.kind(*id) == Some(TokenKind::Control);
     let control = END_IF_CONTROL.iter().filter_map(|name| pipelines.token_id(name)).filter(is_control);
     let roles = [specials.eos, specials.eot, specials.eom].into_iter().flatten();

@@ -35,6 +35,7 @@ pub struct Setup {
     pub in_order: bool,
     /// Dtype of a 16-bit output, and whether F32 is written too.
     pub narrow: Option<(DType, bool)>,
+    pub sinks: bool,
 }
 
 impl Default for Setup {
@@ -55,6 +56,7 @@ impl Default for Setup {
             positions: vec![0, 1, -1, 31, 32, 33, 255, 256],
             in_order: false,
             narrow: None,
+            sinks: false,
         }
     }
 }
@@ -128,6 +130,13 @@ pub fn attend() -> Vec<Case> {
     }
     let attention = Attention { softcap: Some(2.0), ..base().attention };
     all.push(Setup { attention, positions: rows[1].clone(), ..base() });
+    for (i, dtype) in [DType::F16, DType::BF16, DType::F32].into_iter().enumerate() {
+        for window in [None, Some(128)] {
+            let attention = Attention { window, ..base().attention };
+            let sunk = Setup { dtype, attention, sinks: true, n_heads: 12, n_kv_heads: 2, ..base() };
+            all.push(Setup { n_splits: 1 << (3 * i), positions: rows[i].clone(), ..sunk });
+        }
+    }
     // Queries that overflow 16 bits, and queries that partly underflow to zero.
     for (gain, dtype) in [(1e7, DType::F16), (1e-9, DType::F16), (1e7, DType::BF16)] {
         let attention = Attention { scale: 0.2 / gain, ..base().attention };
@@ -225,7 +234,8 @@ fn make(s: &Setup) -> Made {
         (if s.stored { after.clone() } else { before }, after)
     };
     let ((k_before, k_after), (v_before, v_after)) = (appended(&keys, 4), appended(&values, 5));
-    let inputs = [
+    let sinks = f32s(&super::attention::sinks_of(n_heads));
+    let mut inputs = vec![
         Operand(DType::F32, contiguous(&[n, n_heads, head_dim]), &q),
         Operand(dtype, contiguous(&cells), &k_after),
         Operand(dtype, contiguous(&cells), &v_after),
@@ -233,6 +243,9 @@ fn make(s: &Setup) -> Made {
         Operand(DType::I32, contiguous(&[n]), &seqs_bytes),
         Operand(DType::I32, contiguous(&[n, max_blocks]), &tables),
     ];
+    if s.sinks {
+        inputs.push(Operand(DType::F32, contiguous(&[n_heads]), &sinks));
+    }
     let y = reference_f32(&Op::Attention(s.attention), &inputs, &[n, n_heads, head_dim]);
     let (cache_tol, tol) = tolerances(dtype);
     let scratch = attend_scratch_bytes(n, n_heads, head_dim, s.n_splits) as usize;
@@ -270,6 +283,7 @@ fn make(s: &Setup) -> Made {
         Role::In(q_norm),
         Role::In(k_norm),
         narrow_role,
+        Role::In(sinks),
     ];
     Made { roles, n_blocks, max_blocks }
 }
@@ -328,6 +342,7 @@ fn case(s: Setup) -> Case {
                 v: s.norms_values.then_some(b[11]),
                 eps,
             }),
+            sinks: s.sinks.then_some(b[13]),
             y: b[0],
             narrow: s.narrow.map(|(dtype, also_wide)| Narrow { y: b[12], dtype, plane_rows: 0, also_wide }),
             k_cache: b[3],
@@ -422,6 +437,7 @@ pub fn same_bits_as_rope_kv(bed: &mut Bed) {
                 q,
                 kv: Some([k, v]),
                 norm: None,
+                sinks: None,
                 y: b[3],
                 narrow: None,
                 k_cache: b[6],

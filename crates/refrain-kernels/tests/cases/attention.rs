@@ -281,6 +281,11 @@ fn rope_kv_case(rope: Rope, dtype: DType, head_dim: usize, in_place: bool) -> Ca
     })
 }
 
+/// Sinks below, among and far above the scores.
+pub(crate) fn sinks_of(n_heads: usize) -> Vec<f32> {
+    (0..n_heads).map(|head| [0.7, -90.0, 3.0, 1.5, 200.0, -0.5][head % 6]).collect()
+}
+
 #[derive(Clone, Copy)]
 struct Shape {
     dtype: DType,
@@ -288,11 +293,13 @@ struct Shape {
     n_kv_heads: usize,
     head_dim: usize,
     n_splits: usize,
+    sinks: bool,
 }
 
 pub fn attention() -> Vec<Case> {
     let plain = Attention { scale: 0.2, window: None, softcap: None };
-    let base = Shape { dtype: DType::F16, n_heads: 4, n_kv_heads: 2, head_dim: 64, n_splits: 3 };
+    let base =
+        Shape { dtype: DType::F16, n_heads: 4, n_kv_heads: 2, head_dim: 64, n_splits: 3, sinks: false };
     let mut cases = Vec::new();
     // Positions around the boundaries of tiles and splits, and padding.
     let positions = [0, 31, -1, 32, 33, 63, 64, 95, 96, 97, 200, 299];
@@ -319,11 +326,20 @@ pub fn attention() -> Vec<Case> {
         cases.push(attention_case(Attention { window: Some(window), ..plain }, base, &positions));
     }
     cases.push(attention_case(Attention { softcap: Some(2.0), ..plain }, base, &positions));
+    for (n_splits, dtype) in
+        [(1, DType::F16), (3, DType::F32), (64, DType::BF16), (1, DType::U8), (3, DType::U8)]
+    {
+        let sunk = Shape { sinks: true, n_heads: 18, n_splits, dtype, ..base };
+        cases.push(attention_case(plain, sunk, &positions));
+        let windowed = Attention { window: Some(20), softcap: Some(2.0), ..plain };
+        cases.push(attention_case(windowed, sunk, &positions));
+    }
     cases
 }
 
 fn attention_case(attention: Attention, s: Shape, positions: &[i32]) -> Case {
-    let Shape { dtype, n_heads, n_kv_heads, head_dim, n_splits } = s;
+    let Shape { dtype, n_heads, n_kv_heads, head_dim, n_splits, sinks } = s;
+    let sink_bytes = f32s(&sinks_of(n_heads));
     let (n, kv_block, n_seqs, max_blocks) = (positions.len(), 16, 2, 19);
     let n_blocks = n_seqs * max_blocks;
     let cells = [n_blocks, n_kv_heads, kv_block, head_dim];
@@ -342,7 +358,7 @@ fn attention_case(attention: Attention, s: Shape, positions: &[i32]) -> Case {
     let order: Vec<i32> = Rng::new(7).shuffled(n_blocks).into_iter().map(|b| b as i32).collect();
     let seqs: Vec<i32> = (0..n).map(|i| (i % n_seqs) as i32).collect();
     let (tables, seqs, positions) = (i32s(&order), i32s(&seqs), i32s(positions));
-    let inputs = [
+    let mut inputs = vec![
         Operand(DType::F32, contiguous(&[n, n_heads, head_dim]), &q),
         Operand(dtype, contiguous(&cells), &k),
         Operand(dtype, contiguous(&cells), &v),
@@ -352,12 +368,16 @@ fn attention_case(attention: Attention, s: Shape, positions: &[i32]) -> Case {
         Operand(DType::F32, contiguous(&cells[..3]), &k_scales),
         Operand(DType::F32, contiguous(&cells[..3]), &v_scales),
     ];
-    let inputs = &inputs[..if in_bytes { 8 } else { 6 }];
-    let y = reference_f32(&Op::Attention(attention), inputs, &[n, n_heads, head_dim]);
+    inputs.truncate(if in_bytes { 8 } else { 6 });
+    if sinks {
+        inputs.push(Operand(DType::F32, contiguous(&[n_heads]), &sink_bytes));
+    }
+    let y = reference_f32(&Op::Attention(attention), &inputs, &[n, n_heads, head_dim]);
     let scratch = attention_scratch_bytes(n, n_heads, head_dim, n_splits) as usize;
     Case::new(
         format!(
-            "attention {dtype} {n_heads}/{n_kv_heads} heads of {head_dim}, {n_splits} splits, window {:?}, cap {:?}",
+            "attention {dtype} {n_heads}/{n_kv_heads} heads of {head_dim}, {n_splits} splits, window {:?}, cap {:?}, \
+             sinks {sinks}",
             attention.window, attention.softcap
         ),
         vec![
@@ -371,9 +391,11 @@ fn attention_case(attention: Attention, s: Shape, positions: &[i32]) -> Case {
             Role::Scratch(scratch),
             Role::In(k_scales),
             Role::In(v_scales),
+            Role::In(sink_bytes),
         ],
         move |kernels, b, out| {
             let args = AttentionArgs {
+                sinks: sinks.then_some(b[10]),
                 attention,
                 q: dense(b[1], &[n, n_heads, head_dim]),
                 k_cache: b[2],

@@ -251,12 +251,20 @@ struct Shape {
     kv_block: usize,
     /// Outputs: F32, a 16-bit dtype, or both.
     narrow: Option<(DType, bool)>,
+    sinks: bool,
 }
 
 pub fn flash() -> Vec<Case> {
     let plain = Attention { scale: 0.2, window: None, softcap: None };
-    let base =
-        Shape { dtype: DType::F16, n_heads: 2, n_kv_heads: 1, head_dim: 64, kv_block: 16, narrow: None };
+    let base = Shape {
+        dtype: DType::F16,
+        n_heads: 2,
+        n_kv_heads: 1,
+        head_dim: 64,
+        kv_block: 16,
+        narrow: None,
+        sinks: false,
+    };
     let mut cases = Vec::new();
     // A prompt from its start, a prompt that continues an earlier chunk, and trailing padding.
     let prompt: Vec<i32> = (0..70).collect();
@@ -296,6 +304,11 @@ pub fn flash() -> Vec<Case> {
     }
     cases.push(flash_case(Attention { softcap: Some(2.0), ..plain }, base, &later, 1));
     cases.push(flash_case(Attention { window: Some(9), softcap: Some(2.0), ..plain }, base, &mixed, 2));
+    for (dtype, window) in [(DType::F16, None), (DType::BF16, Some(33))] {
+        let sunk = Shape { dtype, n_heads: 6, sinks: true, ..base };
+        cases.push(flash_case(Attention { window, ..plain }, sunk, &later, 1));
+        cases.push(flash_case(Attention { window, softcap: Some(2.0), ..plain }, sunk, &mixed, 2));
+    }
     cases
 }
 
@@ -330,7 +343,8 @@ fn poisoned(
 }
 
 fn flash_case(attention: Attention, s: Shape, positions: &[i32], n_seqs_used: usize) -> Case {
-    let Shape { dtype, n_heads, n_kv_heads, head_dim, kv_block, narrow } = s;
+    let Shape { dtype, n_heads, n_kv_heads, head_dim, kv_block, narrow, sinks } = s;
+    let sink_bytes = f32s(&super::attention::sinks_of(n_heads));
     let (n, n_seqs, max_blocks) = (positions.len(), 2, 304 / kv_block);
     let n_blocks = n_seqs * max_blocks;
     let cells = [n_blocks, n_kv_heads, kv_block, head_dim];
@@ -343,7 +357,7 @@ fn flash_case(attention: Attention, s: Shape, positions: &[i32], n_seqs_used: us
     // The queries as the kernel sees them.
     let rounded = f32s(&decode(dtype, &encode(dtype, &decode(DType::F32, &q))));
     let (tables, seqs, positions) = (i32s(&order), i32s(&seqs), i32s(positions));
-    let inputs = [
+    let mut inputs = vec![
         Operand(DType::F32, contiguous(&[n, n_heads, head_dim]), &rounded),
         Operand(dtype, contiguous(&cells), &k),
         Operand(dtype, contiguous(&cells), &v),
@@ -351,6 +365,9 @@ fn flash_case(attention: Attention, s: Shape, positions: &[i32], n_seqs_used: us
         Operand(DType::I32, contiguous(&[n]), &seqs),
         Operand(DType::I32, contiguous(&[n_seqs, max_blocks]), &tables),
     ];
+    if sinks {
+        inputs.push(Operand(DType::F32, contiguous(&[n_heads]), &sink_bytes));
+    }
     let y = reference_f32(&Op::Attention(attention), &inputs, &[n, n_heads, head_dim]);
     let wide = match narrow {
         Some((_, false)) => Role::Scratch(0),
@@ -366,7 +383,7 @@ fn flash_case(attention: Attention, s: Shape, positions: &[i32], n_seqs_used: us
     };
     let name = format!(
         "flash {dtype} {n_heads}/{n_kv_heads} heads of {head_dim}, {n} rows of {n_seqs_used}, window {:?}, cap {:?}, \
-         narrow {narrow:?}",
+         narrow {narrow:?}, sinks {sinks}",
         attention.window, attention.softcap
     );
     let roles = vec![
@@ -378,9 +395,11 @@ fn flash_case(attention: Attention, s: Shape, positions: &[i32], n_seqs_used: us
         Role::In(positions),
         Role::In(seqs),
         Role::In(tables),
+        Role::In(sink_bytes),
     ];
     Case::new(name, roles, move |kernels, b, out| {
         let args = AttentionArgs {
+            sinks: sinks.then_some(b[8]),
             attention,
             q: dense(b[2], &[n, n_heads, head_dim]),
             k_cache: b[3],

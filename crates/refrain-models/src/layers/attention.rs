@@ -19,6 +19,8 @@ pub(crate) struct AttentionLayer {
     /// `None` for a layer that attends to the keys and values of [`ModelConfig::kv_layer`].
     pub kv: Option<KeysValues>,
     pub o: Linear, // [hidden, n_heads * head_dim]
+    /// A score of each head that takes part in its softmax but has no value (gpt-oss).
+    pub sinks: Option<WeightId>, // [n_heads]
 }
 
 /// Key and value projections of a layer with its own KV cache.
@@ -103,7 +105,7 @@ impl AttentionLayer {
         let k_norm = as_norm(norm(w, "attn_k_norm", kv_rows)?);
         let o = w.linear(layer, "attn_output", [c.hidden, q_rows], c.attn_output_bias)?;
         let kv = Some(KeysValues { k, v: Some(v), k_norm, v_norm: None });
-        Ok(Mixer::Attention(AttentionLayer { head_dim, q, q_norm, gate: None, kv, o }))
+        Ok(Mixer::Attention(AttentionLayer { head_dim, q, q_norm, gate: None, kv, o, sinks: None }))
     }
 
     /// The same with an output gate, stored after the query in the rows of each head (Qwen 3.5).
@@ -117,6 +119,16 @@ impl AttentionLayer {
         let mut mixer = AttentionLayer::of(w, layer, [q, k, v], NormSpan::Head)?;
         if let Mixer::Attention(attention) = &mut mixer {
             attention.gate = Some(gate);
+        }
+        Ok(mixer)
+    }
+
+    /// The same with a sink for each head.
+    pub(crate) fn with_sinks(w: &mut WeightTable<'_>, layer: usize) -> Result<Mixer, ModelError> {
+        let mut mixer = AttentionLayer::declare(w, layer)?;
+        if let Mixer::Attention(attention) = &mut mixer {
+            let names = ["attn_sinks.weight", "self_attn.sinks"];
+            attention.sinks = Some(w.scaled_vector(layer, names, w.config.n_heads, 1.0)?);
         }
         Ok(mixer)
     }
@@ -168,7 +180,7 @@ impl AttentionLayer {
             Some(gate) => Some(step.linear(h, gate, "attn_gate")?),
             None => None,
         };
-        let h = step.attend(layer, q, own)?;
+        let h = step.attend(layer, q, own, self.sinks)?;
         let h = match gate {
             Some(gate) => step.times_sigmoid(h, gate)?,
             None => h,

@@ -11,7 +11,8 @@ use refrain_graph::{
 /// A router and its experts.
 #[derive(Debug)]
 pub(crate) struct Mixture {
-    pub router: WeightId, // [n_experts, hidden]
+    pub router: WeightId,              // [n_experts, hidden]
+    pub router_bias: Option<WeightId>, // [n_experts]
     pub route: Route,
     /// Factor on each expert's routing weight, for [`Route::scaled`]: `[n_experts]`
     pub scales: Option<WeightId>,
@@ -19,6 +20,8 @@ pub(crate) struct Mixture {
     /// `[n_experts, ffn, hidden]` each; a single weight with twice as many rows for [`ExpertGate::joined`].
     pub gate_up: Vec<WeightId>,
     pub down: WeightId, // [n_experts, hidden, ffn]
+    /// Of the projections in [`Mixture::gate_up`], then of `down`: `[n_experts, n_out]` each, or none at all.
+    pub biases: Vec<WeightId>,
 }
 
 impl Mixture {
@@ -37,6 +40,8 @@ impl Mixture {
         let down = w.experts(layer, "ffn_down_exps", "mlp.experts.{}.down_proj", [n_experts, hidden, ffn])?;
         Ok(Mixture {
             router,
+            router_bias: None,
+            biases: Vec::new(),
             route: Mixture::route(experts),
             scales: None,
             gate: ExpertGate { activation: activation(w.config.activation), joined: false, biased: false },
@@ -66,7 +71,8 @@ impl Mixture {
         h: ValueId,
     ) -> Result<ValueId, GraphError> {
         let router = step.weight(self.router);
-        let logits = step.builder.linear(r, router, None, "ffn_gate_inp")?;
+        let bias = self.router_bias.map(|bias| step.weight(bias));
+        let logits = step.builder.linear(r, router, bias, "ffn_gate_inp")?;
         let mut inputs = vec![logits];
         inputs.extend(self.scales.map(|scales| step.weight(scales)));
         // Padding must not read experts.
@@ -77,9 +83,13 @@ impl Mixture {
         };
         let mut inputs = vec![h, ids];
         inputs.extend(self.gate_up.iter().map(|&weight| step.weight(weight)));
+        let (gate_biases, down_bias) = self.biases.split_at(self.biases.len().saturating_sub(1));
+        inputs.extend(gate_biases.iter().map(|&bias| step.weight(bias)));
         let h = step.builder.node(Op::Moe(MoeOp::Gated(self.gate)), &inputs, "ffn_gate_up_exps")?[0];
-        let inputs = [h, ids, weights, step.weight(self.down)];
-        Ok(step.builder.node(Op::Moe(MoeOp::Summed { biased: false }), &inputs, "ffn_down_exps")?[0])
+        let mut inputs = vec![h, ids, weights, step.weight(self.down)];
+        inputs.extend(down_bias.iter().map(|&bias| step.weight(bias)));
+        let biased = !down_bias.is_empty();
+        Ok(step.builder.node(Op::Moe(MoeOp::Summed { biased }), &inputs, "ffn_down_exps")?[0])
     }
 }
 

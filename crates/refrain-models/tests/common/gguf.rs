@@ -50,6 +50,7 @@ fn case_arch(case: &str) -> &str {
         // Mistral files use the architecture llama, OLMo 3 files that of its predecessor.
         Some("mistral") => "llama",
         Some("olmo3") => "olmo2",
+        Some("gpt") => "gpt-oss",
         Some(arch) => arch,
         None => case,
     }
@@ -115,7 +116,8 @@ fn metadata(writer: &mut GgufWriter, arch: &str, config: &Value) {
         set("expert_count", (n as u32).into());
         let per_token = if arch == "gemma4" { "top_k_experts" } else { "num_experts_per_tok" };
         set("expert_used_count", number(per_token).into());
-        set("expert_feed_forward_length", number("moe_intermediate_size").into());
+        let ffn = if arch == "gpt-oss" { "intermediate_size" } else { "moe_intermediate_size" };
+        set("expert_feed_forward_length", number(ffn).into());
         // The default is true.
         if config["norm_topk_prob"] == false {
             set("expert_weights_norm", false.into());
@@ -298,6 +300,12 @@ fn tensors(case: &str, arch: &str, config: &Value) -> Vec<Tensor> {
             continue;
         }
         let tensor = files.tensor(info.name()).unwrap();
+        if arch == "gpt-oss" && info.name().contains(".experts.") {
+            if !info.name().ends_with("_scales") {
+                gpt_oss_experts(&files, info.name(), &mut tensors);
+            }
+            continue;
+        }
         let mut dims = tensor.shape().dims().to_vec();
         let mut values = tensor.to_f32().unwrap();
         // All experts are in one tensor, in order.
@@ -347,6 +355,45 @@ fn tensors(case: &str, arch: &str, config: &Value) -> Vec<Tensor> {
         tensors.push(float("rope_freqs.weight", vec![factors.len()], &factors));
     }
     tensors
+}
+
+/// A tensor of experts as the converter writes it: gate and up apart, matrices by rows, MXFP4 in GGUF's blocks.
+fn gpt_oss_experts(files: &ModelFiles, name: &str, tensors: &mut Vec<Tensor>) {
+    let tensor = files.tensor(name).unwrap();
+    let dims = tensor.shape().dims().to_vec();
+    let (layer, rest) = name.strip_prefix("model.layers.").unwrap().split_once('.').unwrap();
+    let parts: &[&str] =
+        if rest.contains("gate_up") { &["ffn_gate_exps", "ffn_up_exps"] } else { &["ffn_down_exps"] };
+    for (idx, part) in parts.iter().enumerate() {
+        let (n, at) = (parts.len(), |kind: &str| format!("blk.{layer}.{part}.{kind}"));
+        if rest.ends_with("_bias") {
+            let values: Vec<f32> = tensor.to_f32().unwrap().into_iter().skip(idx).step_by(n).collect();
+            tensors.push(float(&at("bias"), vec![dims[0], dims[1] / n], &values));
+        } else if let Some(joint) = name.strip_suffix("_blocks") {
+            let scales = files.tensor(&format!("{joint}_scales")).unwrap();
+            let (blocks, scales) = (tensor.bytes().as_slice(), scales.bytes().as_slice());
+            let mut bytes = Vec::new();
+            for row in (0..dims[0] * dims[1]).skip(idx).step_by(n) {
+                for block in row * dims[2]..(row + 1) * dims[2] {
+                    let q: Vec<u8> =
+                        blocks[16 * block..][..16].iter().flat_map(|b| [b & 15, b >> 4]).collect();
+                    bytes.push(scales[block]);
+                    bytes.extend((0..16).map(|j| q[j] | q[16 + j] << 4));
+                }
+            }
+            let dims = vec![dims[0], dims[1] / n, 32 * dims[2]];
+            tensors.push(Tensor { name: at("weight"), dtype: DType::MXFP4, dims, bytes });
+        } else {
+            let values = tensor.to_f32().unwrap();
+            let (n_in, n_out) = (dims[1], dims[2] / n);
+            let mut by_rows = Vec::new();
+            for (expert, row) in (0..dims[0]).flat_map(|e| (0..n_out).map(move |row| (e, row))) {
+                let column = |col: usize| values[(expert * n_in + col) * dims[2] + n * row + idx];
+                by_rows.extend((0..n_in).map(column));
+            }
+            tensors.push(float(&at("weight"), vec![dims[0], n_out, n_in], &by_rows));
+        }
+    }
 }
 
 fn float(name: &str, dims: Vec<usize>, values: &[f32]) -> Tensor {
@@ -419,6 +466,9 @@ fn gguf_name(hf: &str, arch: &str) -> String {
         "router.per_expert_scale" => return format!("blk.{layer}.ffn_down_exps.scale"),
         "experts.gate_up_proj" => return format!("blk.{layer}.ffn_gate_up_exps.weight"),
         "experts.down_proj" => return format!("blk.{layer}.ffn_down_exps.weight"),
+        "self_attn.sinks" => return format!("blk.{layer}.attn_sinks.weight"),
+        "mlp.router.bias" => return format!("blk.{layer}.ffn_gate_inp.bias"),
+        "mlp.router.weight" => return format!("blk.{layer}.ffn_gate_inp.weight"),
         _ => {}
     }
     let (part, kind) = rest.rsplit_once('.').unwrap_or((rest, "weight"));
@@ -446,7 +496,9 @@ fn gguf_name(hf: &str, arch: &str) -> String {
         "mlp.gate_up_proj" => "ffn_up",
         "post_self_attn_layernorm" => "post_attention_norm",
         "post_mlp_layernorm" => "post_ffw_norm",
-        "post_attention_layernorm" if arch.starts_with("gemma") || matches!(arch, "olmo2" | "qwen35") => {
+        "post_attention_layernorm"
+            if arch.starts_with("gemma") || matches!(arch, "olmo2" | "qwen35" | "gpt-oss") =>
+        {
             "post_attention_norm"
         }
         "linear_attn" if kind == "A_log" => return format!("blk.{layer}.ssm_a"),

@@ -13,7 +13,7 @@ use safetensors::SafeTensors;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-pub(crate) const CASES: [&str; 30] = [
+pub(crate) const CASES: [&str; 31] = [
     "llama",
     "llama-rope3",
     "llama-tied",
@@ -44,6 +44,7 @@ pub(crate) const CASES: [&str; 30] = [
     "qwen35",
     "qwen35-odd",
     "lfm2",
+    "gpt-oss",
 ];
 
 pub(crate) struct Golden {

@@ -4,7 +4,7 @@ use super::FLOATS;
 use crate::case::{Arg, Case};
 use crate::compare::Tol;
 use crate::fill::{Fill, Rng};
-use refrain_graph::{Attention, Op, Rope, RopeStyle, View};
+use refrain_graph::{Attention, Op, PagedCaches, Rope, RopeStyle, View};
 use refrain_tensor::DType;
 
 pub(super) fn rope() -> Vec<Case> {
@@ -290,19 +290,26 @@ fn attention_case(shape: &AttentionShape, q: DType, kv: DType) -> Case {
         pages.scales(n_kv_heads),
     ];
     let in_bytes = kv == DType::U8;
-    let args = args.into_iter().take(if in_bytes { 12 } else { 10 }).collect();
+    let mut args: Vec<Arg> = args.into_iter().take(if in_bytes { 12 } else { 10 }).collect();
     let name = format!("{}, {q} over {kv}", shape.name);
     // Scores in the hundreds cost a few bits of the exponential's argument.
     let tol = Tol::Whole(if shape.sharpness > 100.0 { 1e-3 } else { 2e-5 }).rounded_to(q);
+    // Every other shape has sinks: among the scores, far below and far above them.
+    if n_heads.is_multiple_of(2) {
+        let sinks = (0..n_heads).map(|head| [0.5, 2.0, -90.0, 200.0][head % 4]).collect();
+        args.push(Arg::weight(DType::F32, [n_heads]).fill(Fill::Floats(sinks)));
+    }
     Case::build(name, Op::Attention(attention), tol, args, |b, v| {
-        let past = [v[8], v[9], v[5]];
+        let (past, places) = ([v[8], v[9], v[5]], [v[3], v[4], v[5]]);
         if in_bytes {
             let k = b.kv_append_bytes([v[1], v[10]], v[6], past)?;
             let v_cache = b.kv_append_bytes([v[2], v[11]], v[7], past)?;
-            return Ok(vec![b.attention_bytes(attention, v[0], [k, v_cache], [v[3], v[4], v[5]])?]);
+            let caches = PagedCaches { rows: [k[0], v_cache[0]], scales: Some([k[1], v_cache[1]]) };
+            return Ok(vec![b.attention_over(attention, v[0], caches, places, v.get(12).copied())?]);
         }
         let k = b.kv_append(v[1], v[6], past)?;
         let v_cache = b.kv_append(v[2], v[7], past)?;
-        Ok(vec![b.attention(attention, v[0], [k, v_cache], [v[3], v[4], v[5]])?])
+        let caches = PagedCaches { rows: [k, v_cache], scales: None };
+        Ok(vec![b.attention_over(attention, v[0], caches, places, v.get(10).copied())?])
     })
 }
