@@ -265,7 +265,8 @@ impl Op {
                 Ok(vec![inputs[0], inputs[1]])
             }
             Op::Attention(attention) => {
-                let in_bytes = inputs.get(1).is_some_and(|cache| cache.dtype == DType::U8);
+                // An 8-bit cache comes with its scales.
+                let in_bytes = inputs.len() == 8 && inputs[1].dtype == DType::U8;
                 rule.arity(if in_bytes { 8 } else { 6 })?;
                 rule.require(0, attention.window != Some(0), "a window of at least one position")?;
                 rule.float(0)?;
