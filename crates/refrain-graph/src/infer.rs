@@ -265,8 +265,9 @@ impl Op {
                 Ok(vec![inputs[0], inputs[1]])
             }
             Op::Attention(attention) => {
-                let in_bytes = inputs.get(1).is_some_and(|cache| cache.dtype == DType::U8);
                 let AttentionInputs { scales, sinks } = AttentionInputs::of(inputs.len());
+                // An 8-bit cache comes with its scales.
+                let in_bytes = scales.is_some() && inputs[1].dtype == DType::U8;
                 rule.arity(6 + 2 * usize::from(in_bytes) + usize::from(sinks.is_some()))?;
                 rule.require(0, attention.window != Some(0), "a window of at least one position")?;
                 rule.float(0)?;

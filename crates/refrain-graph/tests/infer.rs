@@ -57,6 +57,7 @@ fn good() -> Vec<(Op, Vec<TensorType>, Vec<TensorType>)> {
     let delta = GatedDelta { scale: 1.0, eps: 1e-6, key_heads: KeyHeads::Grouped };
     let bf = t(DType::BF16, &[3, 4]);
     let cache = t(DType::F16, &[9, 2, 16, 8]);
+    let (bytes, scales) = (t(DType::U8, &[9, 2, 16, 8]), f(&[9, 2, 16]));
     let sample =
         [f(&[2, 50]), f(&[2, SAMPLE_PARAMS]), t(DType::U32, &[2, 4]), i(&[2, 7]), i(&[2, 3]), f(&[2, 3])];
     vec![
@@ -99,6 +100,11 @@ fn good() -> Vec<(Op, Vec<TensorType>, Vec<TensorType>)> {
             vec![f(&[5, 4, 3]), f(&[7, 4, 3, 8])],
         ),
         (Op::KvAppend, vec![cache, f(&[5, 2, 8]), i(&[5]), i(&[5]), i(&[3, 4])], vec![cache]),
+        (
+            Op::KvAppendBytes,
+            vec![bytes, scales, f(&[5, 2, 8]), i(&[5]), i(&[5]), i(&[3, 4])],
+            vec![bytes, scales],
+        ),
         (
             Op::Attention(attention),
             vec![f(&[5, 6, 8]), cache, cache, i(&[5]), i(&[5]), i(&[3, 4]), f(&[6])],
@@ -211,7 +217,8 @@ fn every_op_refuses_each_input_of_an_unsupported_dtype_or_rank() {
                         | Op::Pad { .. }
                         | Op::Train(TrainOp::Dropout(_))
                 );
-                if is_elementwise && wrong.shape.rank() == 6 {
+                // The cache of an append of bytes is U8.
+                if is_elementwise && wrong.shape.rank() == 6 || wrong == inputs[index] {
                     continue;
                 }
                 let mut given = inputs.clone();
@@ -230,6 +237,21 @@ fn every_op_refuses_each_input_of_an_unsupported_dtype_or_rank() {
 
 fn refusal(op: Op, inputs: &[TensorType]) -> String {
     op.infer(inputs).unwrap_err().to_string()
+}
+
+#[test]
+fn attention_over_bytes_takes_their_scales() {
+    let attention = Op::Attention(Attention { scale: 1.0, window: None, softcap: None });
+    let (bytes, scales) = (t(DType::U8, &[9, 2, 16, 8]), f(&[9, 2, 16]));
+    let inputs = [f(&[5, 6, 8]), bytes, bytes, i(&[5]), i(&[5]), i(&[3, 4]), scales, scales];
+    assert_eq!(attention.infer(&inputs).unwrap(), [f(&[5, 6, 8])]);
+    assert!(attention.infer(&inputs[..6]).is_err());
+    let mut wrong = inputs;
+    wrong[7] = f(&[9, 2, 8]);
+    assert!(attention.infer(&wrong).is_err());
+    wrong = inputs;
+    (wrong[1], wrong[2]) = (t(DType::F16, &[9, 2, 16, 8]), t(DType::F16, &[9, 2, 16, 8]));
+    assert!(attention.infer(&wrong).is_err());
 }
 
 #[test]
@@ -284,6 +306,13 @@ fn refusals_name_both_sides() {
         (
             refusal(Op::Rope(rope), &[f(&[5, 2, 8]), i(&[5]), f(&[8])]),
             "rope: input 0 is F32[5, 2, 8], expected heads of at least 16 elements",
+        ),
+        (
+            refusal(
+                Op::KvAppendBytes,
+                &[t(DType::U8, &[9, 2, 16, 8]), f(&[9, 2, 8]), f(&[5, 2, 8]), i(&[5]), i(&[5]), i(&[1, 9])],
+            ),
+            "kv_append_bytes: input 1 is F32[9, 2, 8], expected F32[9, 2, 16]",
         ),
         (
             refusal(Op::KvAppend, &[cache, f(&[5, 2, 4]), i(&[5]), i(&[5]), i(&[1, 9])]),
