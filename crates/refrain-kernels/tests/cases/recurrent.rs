@@ -236,7 +236,7 @@ pub fn same_bits_however_split(bed: &mut Bed) {
     let inputs = [keys, keys, values, n_heads, n_heads].map(|width| normals(n * width, width as u64));
     let mut layout = MemoryLayout::new("split");
     let words =
-        [n * keys, n * keys, n * values, n * n_heads, n * n_heads, n_heads, n, n, 2, n * values, 2 * slot];
+        [n * keys, n * keys, n * values, n * n_heads, n * n_heads, n_heads, n, n, 4, n * values, 2 * slot];
     let regions = words.map(|words| layout.device("words", 4 * words as u64));
     let memory = bed.plan(&layout);
     let [q, k, v, a, b, vector, positions, seqs, slots, y, state] = regions.map(|region| memory.buf(region));
@@ -247,12 +247,14 @@ pub fn same_bits_however_split(bed: &mut Bed) {
     bed.stream.upload(&mut lease, vector, &f32s(&vec![-0.3; n_heads])).unwrap();
     bed.stream.upload(&mut lease, positions, &i32s(&(0..n as i32).collect::<Vec<_>>())).unwrap();
     bed.stream.upload(&mut lease, seqs, &i32s(&vec![0; n])).unwrap();
-    bed.stream.upload(&mut lease, slots, &i32s(&[0, 1])).unwrap();
+    bed.stream.upload(&mut lease, slots, &i32s(&[0, 1, 1, 0])).unwrap();
     let mut run = |splits: &[usize]| {
         bed.stream.upload(&mut lease, state, &f32s(&normals(2 * slot, 7))).unwrap();
         let mut first = 0;
         let mut launches = Vec::new();
-        for &rows in splits {
+        for (i, &rows) in splits.iter().enumerate() {
+            // A launch reads what the one before wrote: slot i % 2, whatever the parity of its first position.
+            let slots = slots.slice(8 * ((i + first) % 2) as u64, 8).unwrap();
             let part = |buf: Buf, width: usize| {
                 buf.slice((4 * first * width) as u64, (4 * rows * width) as u64).unwrap()
             };
@@ -289,15 +291,13 @@ pub fn same_bits_however_split(bed: &mut Bed) {
             );
             first += rows;
         }
-        // The state after the last row is in the slot that its launch did not read.
-        let last = first - splits[splits.len() - 1];
         let out = bed
             .stream
             .run(&mut lease, false, |queue| launches.iter().try_for_each(|l| queue.launch(l)))
             .unwrap();
         let rows: Vec<u32> = out.values(&mut bed.stream, y).unwrap();
         let states: Vec<u32> = out.values(&mut bed.stream, state).unwrap();
-        (rows, states[(1 - last % 2) * slot..][..slot].to_vec())
+        (rows, states[splits.len() % 2 * slot..][..slot].to_vec())
     };
     let whole = run(&[n]);
     for splits in [&[1, 44][..], &[16, 29], &[19, 7, 19], &[1, 1, 43], &[44, 1]] {
