@@ -107,8 +107,13 @@ fn agrees_and_replays(device: impl Fn() -> Device) {
             assert_close(&plain, &want, Tol::Whole(tol));
             let is_grouped = kernels.iter().any(|kernel| kernel.starts_with("grouped_m"));
             assert_eq!(is_grouped, n >= 16 && dtypes[0] != DType::F32, "{dtypes:?}, {n} rows: {kernels:?}");
+            // A few rows are routed by the launch of the gate; the router's product norms a single row.
+            let has = |name: &str| kernels.iter().any(|kernel| kernel.starts_with(name));
+            assert_eq!(has("expert_route"), n >= 16, "{n} rows: {kernels:?}");
+            assert_eq!(has("expert_logits"), n == 1, "{n} rows: {kernels:?}");
+            assert_eq!(has("rms_norm"), n > 1, "{n} rows: {kernels:?}");
             let told = eager.monitor().status().apart;
-            assert!(!told.iter().any(|note| note.starts_with("gated")), "{dtypes:?}, {n} rows: {told:?}");
+            assert_eq!(told, Vec::<String>::new(), "{dtypes:?}, {n} rows");
             drop(eager);
             for method in [Method::Stream, Method::Nodes] {
                 let mut graphs = backend(&device(), GraphMode::Require, method);
@@ -159,7 +164,31 @@ fn experts_that_tensor_cores_cannot_multiply_use_other_kernels_with_a_note() {
     );
 }
 
-/// Tensor cores need both halves one after the other, wherever a model puts its experts.
+#[test]
+fn a_decoded_token_takes_three_launches_for_the_experts_of_a_layer() {
+    const KV: KvSpec = KvSpec { n_blocks: 16, kv_block: 32, max_blocks: 16, n_slots: 4, dtype: DType::F16 };
+    for case in ["qwen3moe", "gemma4-experts"] {
+        let model = rig::goldens::model(case);
+        let options = rig::options(GraphMode::Off, Method::Stream);
+        let backend = CudaBackend::on(&rig::sim("").1, options).unwrap();
+        backend.load(model.weights(), model.tensors().to_vec()).unwrap();
+        backend.allocate(&model.states(&KV)).unwrap();
+        let graph = model.graph(&StepSpec::of_one(1, 1, Head::Logits), &KV).unwrap();
+        let compiled = backend.compile(&fuse(&graph).unwrap()).unwrap();
+        let kernels = backend.kernels(&compiled);
+        let mut of_experts: Vec<&str> = kernels
+            .iter()
+            .map(|(_, kernel)| &**kernel)
+            .filter(|kernel| kernel.starts_with("expert_"))
+            .collect();
+        let layer = ["expert_logits_f32", "expert_gate_f32", "expert_sum_f32"];
+        // The head of a small F32 model is such a product too.
+        of_experts.truncate(of_experts.len() / layer.len() * layer.len());
+        assert!(!of_experts.is_empty(), "{case}: {kernels:?}");
+        assert!(of_experts.chunks(3).all(|launches| launches == layer), "{case}: {of_experts:?}");
+    }
+}
+
 #[test]
 fn the_halves_of_the_experts_of_every_architecture_run_one_after_the_other() {
     const KV: KvSpec = KvSpec { n_blocks: 16, kv_block: 32, max_blocks: 16, n_slots: 4, dtype: DType::F16 };

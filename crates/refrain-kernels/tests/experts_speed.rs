@@ -356,10 +356,10 @@ fn the_delta_rule_is_timed() {
         let gate_view = dense(gates, &[n, n_heads]);
         let args = GatedDeltaArgs {
             slots: SlotArgs { state, positions, seqs, slots, n_tokens: n, n_seqs: 1, n_slots: 2 },
-            q: key_view.clone(),
+            q: key_view,
             k: key_view,
             v: dense(values, &[n, n_heads, dim]),
-            a: gate_view.clone(),
+            a: gate_view,
             b: gate_view,
             decay: vector,
             dt_bias: vector,

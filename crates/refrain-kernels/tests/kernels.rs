@@ -250,6 +250,20 @@ fn kernels_agree_with_the_reference_where_a_block_has_99_kib_of_shared_memory() 
     }
 }
 
+// Twins are the reference, which rounds the state to F32 only between launches.
+#[test]
+#[cfg_attr(not(feature = "host-tests"), ignore = "needs a C++ compiler: cargo xtask ci turns it on")]
+fn a_recurrent_layer_has_the_same_bits_however_a_prompt_is_split_as_compiled_for_the_host() {
+    cases::recurrent::same_bits_however_split(&mut host::bed());
+}
+
+#[test]
+#[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
+fn a_recurrent_layer_has_the_same_bits_however_a_prompt_is_split_on_a_gpu() {
+    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    cases::recurrent::same_bits_however_split(&mut Bed::gpu());
+}
+
 #[test]
 fn sampling_from_large_vocabularies_agrees_with_the_reference_on_the_simulated_device() {
     // Twins are the reference: one vocabulary suffices to test the launcher.

@@ -1,11 +1,12 @@
 //! Cases of recurrent layers whose slots already hold a state.
 
+use refrain_driver::{Buf, MemoryLayout};
 use refrain_graph::{GatedDelta, KeyHeads, Op, Recurrent, ShortConv, TensorType};
 use refrain_kernels::{BufView, GatedDeltaArgs, ShortConvArgs, SlotArgs};
 use refrain_tensor::{DType, Layout};
 use refrain_testkit::Tol;
 
-use crate::bed::{Case, Operand, Role, contiguous, f32s, i32s, normals, reference, shape};
+use crate::bed::{Bed, Case, Operand, Role, contiguous, dense, f32s, i32s, normals, reference, shape};
 
 /// Sums of up to 256 products, and a sigmoid.
 const TOL: Tol = Tol::Whole(2e-5);
@@ -225,4 +226,81 @@ fn run_reference(
     reference(&Op::Recurrent(op), inputs, &mut outputs);
     let [(_, y), (_, after)] = outputs;
     (crate::bed::decode(DType::F32, &y), after)
+}
+
+/// A prompt has the same bits in one launch and in several.
+pub fn same_bits_however_split(bed: &mut Bed) {
+    let ([n_key_heads, n_heads], k_dim, v_dim, n) = ([2, 4], 100, 20, 45);
+    let (keys, values) = (n_key_heads * k_dim, n_heads * v_dim);
+    let slot = n_heads * v_dim * k_dim;
+    let inputs = [keys, keys, values, n_heads, n_heads].map(|width| normals(n * width, width as u64));
+    let mut layout = MemoryLayout::new("split");
+    let words =
+        [n * keys, n * keys, n * values, n * n_heads, n * n_heads, n_heads, n, n, 4, n * values, 2 * slot];
+    let regions = words.map(|words| layout.device("words", 4 * words as u64));
+    let memory = bed.plan(&layout);
+    let [q, k, v, a, b, vector, positions, seqs, slots, y, state] = regions.map(|region| memory.buf(region));
+    let mut lease = memory.lease().unwrap();
+    for (buf, values) in [q, k, v, a, b].into_iter().zip(&inputs) {
+        bed.stream.upload(&mut lease, buf, &f32s(values)).unwrap();
+    }
+    bed.stream.upload(&mut lease, vector, &f32s(&vec![-0.3; n_heads])).unwrap();
+    bed.stream.upload(&mut lease, positions, &i32s(&(0..n as i32).collect::<Vec<_>>())).unwrap();
+    bed.stream.upload(&mut lease, seqs, &i32s(&vec![0; n])).unwrap();
+    bed.stream.upload(&mut lease, slots, &i32s(&[0, 1, 1, 0])).unwrap();
+    let mut run = |splits: &[usize]| {
+        bed.stream.upload(&mut lease, state, &f32s(&normals(2 * slot, 7))).unwrap();
+        let mut first = 0;
+        let mut launches = Vec::new();
+        for (i, &rows) in splits.iter().enumerate() {
+            // A launch reads what the one before wrote: slot i % 2, whatever the parity of its first position.
+            let slots = slots.slice(8 * ((i + first) % 2) as u64, 8).unwrap();
+            let part = |buf: Buf, width: usize| {
+                buf.slice((4 * first * width) as u64, (4 * rows * width) as u64).unwrap()
+            };
+            let view =
+                |buf, dims: &[usize]| dense(part(buf, dims.iter().product()), &[&[rows], dims].concat());
+            launches.push(
+                bed.kernels
+                    .gated_delta(&GatedDeltaArgs {
+                        slots: SlotArgs {
+                            state,
+                            positions: part(positions, 1),
+                            seqs: part(seqs, 1),
+                            slots,
+                            n_tokens: rows,
+                            n_seqs: 1,
+                            n_slots: 2,
+                        },
+                        q: view(q, &[n_key_heads, k_dim]),
+                        k: view(k, &[n_key_heads, k_dim]),
+                        v: view(v, &[n_heads, v_dim]),
+                        a: view(a, &[n_heads]),
+                        b: view(b, &[n_heads]),
+                        decay: vector,
+                        dt_bias: vector,
+                        y: part(y, values),
+                        n_key_heads,
+                        n_heads,
+                        k_dim,
+                        v_dim,
+                        delta: GatedDelta { scale: 0.1, eps: 1e-6, key_heads: KeyHeads::Tiled },
+                        step: "split",
+                    })
+                    .unwrap(),
+            );
+            first += rows;
+        }
+        let out = bed
+            .stream
+            .run(&mut lease, false, |queue| launches.iter().try_for_each(|l| queue.launch(l)))
+            .unwrap();
+        let rows: Vec<u32> = out.values(&mut bed.stream, y).unwrap();
+        let states: Vec<u32> = out.values(&mut bed.stream, state).unwrap();
+        (rows, states[splits.len() % 2 * slot..][..slot].to_vec())
+    };
+    let whole = run(&[n]);
+    for splits in [&[1, 44][..], &[16, 29], &[19, 7, 19], &[1, 1, 43], &[44, 1]] {
+        assert!(run(splits) == whole, "{splits:?}");
+    }
 }
