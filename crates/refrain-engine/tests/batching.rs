@@ -56,7 +56,7 @@ fn a_request_that_shares_no_prefix_neither_finds_blocks_nor_leaves_any() {
         request.shares_prefix = shares_prefix;
         assert_eq!(collect(engine.submit(request).unwrap()).0, [11, 12, 13]);
     }
-    let starts: Vec<usize> = script.seen().iter().step_by(3).map(|step| step.start as usize).collect();
+    let starts: Vec<usize> = script.seen().iter().step_by(3).map(|step| step.start).collect();
     assert_eq!(starts, [0, 0, 0, 8], "only the last one finds the second one's blocks");
     let prompts = engine.load().unwrap().prompts;
     assert_eq!((prompts.n_tokens, prompts.n_cached), (44, 8));

@@ -42,7 +42,26 @@ pub(crate) fn make_tiles_of(dtype: DType, rows: &[&[u8]; TILE_ROWS], tiles: &mut
         DType::IQ2_S => make_tiles::<BlockIq2S>(rows, tiles),
         DType::IQ3_XXS => make_tiles::<BlockIq3Xxs>(rows, tiles),
         DType::IQ3_S => make_tiles::<BlockIq3S>(rows, tiles),
-        other => unreachable!("{other} is not made of groups"),
+        DType::F32
+        | DType::F16
+        | DType::BF16
+        | DType::I32
+        | DType::U32
+        | DType::I64
+        | DType::U8
+        | DType::Q4_0
+        | DType::Q4_1
+        | DType::Q5_0
+        | DType::Q5_1
+        | DType::Q8_0
+        | DType::Q2_K
+        | DType::Q3_K
+        | DType::Q4_K
+        | DType::Q5_K
+        | DType::Q6_K
+        | DType::IQ4_NL
+        | DType::IQ4_XS
+        | DType::MXFP4 => unreachable!("{dtype} is not made of groups"),
     }
 }
 

@@ -161,7 +161,9 @@ impl SimdKernel for MakeTiles<'_> {
                     for (i, row) in rows.iter().enumerate() {
                         let scale = match spec.scale {
                             LoneScale::Half(at) => row.add(block + at).cast::<[u8; 2]>().read(),
-                            _ => bf16::from_f32(mxfp4_scale(row.add(block).read())).to_le_bytes(),
+                            LoneScale::None | LoneScale::Exponent => {
+                                bf16::from_f32(mxfp4_scale(row.add(block).read())).to_le_bytes()
+                            }
                         };
                         words.add(2 * i).cast::<[u8; 2]>().write(scale);
                     }

@@ -74,11 +74,10 @@ pub fn dequantize(dtype: DType, bytes: &[u8], out: &mut [f32]) -> Result<(), Ten
 
 /// Returns whether [`quantize`] encodes `dtype`. The IQ2 and IQ3 types are only decoded.
 pub const fn can_encode(dtype: DType) -> bool {
-    match dtype {
-        DType::I32 | DType::U32 | DType::I64 | DType::U8 => false,
-        DType::IQ2_XXS | DType::IQ2_XS | DType::IQ2_S | DType::IQ3_XXS | DType::IQ3_S => false,
-        _ => true,
-    }
+    let is_integer = matches!(dtype, DType::I32 | DType::U32 | DType::I64 | DType::U8);
+    let only_decodes =
+        matches!(dtype, DType::IQ2_XXS | DType::IQ2_XS | DType::IQ2_S | DType::IQ3_XXS | DType::IQ3_S);
+    !is_integer && !only_decodes
 }
 
 /// Encodes `values` as `dtype` into `out`, which must have exactly the right size.
