@@ -544,7 +544,9 @@ fn bench_on_a_device_counts_launches_and_kernels_and_its_json_is_data() {
 fn bench_load_measures_the_highest_rate_then_a_share_of_it_and_draws_a_page() {
     let cli = Cli::new();
     let load = ["bench", "stories", "--load", "--requests", "12", "--max-seqs", "4", "--device", "cpu"];
-    let lengths = ["--prompt-range", "4-12", "--reply-range", "2-6"];
+    // The limits must not depend on the machine.
+    let limits = ["--ttft-limit", "60000", "--token-limit", "60000"];
+    let lengths = with(&["--prompt-range", "4-12", "--reply-range", "2-6"], &limits);
     let ended = cli.run(&with(&with(&load, &lengths), &["--rate", "80%", "--html", "load.html"]));
     assert!(ended.stderr.contains("highest rate: "), "{}", ended.stderr);
     assert!(ended.stderr.contains("decode steps: "), "{}", ended.stderr);

@@ -296,8 +296,11 @@ impl CudaBackend {
 /// Updates the status. A step seldom changes the set of graphs, so it refreshes only counters unless graphs
 /// changed.
 fn show(status: &Mutex<Status>, owner: &mut DeviceOwner, model: ModelId, is_step: bool) {
-    let Some(device_model) = owner.device_model(model) else { return };
     let mut shown = lock(status);
+    if !owner.is_held(model, &shown.others) {
+        shown.others = owner.others(model);
+    }
+    let Some(device_model) = owner.device_model(model) else { return };
     let now = device_model.stats();
     let same = [now.recorded, now.demoted] == [shown.cache.recorded, shown.cache.demoted];
     if same && is_step {
@@ -306,8 +309,7 @@ fn show(status: &Mutex<Status>, owner: &mut DeviceOwner, model: ModelId, is_step
             shown.profile = device_model.profile().to_vec();
         }
     } else {
-        *shown = device_model.status();
-        shown.others = owner.others(model);
+        *shown = Status { others: std::mem::take(&mut shown.others), ..device_model.status() };
     }
 }
 

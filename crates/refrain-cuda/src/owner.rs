@@ -130,6 +130,13 @@ impl DeviceOwner {
         self.models.get_mut(&id)
     }
 
+    /// Whether `shown` is what other models hold, without an allocation.
+    pub(crate) fn is_held(&self, id: ModelId, shown: &[HeldBytes]) -> bool {
+        let others = self.models.iter().filter(|(other, _)| **other != id);
+        let held = others.map(|(_, m)| (m.options.model.as_str(), m.held_bytes())).filter(|held| held.1 > 0);
+        held.eq(shown.iter().map(|held| (held.model.as_str(), held.bytes)))
+    }
+
     /// Memory that other models hold on the device.
     pub(crate) fn others(&self, id: ModelId) -> Vec<HeldBytes> {
         let others = self.models.iter().filter(|(other, _)| **other != id);

@@ -146,6 +146,8 @@ fn a_wrong_byte_from_a_kernel_is_never_blamed_on_the_callers_tokens() {
                 Err(error) => {
                     let what = match &error {
                         EngineError::Run(RunError::ContextLost { .. }) => "lost",
+                        // The wrong byte hit the sequence number of a ring entry.
+                        EngineError::Run(RunError::Backend { .. }) => "device",
                         EngineError::BadChoice { .. } => "token",
                         EngineError::NonFinite { .. } => "logits",
                         other => panic!("launch {nth}: {other:?}"),

@@ -268,7 +268,10 @@ impl Op {
                 let AttentionInputs { scales, sinks } = AttentionInputs::of(inputs.len());
                 // An 8-bit cache comes with its scales.
                 let in_bytes = scales.is_some() && inputs[1].dtype == DType::U8;
-                rule.arity(6 + 2 * usize::from(in_bytes) + usize::from(sinks.is_some()))?;
+                let n_least = if in_bytes { 8 } else { 6 };
+                if inputs.len() != n_least {
+                    rule.arity(n_least + 1)?;
+                }
                 rule.require(0, attention.window != Some(0), "a window of at least one position")?;
                 rule.float(0)?;
                 let q = rule.rank(0, 3)?;

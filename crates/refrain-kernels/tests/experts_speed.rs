@@ -120,7 +120,7 @@ fn place(bed: &mut Bed, layer: &Layer, n_rows: usize) -> Place {
         ("y", (4 * n_rows * layer.k) as u64),
         ("scratch", 512 << 20),
     ]
-    .map(|(name, bytes)| layout.device(name, bytes.max(256)));
+    .map(|(name, bytes)| layout.device(name, bytes));
     let memory = bed.plan(&layout);
     let [weights, x, ids, factors, logits, inner, y, scratch] = regions.map(|region| memory.buf(region));
     let mut lease = memory.lease().unwrap();

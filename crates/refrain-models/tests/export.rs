@@ -53,8 +53,8 @@ fn a_folder_written_in_both_formats_has_the_same_logits() {
         let golden = golden(case);
         let at = tempfile::tempdir().unwrap();
         let model = Model::load(&ModelFiles::open(folder(case)).unwrap()).unwrap();
-        // Unscaled attention scores amplify the rounding of weights.
-        let rounded = if case.starts_with("gemma4") { 6e-2 } else { 3e-2 };
+        // Unscaled attention scores amplify the rounding of weights, and a rounded router may choose other experts.
+        let rounded = if case.starts_with("gemma4") || case == "gpt-oss" { 6e-2 } else { 3e-2 };
         for (dtype, tolerance) in [(DType::F32, 1e-4), (DType::BF16, rounded)] {
             for files in exported(&model, at.path(), dtype) {
                 let error = relative_error(&all_logits(&files, &golden.tokens), &golden.logits);

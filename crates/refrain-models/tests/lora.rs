@@ -381,7 +381,7 @@ fn unsupported_kinds_of_adapters_are_refused_by_name() {
         ("use_dora", true.into(), "DoRA"),
         ("peft_type", "IA3".into(), "only LoRA"),
         ("bias", "all".into(), "biases"),
-        ("modules_to_save", vec!["lm_head"].into(), "trained whole"),
+        ("modules_to_save", vec!["lm_head"].into(), "fully trained modules"),
         ("fan_in_fan_out", true.into(), "transposed"),
         ("alpha_pattern", serde_json::json!({ "q_proj": 3 }), "alpha for each module"),
         ("init_lora_weights", "pissa_niter_4".into(), "changes the weights of the base"),

@@ -344,7 +344,7 @@ mod tests {
         assert_eq!(error(tools), "tools is not supported in batches");
         assert_eq!(error(r#"{"messages": [{"role": "user"}]}"#), "a message has no content");
         let wrong = r#"{"custom_id": "a", "url": "/v1/embeddings", "body": {}}"#;
-        let text = "the url is \"/v1/embeddings\", known are /v1/chat/completions and /v1/completions";
+        let text = "the url is \"/v1/embeddings\", supported are /v1/chat/completions and /v1/completions";
         assert_eq!(error(wrong), text);
         let chat = r#"{"custom_id": "a", "url": "/v1/chat/completions", "body": {"prompt": "x"}}"#;
         assert_eq!(error(chat), "the line has no messages");

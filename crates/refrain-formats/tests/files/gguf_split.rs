@@ -80,7 +80,7 @@ fn parts_of_different_models_are_refused() {
     part(0, 3, 7, "w0").write(part_path(folder.path(), 0, 3)).unwrap();
     part(1, 3, 7, "w1").write(part_path(folder.path(), 1, 3)).unwrap();
     let message = refused(Gguf::open(part_path(folder.path(), 1, 3)));
-    assert!(message.ends_with("the parts hold 3 tensors together, split.tensors.count says 7"), "{message}");
+    assert!(message.ends_with("the parts hold 3 tensors in total, split.tensors.count is 7"), "{message}");
 }
 
 #[test]

@@ -73,12 +73,12 @@ fn shards_are_found_through_the_index() {
     index(json!({ "a": two, "b": two }));
     assert_eq!(
         refused_here(&folder),
-        "DIR/model.safetensors.index.json: names \"model-00002-of-00002.safetensors\" for tensor \"a\", which that \
-         file does not hold"
+        "DIR/model.safetensors.index.json: names \"model-00002-of-00002.safetensors\" for tensor \"a\", but that \
+         file does not contain it"
     );
     for outside in ["../x.safetensors", "/etc/passwd", "..", ""] {
         index(json!({ "a": outside }));
-        assert!(refused_here(&folder).ends_with("which is not a plain file name"), "{outside}");
+        assert!(refused_here(&folder).ends_with("but that is not a plain file name"), "{outside}");
     }
     write_safetensors(&folder.path().join(two), &[("a", &[4])]);
     index(json!({ "a": one, "b": two }));

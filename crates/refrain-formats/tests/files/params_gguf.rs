@@ -110,7 +110,7 @@ fn lists_of_gemma4_that_do_not_fit_its_layers_are_refused() {
     let text = refusal("attention.head_count_kv", list(&[2, 1, 1, 1]));
     assert!(text.contains("layer 2 shares keys and values"), "{text}");
     let text = refusal("attention.sliding_window_pattern", MetadataValue::Array(Array::Bool([].into())));
-    assert!(text.contains("layer_types has 0 entries for 4 layers"), "{text}");
+    assert!(text.contains("layer_types has length 0, the model has 4 layers"), "{text}");
     let text = refusal("feed_forward_length", MetadataValue::Array(Array::F32([0.5; 4].into())));
     assert!(text.contains("feed_forward_length"), "{text}");
 }
@@ -196,7 +196,10 @@ fn windows_follow_the_pattern_of_the_file() {
     let c = config(&with(&[window.clone(), pattern])).unwrap();
     assert_eq!((c.window(0), c.window(1)), (None, Some(16)));
     let short = ("llama.attention.sliding_window_pattern", Array::Bool([true].into()).into());
-    assert_eq!(refused(config(&with(&[window, short]))), "m.gguf: layer_types has 1 entries for 2 layers");
+    assert_eq!(
+        refused(config(&with(&[window, short]))),
+        "m.gguf: layer_types has length 1, the model has 2 layers"
+    );
 }
 
 #[test]
@@ -235,7 +238,7 @@ fn impossible_hyperparameters_are_refused() {
     assert_eq!(
         set("general.architecture", "mamba".into()),
         "m.gguf: unknown architecture \"mamba\", known are \
-         llama, qwen2, qwen3, qwen3moe, gemma3, gemma4, gemma2, phi3, mistral3, smollm3, olmo2, granite, glm4, cohere2, qwen35, lfm2, bert"
+         llama, qwen2, qwen3, qwen3moe, gemma3, gemma4, gemma2, phi3, mistral3, smollm3, olmo2, granite, glm4, cohere2, qwen35, lfm2, gpt-oss, bert"
     );
     assert_eq!(
         set("llama.block_count", 0u32.into()),
@@ -258,7 +261,10 @@ fn impossible_hyperparameters_are_refused() {
     assert!(set("llama.attention.layer_norm_rms_epsilon", (-1f32).into()).contains("the norm epsilon is -1"));
     assert!(set("llama.rope.dimension_count", 7u32.into()).contains("over 7 elements of heads of 8"));
     assert!(set("llama.rope.dimension_count", 64u32.into()).contains("over 64 elements of heads of 8"));
-    assert!(set("llama.attention.value_length", 4u32.into()).contains("keys of 8 and values of 4"));
+    assert!(
+        set("llama.attention.value_length", 4u32.into())
+            .contains("head sizes of keys (8) and values (4) differ")
+    );
     assert!(set("llama.expert_count", 8u32.into()).contains("a mixture of experts is not supported"));
 }
 
