@@ -170,7 +170,7 @@ impl Route {
     #[must_use]
     pub fn positions(&self, n_inputs: usize) -> Option<usize> {
         let n_others = self.n_vectors() + 1;
-        (n_inputs > n_others).then_some(n_others)
+        (n_inputs == n_others + 1).then_some(n_others)
     }
 
     /// Number of vectors after the logits.
