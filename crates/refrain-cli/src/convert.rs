@@ -75,7 +75,7 @@ pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {
         recipe,
         overrides: &[],
         imatrix: None,
-        // Converting a quantised file decodes it: no error is added.
+        // Converting a quantised file decodes it; only the rounding to 16 bits, if requested, adds an error.
         requantize: recipe.base().is_float(),
         allow_nonfinite: false,
         n_threads: args.common.n_threads(),
