@@ -112,7 +112,13 @@ impl FormatError {
     /// An action that may help.
     pub fn hint(&self) -> Option<String> {
         match self {
-            FormatError::Io { path, source, .. } => match source.kind() {
+            FormatError::Io { verb, path, source } => match source.kind() {
+                io::ErrorKind::NotFound if *verb == "create" => {
+                    Some("create the folder first, or choose another path".into())
+                }
+                io::ErrorKind::PermissionDenied if *verb == "create" => {
+                    Some("choose a folder that you may write to".into())
+                }
                 io::ErrorKind::NotFound => {
                     Some("check the path; a model that is not on this machine must be pulled first".into())
                 }

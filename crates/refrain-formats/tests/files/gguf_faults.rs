@@ -233,8 +233,9 @@ fn the_writer_refuses_what_the_reader_would() {
 fn a_file_that_cannot_be_written_is_named() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("no such folder").join("w.gguf");
-    let message = refused(GgufWriter::new().write(&path));
-    assert_eq!(message, format!("cannot create {}", path.display()));
+    let error = GgufWriter::new().write(&path).unwrap_err();
+    assert_eq!(error.to_string(), format!("cannot create {}", path.display()));
+    assert_eq!(error.hint().as_deref(), Some("create the folder first, or choose another path"));
 }
 
 #[test]
