@@ -1,9 +1,9 @@
 //! `refrain tokenize`: the tokens of a text.
 
 use crate::cli::CliContext;
-use crate::out::Stdout;
+use crate::out::{Stdout, counted, talk};
 use crate::{prompt, resolve};
-use refrain::Model;
+use refrain::{Model, Tokenizer};
 
 /// Show how a model's tokenizer splits a text
 ///
@@ -39,14 +39,37 @@ pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {
         Some(text) => text.clone(),
         None => prompt::read_stdin(context.quiet)?,
     };
-    let ids = tokenizer.encode(&text, !args.no_bos, args.special).map_err(refrain::Error::from)?;
+    let mut encoder = tokenizer.encode_long(&text, !args.no_bos, args.special);
     let mut out = Stdout::new();
-    if args.ids {
-        let ids: Vec<String> = ids.iter().map(u32::to_string).collect();
-        return out.line(ids.join(" "));
+    let (mut line, mut separator) = (String::new(), "");
+    for ids in encoder.by_ref() {
+        let ids = ids.map_err(refrain::Error::from)?;
+        if !args.ids {
+            out.text(&table(&tokenizer, &ids)?)?;
+            continue;
+        }
+        for id in ids {
+            line.push_str(separator);
+            line.push_str(&id.to_string());
+            separator = " ";
+        }
+        out.text(&line)?;
+        line.clear();
     }
+    if args.ids {
+        out.text("\n")?;
+    }
+    if encoder.n_forced() > 0 && !context.quiet {
+        let places = counted(encoder.n_forced(), "place");
+        talk!("the text was split at {places} inside a long word: the tokens there may differ");
+    }
+    Ok(())
+}
+
+/// A line for each token.
+fn table(tokenizer: &Tokenizer, ids: &[u32]) -> anyhow::Result<String> {
     let mut lines = String::new();
-    for &id in &ids {
+    for &id in ids {
         let piece = tokenizer.piece(id).unwrap_or_default();
         // Control tokens have no text; show their name in the vocabulary.
         let shown = match piece {
@@ -55,7 +78,7 @@ pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {
         };
         lines.push_str(&format!("{id:>7}  {shown}\n"));
     }
-    out.text(&lines)
+    Ok(lines)
 }
 
 /// Quotes bytes: as text if they are text, escaped otherwise.

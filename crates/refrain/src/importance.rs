@@ -2,6 +2,7 @@
 
 use crate::error::Error;
 use crate::model::Model;
+use crate::session::window_tokens;
 use refrain_cpu::CpuBackend;
 use refrain_engine::{ObservedWeight, PerplexityOptions, observe};
 use refrain_quant::{Imatrix, ImatrixEntry};
@@ -28,7 +29,7 @@ pub fn importance(
     progress: impl FnMut(usize, usize),
 ) -> Result<Imatrix, Error> {
     let tokenizer = model.tokenizer();
-    let tokens = tokenizer.encode(text, true, false)?;
+    let tokens = window_tokens(tokenizer, text, options.window, options.max_windows)?;
     let bos = tokenizer.bos().filter(|_| tokenizer.add_bos());
     let windows = PerplexityOptions { window: options.window, max_windows: options.max_windows, bos };
     let backend = CpuBackend::shared(options.n_threads)?;

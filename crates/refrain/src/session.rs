@@ -11,6 +11,7 @@ use refrain_driver::sim::{FaultScript, SimOptions};
 use refrain_driver::trial::MethodChoice;
 use refrain_driver::{DeviceKind, Method};
 use refrain_engine::{Comparison, Engine, Ledger, Perplexity, PerplexityOptions, Sequence};
+use refrain_formats::tokenizer::Tokenizer;
 use refrain_graph::Plan;
 use refrain_tensor::DType;
 use std::borrow::Cow;
@@ -247,7 +248,7 @@ impl Session {
         progress: impl FnMut(usize, Perplexity),
     ) -> Result<Perplexity, Error> {
         let tokenizer = self.model.tokenizer();
-        let tokens = tokenizer.encode(text, true, false)?;
+        let tokens = window_tokens(tokenizer, text, window, max_windows)?;
         let bos = tokenizer.bos().filter(|_| tokenizer.add_bos());
         let options = PerplexityOptions { window, max_windows, bos };
         Ok(refrain_engine::perplexity(&self.engine, &self.sequence, &tokens, options, progress)?)
@@ -264,8 +265,8 @@ impl Session {
         progress: impl FnMut(usize, &Comparison),
     ) -> Result<Comparison, Error> {
         let tokenizer = self.model.tokenizer();
-        let tokens = tokenizer.encode(text, true, false)?;
-        let others = other.model.tokenizer().encode(text, true, false)?;
+        let tokens = window_tokens(tokenizer, text, window, max_windows)?;
+        let others = window_tokens(other.model.tokenizer(), text, window, max_windows)?;
         if let Some(at) = tokens.iter().zip(&others).position(|(a, b)| a != b) {
             return Err(Error::Tokenizers { at });
         }
@@ -277,4 +278,17 @@ impl Session {
         let both = [(&self.engine, &self.sequence), (&other.engine, &other.sequence)];
         Ok(refrain_engine::compare(both, &tokens, options, progress)?)
     }
+}
+
+/// Tokens of a text's windows: only as much of the text is tokenized as `max_windows` need.
+pub(crate) fn window_tokens(
+    tokenizer: &Tokenizer,
+    text: &str,
+    window: usize,
+    max_windows: Option<usize>,
+) -> Result<Vec<u32>, Error> {
+    let n_tokens = max_windows.map_or(usize::MAX, |n| n.saturating_mul(window));
+    let mut tokens = tokenizer.encode_long(text, true, false).at_least(n_tokens)?;
+    tokens.truncate(n_tokens);
+    Ok(tokens)
 }

@@ -8,6 +8,7 @@ mod error; // errors
 mod files; // pipelines from tokenizer.json
 mod form; // conversion between file formats
 mod json; // structure of tokenizer.json
+pub mod long; // texts of any length
 mod pieces; // bytes of every token
 mod pipeline; // text to ids
 mod pre; // pre-tokenizers
@@ -20,6 +21,7 @@ use std::sync::Arc;
 
 pub use error::TokenizerError;
 pub use form::{TokenizerFiles, TokenizerForm};
+pub use long::LongEncoder;
 pub use pre::known_pre_tokenizers;
 pub use spec::{SpecialIds, TokenKind, VocabSpec};
 pub use stream::DecodeStream;
@@ -73,6 +75,22 @@ impl Tokenizer {
             return Ok(ids);
         }
         Ok([self.prefix.as_slice(), &ids, &self.suffix].concat())
+    }
+
+    /// Encodes a text like [`encode`](Self::encode), in parts and on all cores.
+    ///
+    /// The ids are the same unless [`LongEncoder::n_forced`] counts splits, and memory is bounded.
+    pub fn encode_long<'a>(
+        &'a self,
+        text: &'a str,
+        add_special: bool,
+        parse_special: bool,
+    ) -> LongEncoder<'a> {
+        let encoder = LongEncoder::new(self, text, parse_special);
+        match add_special {
+            true => encoder.with_special(&self.prefix, &self.suffix),
+            false => encoder,
+        }
     }
 
     /// Encodes a text with the special tokens around it, cut to `max_tokens`: the last tokens of the text are dropped,

@@ -10,9 +10,9 @@ use super::encode::{EncodeFault, Encoded, Encoder, LEARN};
 use super::error::DataError;
 use super::read::{FileKind, JsonlLines, NumberedLine, TextChunks, kind_of};
 use super::sample::{ChatSample, DataSample, SampleFault};
-use super::text::{ChunkEnd, CutSizes, Cutter, TextChunk, encode_all, in_parallel};
 use crate::config::{OnLong, Order};
 use refrain_formats::chat::Message;
+use refrain_formats::tokenizer::long::{ChunkEnd, CutSizes, Cutter, TextChunk, encode_all, in_parallel};
 
 /// How files are split into documents.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -311,7 +311,7 @@ impl CorpusReader<'_> {
     ) -> Result<(), DataError> {
         let (encoder, n_threads) = (self.encoder, self.corpus.options.n_threads);
         let refused = |source| DataError::Tokenize { path: path.to_owned(), source };
-        let encoded = encode_all(encoder.tokenizer(), chunks, n_threads).map_err(refused)?;
+        let encoded = encode_all(encoder.tokenizer(), chunks, false, n_threads).map_err(refused)?;
         let corpus = &mut self.corpus;
         let is_plain = corpus.options.order == Order::File;
         for (chunk, tokens) in chunks.iter().zip(encoded) {

@@ -9,7 +9,6 @@ use serde_json::{Map, Value};
 
 use super::error::DataError;
 use super::sample::{ChatSample, is_assistant};
-use super::text::encode_document;
 
 /// Marks a token as a target. Vocabularies are far smaller.
 pub(super) const LEARN: u32 = 1 << 31;
@@ -97,11 +96,10 @@ impl Encoder {
 
     /// Encodes a plain text, all of it as targets. Also returns how often it was split inside a word.
     pub(super) fn text(&self, text: &str) -> Result<(Vec<u32>, u64), TokenizerError> {
-        let chunks = encode_document(&self.tokenizer, text)?;
-        let n_forced = chunks.iter().filter(|chunk| chunk.is_forced).count() as u64;
-        let ids = chunks.into_iter().flat_map(|chunk| chunk.ids);
-        let targets = ids.chain(self.eos()).map(|id| id | LEARN);
-        Ok((self.bos().into_iter().chain(targets).collect(), n_forced))
+        let mut encoder = self.tokenizer.encode_long(text, false, false).with_threads(1);
+        let ids = encoder.at_least(usize::MAX)?;
+        let targets = ids.into_iter().chain(self.eos()).map(|id| id | LEARN);
+        Ok((self.bos().into_iter().chain(targets).collect(), encoder.n_forced() as u64))
     }
 
     /// Encodes a prompt and its completion as plain text; only the completion is a target.

@@ -36,31 +36,6 @@ pub(crate) fn byte_level(pre: &str, template: Option<&str>, add_bos: bool) -> Ar
     Arc::new(Tokenizer::from_spec(&spec).unwrap())
 }
 
-/// A SentencePiece vocabulary with scores, a leading space, and byte fallback.
-pub(crate) fn sentence_piece() -> Arc<Tokenizer> {
-    let mut tokens: Vec<String> = ["<unk>", "<s>", "</s>"].map(str::to_owned).to_vec();
-    tokens.extend((0..=255).map(|byte| format!("<0x{byte:02X}>")));
-    let mut types = vec![2, 3, 3];
-    types.extend([6; 256]);
-    let mut scores = vec![0.0; tokens.len()];
-    let pieces = ["▁t", "he", "▁the", "▁a", "an", "aa", "aaa", "▁▁", "ll", "hell", "▁hell", "o\n", "\n▁"];
-    let letters = ('a'..='z').map(String::from).chain(["▁".to_owned(), "\n".to_owned(), ".".to_owned()]);
-    for (i, piece) in pieces.into_iter().map(str::to_owned).chain(letters).enumerate() {
-        tokens.push(piece);
-        scores.push(-(i as f32));
-    }
-    types.resize(tokens.len(), 1);
-    let spec = VocabSpec {
-        model: "llama".into(),
-        tokens: tokens.into_iter().collect(),
-        scores: Some(scores),
-        token_types: Some(types),
-        specials: SpecialIds { bos: Some(1), eos: Some(2), unk: Some(0), ..SpecialIds::default() },
-        ..VocabSpec::default()
-    };
-    Arc::new(Tokenizer::from_spec(&spec).unwrap())
-}
-
 /// An encoder over [`byte_level`] with a BOS.
 pub(crate) fn encoder(template: Option<&str>) -> Encoder {
     Encoder::new(byte_level("gpt-2", template, true)).unwrap()

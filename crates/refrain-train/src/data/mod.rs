@@ -9,7 +9,6 @@ mod read; // reading files in chunks and lines
 mod sample; // samples in JSONL
 mod encode; // samples to tokens with target marks
 mod reader; // texts for training a tokenizer
-mod text; // large texts to tokens
 mod corpus; // all tokens
 mod order; // shuffling
 mod pack; // packing documents into rows

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use super::error::DataError;
 use super::read::{FileKind, JsonlLines, TextChunks, kind_of};
 use super::sample::{DataSample, SampleFault};
-use super::text::floor_boundary;
+use refrain_formats::tokenizer::long::floor_boundary;
 
 /// Reads the texts of several files in sequence. If they are larger than the bound, evenly spread parts are
 /// sampled.
