@@ -28,6 +28,11 @@ const TRAIN_CONTEXT: usize = 256;
 /// weight once per token, so its speed is compared with the read bandwidth, which is measured before the model is
 /// loaded.
 #[derive(clap::Args, Debug)]
+#[command(override_usage = "\
+refrain bench [OPTIONS] MODEL
+       refrain bench [OPTIONS] --shape NAME        random weights
+       refrain bench [OPTIONS] --train SHAPE       training steps
+       refrain bench [OPTIONS] --load --url URL    a server")]
 #[command(after_help = "\
 Examples:
   refrain bench smollm2

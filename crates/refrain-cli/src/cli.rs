@@ -101,7 +101,7 @@ impl HelpArgs {
         let args =
             ["refrain".to_owned()].into_iter().chain(self.command.clone()).chain(["--help".to_owned()]);
         // The command's own help, or the error about one that does not exist.
-        match Cli::try_parse_from(args) {
+        match crate::usage::parse(args.map(Into::into)) {
             Err(help) => Err(help.into()),
             Ok(_) => Ok(()),
         }

@@ -1,6 +1,7 @@
 //! Errors as users see them: what failed, why, and a hint.
 
 use crate::out::{ClosedPipe, printable, talk};
+use crate::usage;
 use anstyle::{AnsiColor, Style};
 use refrain::graph::{Reason, RunError};
 use refrain::{CudaError, EngineError, Stopped};
@@ -85,7 +86,7 @@ pub(crate) fn report(error: &anyhow::Error) -> ExitCode {
         return ExitCode::from(INTERRUPTED);
     }
     if let Some(error) = error.downcast_ref::<clap::Error>() {
-        return usage(error);
+        return usage::report(error);
     }
     print(error);
     if is_of_a_lost_device(error) {
@@ -260,13 +261,6 @@ fn cuda_hint(error: &CudaError) -> Option<String> {
         CudaError::NoKernel { .. } => "pass --device cpu, or convert the weights to another type".into(),
         _ => return None,
     })
-}
-
-/// Prints clap's output: help to standard output, usage errors to standard error.
-pub(crate) fn usage(error: &clap::Error) -> ExitCode {
-    // Printing fails when the reader is gone, as in `refrain --help | head -1`.
-    let _ = error.print();
-    ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(2))
 }
 
 /// A panic is a bug in Refrain: ask for a report instead of printing a backtrace.

@@ -45,15 +45,15 @@ mod bars; // progress bars
 mod fail; // errors and hints
 mod interrupt; // Ctrl-C
 mod out; // output to terminals and pipes
+mod usage; // the command line, and errors in it
 
-use clap::Parser;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
     fail::install_panic_hook();
-    let cli = match cli::Cli::try_parse() {
+    let cli = match usage::parse(std::env::args_os()) {
         Ok(cli) => cli,
-        Err(error) => return fail::usage(&error),
+        Err(error) => return usage::report(&error),
     };
     match cli.run() {
         Ok(()) => ExitCode::SUCCESS,

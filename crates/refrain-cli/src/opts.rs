@@ -34,7 +34,7 @@ pub(crate) struct DeviceOpts {
     #[arg(long, value_name = "MS", default_value_t = 20_000, hide = true)]
     pub(crate) trial_limit: u64,
     /// Maximum number of decode steps in flight on a CUDA device, up to 32; 1 launches none ahead [default: 4]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=32))]
+    #[arg(long, value_name = "N", value_parser = parse_ahead)]
     pub(crate) ahead: Option<u8>,
     /// Compare decode steps with their eager run: every:N compares every Nth. For a step that differs, the eager result
     /// is used, its graph is discarded, and the summary reports it
@@ -328,6 +328,11 @@ pub(crate) fn load_listener(phases: Phases, context: &CliContext) -> LoadListene
     })
 }
 
+fn parse_ahead(text: &str) -> Result<u8, String> {
+    let n = text.parse().ok().filter(|n| (1..=32).contains(n));
+    n.ok_or_else(|| "write a whole number from 1 to 32".to_owned())
+}
+
 pub(crate) fn parse_verify(text: &str) -> Result<NonZeroU32, String> {
     let n = text.strip_prefix("every:").and_then(|n| n.parse().ok());
     n.ok_or_else(|| "give every:N with N of 1 or more, such as every:64".to_owned())
@@ -359,7 +364,7 @@ pub(crate) fn parse_threads(text: &str) -> Result<NonZeroUsize, String> {
             most_threads()
         )),
         Ok(n) => NonZeroUsize::new(n).ok_or_else(String::new),
-        Err(error) => Err(error.to_string()),
+        Err(_) => Err("write a whole number".to_owned()),
     }
 }
 

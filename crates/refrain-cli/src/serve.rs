@@ -11,7 +11,7 @@ use refrain_server::{ApiKeys, ServedModel, Server, ServerOptions, TlsFiles};
 use refrain_worker::{Deadlines, PoolOptions, Refusal, TokenBackend, WorkerPool};
 use std::ffi::OsString;
 use std::net::{IpAddr, SocketAddr};
-use std::num::NonZeroUsize;
+use std::num::{NonZeroU64, NonZeroUsize};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
@@ -73,8 +73,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value = "1", help_heading = "Workers")]
     workers: NonZeroUsize,
     /// Replace a worker that makes no progress for this many seconds while it has requests
-    #[arg(long, value_name = "S", default_value = "60", value_parser = clap::value_parser!(u64).range(1..), help_heading = "Workers")]
-    stall: u64,
+    #[arg(long, value_name = "S", default_value = "60", help_heading = "Workers")]
+    stall: NonZeroU64,
     /// Maximum number of sequences that run at once on a worker
     #[arg(long, value_name = "N", default_value = "32", help_heading = "Workers")]
     seqs: NonZeroUsize,
@@ -255,7 +255,7 @@ async fn serve(
     options.max_body_bytes = args.max_body.get() << 20;
     options.max_connections = args.max_connections.get();
     options.drain = Duration::from_secs(args.drain);
-    options.stall = Duration::from_secs(2 * args.stall);
+    options.stall = Duration::from_secs(2 * args.stall.get());
     let backend: Arc<dyn TokenBackend> = pool.clone();
     let server = Server::bind(served, backend, options).await.map_err(refused)?;
     let (addr, replacer) = (server.addr(), server.key_replacer());
@@ -335,7 +335,7 @@ fn pool_options(args: &Args, context: &CliContext, names: Vec<String>) -> anyhow
     });
     options.n_workers = args.workers.get();
     options.max_requests = args.max_requests.get();
-    let (stall, usual) = (Duration::from_secs(args.stall), options.deadlines);
+    let (stall, usual) = (Duration::from_secs(args.stall.get()), options.deadlines);
     // A worker sends several messages a second, whatever the length of its steps.
     options.deadlines = Deadlines { stall, silence: usual.silence.min(stall), ..usual };
     Ok(options)
