@@ -117,7 +117,7 @@ fn facts(
         if let Some((needs, place)) = planner.table() {
             facts.extend(cost::placements(&needs, place));
         }
-        facts.extend(status.apart.iter().map(|told| format!("unfused  {told}")));
+        facts.extend(status.unfused.iter().map(|told| format!("unfused  {told}")));
         facts.push(format!("memory   {}", stats::memory_line(&status.memory)));
     }
     Ok(facts)

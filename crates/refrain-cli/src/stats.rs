@@ -105,7 +105,7 @@ pub(crate) fn print_graphs(status: &Status) {
             short_time(each)
         );
     }
-    for told in &status.apart {
+    for told in &status.unfused {
         talk!("unfused  {told}");
     }
 }

@@ -882,9 +882,9 @@ impl DeviceModel {
         }
         graphs.sort_by_key(|g| g.n_tokens);
         let parts = self.programs.values().flat_map(CudaProgram::parts);
-        let mut apart: Vec<String> = parts.flat_map(ProgramPart::notes).collect();
-        apart.sort_unstable();
-        apart.dedup();
+        let mut unfused: Vec<String> = parts.flat_map(ProgramPart::notes).collect();
+        unfused.sort_unstable();
+        unfused.dedup();
         let memory = self.resident.as_ref().map(ResidentMemory::accounting).unwrap_or_default();
         let profile = self.profile.rows().to_vec();
         Status {
@@ -901,7 +901,7 @@ impl DeviceModel {
                 false => self.supplies.products.choice.clone(),
             }),
             reproducible: self.options.reproducible,
-            apart,
+            unfused,
             profile,
             peak_bytes_per_second: self.ctx.device().info().peak_bytes_per_second(),
         }

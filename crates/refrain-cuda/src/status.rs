@@ -91,7 +91,7 @@ pub struct Status {
     pub reproducible: bool,
     /// Groups that run as several launches where one was possible, each with the label of its step and the
     /// reason.
-    pub apart: Vec<String>,
+    pub unfused: Vec<String>,
     /// Timings of every launch so far; empty unless [`crate::CudaOptions::profile`] is on.
     pub profile: Vec<ProfileRow>,
     /// Peak memory bandwidth in bytes per second, from the memory clock and bus width; `None` if these are

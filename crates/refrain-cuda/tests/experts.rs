@@ -112,7 +112,7 @@ fn agrees_and_replays(device: impl Fn() -> Device) {
             assert_eq!(has("expert_route"), n >= 16, "{n} rows: {kernels:?}");
             assert_eq!(has("expert_logits"), n == 1, "{n} rows: {kernels:?}");
             assert_eq!(has("rms_norm"), n > 1, "{n} rows: {kernels:?}");
-            let told = eager.monitor().status().apart;
+            let told = eager.monitor().status().unfused;
             assert_eq!(told, Vec::<String>::new(), "{dtypes:?}, {n} rows");
             drop(eager);
             for method in [Method::Stream, Method::Nodes] {
@@ -146,7 +146,7 @@ fn experts_that_tensor_cores_cannot_multiply_use_other_kernels_with_a_note() {
         let (got, kernels) = run(&mut backend, &graph, &feed);
         assert!(!kernels.iter().any(|kernel| kernel.starts_with("grouped")), "{kernels:?}");
         assert_close(&got, &evaluate(&graph, &feed).unwrap()[0].to_f32().unwrap(), Tol::Whole(1e-2));
-        backend.monitor().status().apart.join("; ")
+        backend.monitor().status().unfused.join("; ")
     };
     assert_eq!(
         told([DType::Q3_K, DType::Q4_K], 256, false),

@@ -176,7 +176,7 @@ fn groups_without_a_fused_kernel_are_reported_and_others_are_not() {
         let model = model("qwen3-0.6b", mix);
         let backend = backend(&model);
         launches(&backend, &graph(&model, n_tokens, Head::Logits));
-        backend.monitor().status().apart
+        backend.monitor().status().unfused
     };
     for (_, mix) in [MIXES[0], MIXES[2]] {
         assert_eq!(told(mix, 1), Vec::<String>::new());

@@ -354,7 +354,7 @@ fn attention_without_tensor_cores_is_reported() {
         backend.load(&[], Vec::new()).unwrap();
         backend.allocate(&[]).unwrap();
         backend.compile(&b.finish()).unwrap();
-        backend.monitor().status().apart
+        backend.monitor().status().unfused
     };
     assert_eq!(told(64), Vec::<String>::new());
     let [line] = &told(20)[..] else { panic!("one reason") };

@@ -186,7 +186,7 @@ fn an_adapter_on_a_device_is_part_of_the_graph_and_the_plan_says_what_it_costs()
     assert!(decode.replayed > 0 && decode.eager == 0, "{decode}");
     let status = session.device_status().unwrap();
     assert!(status.graphs.iter().all(|graph| graph.bit_exact), "{status:?}");
-    let apart = status.apart.join("\n");
+    let apart = status.unfused.join("\n");
     assert!(apart.contains("an adapter adds to it"), "{apart}");
 }
 
