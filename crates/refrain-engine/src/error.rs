@@ -48,7 +48,7 @@ pub enum EngineError {
         vocab: usize,
     },
     /// A step with more tokens than the maximum.
-    #[error("the step has {n_tokens} tokens, the maximum is {max_tokens}")]
+    #[error("the step has {}, the maximum is {max_tokens}", tokens(*n_tokens))]
     StepTooLarge {
         /// Tokens in the step.
         n_tokens: usize,
@@ -56,7 +56,7 @@ pub enum EngineError {
         max_tokens: usize,
     },
     /// More rows of logits than evaluated tokens.
-    #[error("{n_rows} rows of logits were requested, the step has {n_tokens} tokens")]
+    #[error("{n_rows} rows of logits were requested, the step has {}", tokens(*n_tokens))]
     TooManyRows {
         /// Rows requested.
         n_rows: usize,
@@ -96,7 +96,7 @@ pub enum EngineError {
         need: usize,
     },
     /// The minimum number of tokens is above the maximum.
-    #[error("at least {min} tokens were requested, and at most {max}")]
+    #[error("at least {} must be written and at most {max}, which is fewer", tokens(*min))]
     TokenLimits {
         /// Minimum number of tokens.
         min: usize,
@@ -209,7 +209,7 @@ pub enum EngineError {
         second: usize,
     },
     /// The text is too short to score.
-    #[error("the text has {n_tokens} tokens, one window needs {window}")]
+    #[error("the text has {}, one window needs {window}", tokens(*n_tokens))]
     TextTooShort {
         /// Tokens in the text.
         n_tokens: usize,
@@ -241,6 +241,11 @@ pub enum Stopped {
     /// Its last handle was dropped.
     #[error("it was shut down")]
     Closed,
+}
+
+/// A number of tokens with its noun.
+fn tokens(n: usize) -> String {
+    if n == 1 { "1 token".to_owned() } else { format!("{n} tokens") }
 }
 
 /// Limits of a window. A context below the minimum leaves no valid window.

@@ -138,7 +138,10 @@ fn invalid_requests_are_refused_with_their_numbers_before_anything_runs() {
     assert_eq!(refused(&|r| r.prompt = upto(33)), "the prompt has 33 tokens, the context holds 32");
     assert_eq!(refused(&|r| r.prompt = vec![128]), "token 128 is outside the vocabulary of 128");
     assert_eq!(refused(&|r| r.end = vec![1 << 31]), "token 2147483648 is outside the vocabulary of 128");
-    assert_eq!(refused(&|r| r.min_tokens = 9), "at least 9 tokens were requested, and at most 8");
+    assert_eq!(
+        refused(&|r| r.min_tokens = 9),
+        "at least 9 tokens must be written and at most 8, which is fewer"
+    );
     assert_eq!(
         refused(&|r| r.n_top_logprobs = 21),
         "21 top log-probabilities were requested, the maximum is 20"
