@@ -4,6 +4,8 @@ use anstyle::Style;
 use std::fmt;
 use std::io::{IsTerminal, Write};
 
+pub(crate) use refrain_report::{counted, thousands};
+
 pub(crate) const DIM: Style = Style::new().dimmed();
 pub(crate) const BOLD: Style = Style::new().bold();
 
@@ -118,29 +120,6 @@ pub(crate) use talk;
 
 pub(crate) fn stderr_has_colour() -> bool {
     anstream::AutoStream::choice(&std::io::stderr()) != anstream::ColorChoice::Never
-}
-
-/// A whole number with thousands separators: `1,512`.
-pub(crate) fn thousands(n: impl TryInto<u64>) -> String {
-    let digits = n.try_into().unwrap_or(u64::MAX).to_string();
-    let mut out = String::with_capacity(digits.len() + digits.len() / 3);
-    for (i, digit) in digits.chars().enumerate() {
-        if i > 0 && (digits.len() - i).is_multiple_of(3) {
-            out.push(',');
-        }
-        out.push(digit);
-    }
-    out
-}
-
-/// A count with its noun: `1 file`, `2 files`.
-pub(crate) fn counted(n: usize, thing: &str) -> String {
-    let ending = match n {
-        1 => "",
-        _ if thing.ends_with("ch") => "es",
-        _ => "s",
-    };
-    format!("{} {thing}{ending}", thousands(n))
 }
 
 /// A short count: `134.5 M`.

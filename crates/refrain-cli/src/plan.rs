@@ -9,7 +9,7 @@ use crate::cli::CliContext;
 use crate::fail::Hinted;
 use crate::opts::{DeviceOpts, GraphArg, LoraOpts};
 use crate::out::{Stdout, counted, short_rate, short_time, talk, thousands};
-use crate::{resolve, stats};
+use crate::{profile, resolve, stats};
 use bandwidth::Bandwidth;
 use refrain::graph::{Buffer, Op, Place, Plan, Step};
 use refrain::{DType, Planner, read_bandwidth};
@@ -81,7 +81,7 @@ pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {
         write(path, &plan.to_dot())?;
     }
     if let Some(path) = &args.html {
-        write(path, &html::page(&title, plan, &facts))?;
+        write(path, &html::page(&title, &profile::origin(), plan, &facts))?;
     }
     let mut out = Stdout::new();
     out.line(&title)?;

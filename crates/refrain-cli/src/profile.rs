@@ -46,6 +46,11 @@ pub(crate) fn report(
     Ok(())
 }
 
+/// How and when a page was made.
+pub(crate) fn origin() -> String {
+    format!("Made by `{}`, {}", command(), date_utc(SystemTime::now()))
+}
+
 /// The command line, quoted where a shell needs it.
 pub(crate) fn command() -> String {
     let quoted = |arg: String| {

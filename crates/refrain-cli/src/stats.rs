@@ -33,8 +33,8 @@ pub(crate) fn print(session: &Session, reply: &ShownReply, load: Duration, seed:
         0 => String::new(),
         n => format!(", {} more from the cache", thousands(n)),
     };
-    let n_evaluated = thousands(summary.n_evaluated);
-    talk!("prefill  {n_evaluated:>6} tokens   {} tok/s  ({}{held})", short_rate(rate), short_time(prefill));
+    let evaluated = counted(summary.n_evaluated, "token");
+    talk!("prefill  {evaluated:>13}   {} tok/s  ({}{held})", short_rate(rate), short_time(prefill));
     let status = session.device_status();
     if let Some(status) = &status {
         print_device(status);

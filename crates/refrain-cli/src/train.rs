@@ -5,7 +5,7 @@ use crate::cli::CliContext;
 use crate::fail::{Hinted, Interrupted};
 use crate::opts::{self, DeviceArg, DeviceOpts, GraphArg, KvArg, MethodArg, PleArg};
 use crate::out::{DIM, Stdout, counted, short_count, short_rate, talk, thousands};
-use crate::resolve;
+use crate::{profile, resolve};
 use refrain::graph::Ran;
 use refrain::train::{
     Checkpoint, Clip, ConfigOverlay, EvalSource, Export, ExportForm, Finished, GraphChoice, Masters,
@@ -19,7 +19,7 @@ use std::io::IsTerminal;
 use std::num::{NonZeroU32, NonZeroUsize};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 /// Output folder of a run that names none.
 const USUAL_OUT: &str = "run";
@@ -404,7 +404,11 @@ impl TrainRequest<'_> {
             false => opts.tried_session(None, context)?,
         };
         let on_load = opts::load_listener(Phases::default(), context);
-        Ok(TrainOptions { device, files, on_load, graph_choice, verify_every })
+        let facts = vec![
+            ("command".to_owned(), profile::command()),
+            ("date".to_owned(), profile::date_utc(SystemTime::now())),
+        ];
+        Ok(TrainOptions { device, files, on_load, graph_choice, verify_every, facts })
     }
 }
 
@@ -432,7 +436,7 @@ fn print_start(training: &Training) {
         talk!("data     {line}");
     }
     if let Some(held_out) = training.held_out_report() {
-        talk!("held out {} tokens", thousands(held_out.n_tokens));
+        talk!("held out {}", counted(held_out.n_tokens as usize, "token"));
     }
     let trained = match &config.lora {
         Some(lora) => {
@@ -597,6 +601,7 @@ fn report_end(
                 compared.n_mismatches
             );
         }
+        say_other_best(finished);
         if let Some(report) = &finished.report {
             talk!("curves   {}", report.display());
         }
@@ -619,6 +624,17 @@ fn report_end(
     if summary.interrupted { Err(Interrupted.into()) } else { Ok(()) }
 }
 
+/// Says that the export is not the best model of the run, and how to export that one.
+fn say_other_best(finished: &Finished) {
+    let summary = &finished.summary;
+    let (Some(best), Some(path)) = (summary.progress.best, &summary.best_checkpoint) else { return };
+    if best.step != summary.step && !finished.exports.is_empty() {
+        let (n, path) = (best.step, path.display());
+        talk!("best     the export has the weights of the last step; export those of step {n} with:");
+        talk!("         refrain train --resume={path} --steps {n} --out {path}-export");
+    }
+}
+
 fn to_json(finished: &Finished) -> serde_json::Value {
     let summary = &finished.summary;
     let progress = &summary.progress;
@@ -639,6 +655,7 @@ fn to_json(finished: &Finished) -> serde_json::Value {
         "eager": summary.n_eager,
         "compared": finished.device.as_ref().map(|status| status.compared.n_steps),
         "differed": finished.device.as_ref().map(|status| status.compared.n_mismatches),
+        "best_checkpoint": summary.best_checkpoint.as_ref().map(|path| path.display().to_string()),
         "checkpoint": summary.checkpoint.as_ref().map(|path| path.display().to_string()),
         "report": finished.report.as_ref().map(|path| path.display().to_string()),
         "gguf": path(ExportForm::Gguf),

@@ -278,12 +278,24 @@ fn number(value: f64) -> String {
         return format!("{value:.1e}");
     }
     let text = format!("{value:.4}");
-    text.trim_end_matches('0').trim_end_matches('.').to_owned()
+    let text = text.trim_end_matches('0').trim_end_matches('.');
+    let whole = text.split('.').next().unwrap_or(text);
+    // Only numbers of at least 10,000 need a separator, and below 1,000,000 they have at most one.
+    match whole.len().checked_sub(3) {
+        Some(at) if magnitude >= 1e4 => format!("{},{}", &text[..at], &text[at..]),
+        _ => text.to_owned(),
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn numbers_on_an_axis_are_short() {
+        let texts = [0.0, 0.25, 1234.5, 60_000.0, -123_456.5, 2e6].map(number);
+        assert_eq!(texts, ["0", "0.25", "1234.5", "60,000", "-123,456.5", "2.0e6"]);
+    }
 
     #[test]
     fn ticks_are_round_and_inside() {

@@ -55,6 +55,29 @@ pub fn page(header: &PageHeader, charts: &[Chart]) -> String {
     out
 }
 
+/// Formats a whole number with thousands separators: `1,512`.
+pub fn thousands(n: impl TryInto<u64>) -> String {
+    let digits = n.try_into().unwrap_or(u64::MAX).to_string();
+    let mut out = String::with_capacity(digits.len() + digits.len() / 3);
+    for (i, digit) in digits.chars().enumerate() {
+        if i > 0 && (digits.len() - i).is_multiple_of(3) {
+            out.push(',');
+        }
+        out.push(digit);
+    }
+    out
+}
+
+/// Formats a count with its noun: `1 file`, `2 files`.
+pub fn counted(n: usize, thing: &str) -> String {
+    let ending = match n {
+        1 => "",
+        _ if thing.ends_with("ch") => "es",
+        _ => "s",
+    };
+    format!("{} {thing}{ending}", thousands(n))
+}
+
 fn escape(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }

@@ -1,7 +1,7 @@
 //! A run as a self-contained HTML page with SVG curves, style, script and data.
 
 use crate::log::{EvalRecord, LogLine, StepRecord};
-use refrain_report::{Chart, CurveStyle, PageHeader, Series};
+use refrain_report::{Chart, CurveStyle, PageHeader, Series, counted, thousands};
 
 /// Content above the curves.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -39,27 +39,39 @@ fn split(lines: &[LogLine]) -> (Vec<StepRecord>, Vec<EvalRecord>) {
 }
 
 fn totals(steps: &[StepRecord], evals: &[EvalRecord]) -> Vec<(String, String)> {
-    let mut facts = vec![("steps".to_owned(), steps.len().to_string())];
+    let mut facts = vec![("steps".to_owned(), thousands(steps.len()))];
     let mut add = |name: &str, value: String| facts.push((name.to_owned(), value));
     if let Some(last) = steps.last() {
-        add("last loss", format!("{:.4} (step {})", last.loss, last.step));
+        add("last loss", format!("{:.4} (step {})", last.loss, thousands(shown(last.step))));
     }
     let finite = evals.iter().filter(|record| record.eval_loss.is_finite());
     if let Some(best) = finite.min_by(|a, b| a.eval_loss.total_cmp(&b.eval_loss)) {
-        add("best held-out loss", format!("{:.4} (step {})", best.eval_loss, best.step));
+        add(
+            "best held-out loss",
+            format!("{:.4} (after step {})", best.eval_loss, thousands(shown(best.step))),
+        );
     }
     let bad: Vec<u64> = steps.iter().filter(|record| !record.loss.is_finite()).map(|r| r.step).collect();
     if let Some(first) = bad.first() {
-        add("loss not finite", format!("{} steps, first at step {first}", bad.len()));
+        add(
+            "loss not finite",
+            format!("{}, first at step {}", counted(bad.len(), "step"), thousands(shown(*first))),
+        );
     }
     facts
 }
 
+/// The number of a step as messages have it: the first is 1, while the log counts from 0.
+fn shown(step: u64) -> u64 {
+    step.saturating_add(1)
+}
+
 fn charts(steps: &[StepRecord], evals: &[EvalRecord]) -> Vec<Chart> {
-    let of = |value: fn(&StepRecord) -> f64| steps.iter().map(|r| (r.step, value(r))).collect::<Vec<_>>();
+    let of =
+        |value: fn(&StepRecord) -> f64| steps.iter().map(|r| (shown(r.step), value(r))).collect::<Vec<_>>();
     let loss = of(|r| r.loss);
     let smooth = smoothed(&loss);
-    let held_out = evals.iter().map(|r| (r.step, r.eval_loss)).collect();
+    let held_out = evals.iter().map(|r| (shown(r.step), r.eval_loss)).collect();
     let curve = |name, points| Series::new(name, CurveStyle::Curve, points);
     vec![
         Chart::new(
@@ -147,7 +159,7 @@ mod tests {
             assert!(!page.contains(bad), "{bad}");
         }
         assert!(page.contains("a &amp; b&lt;/title&gt;&lt;script&gt;"));
-        assert!(page.contains("best held-out loss<td>2.9100 (step 90)"), "{page}");
+        assert!(page.contains("best held-out loss<td>2.9100 (after step 91)"), "{page}");
         assert_eq!(page.matches("<svg").count(), 4);
         assert!(page.contains("prefers-color-scheme:dark"));
     }
@@ -172,7 +184,7 @@ mod tests {
             assert_eq!(page.matches("<svg").count(), page.matches("</svg>").count());
         }
         let page = page(&header(), &[LogLine::Step(bad)]);
-        assert!(page.contains("loss not finite<td>1 steps, first at step 4"), "{page}");
+        assert!(page.contains("loss not finite<td>1 step, first at step 5"), "{page}");
     }
 
     #[test]
@@ -181,8 +193,8 @@ mod tests {
         let start = page.find("id=\"data\">").unwrap() + 10;
         let end = start + page[start..].find("</script>").unwrap();
         let data: Value = serde_json::from_str(&page[start..end]).unwrap();
-        assert_eq!(data["loss"]["series"][0][1][0], json!([0, 5.0]));
+        assert_eq!(data["loss"]["series"][0][1][0], json!([1, 5.0]));
         assert_eq!(data["lr"]["series"][0][1].as_array().unwrap().len(), 20);
-        assert_eq!((&data["loss"]["first"], &data["loss"]["last"]), (&json!(0), &json!(19)));
+        assert_eq!((&data["loss"]["first"], &data["loss"]["last"]), (&json!(1), &json!(20)));
     }
 }

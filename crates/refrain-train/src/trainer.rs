@@ -94,6 +94,8 @@ pub struct TrainSummary {
     pub n_eager: u64,
     /// The last checkpoint, if any was saved.
     pub checkpoint: Option<PathBuf>,
+    /// The checkpoint with the lowest held-out loss, if any was saved.
+    pub best_checkpoint: Option<PathBuf>,
 }
 
 /// Data of a run.
@@ -375,6 +377,8 @@ impl<B: Backend> Trainer<B> {
             n_replayed: self.n_replayed,
             n_eager: self.n_eager,
             checkpoint: self.saved_path(),
+            // A pointer that cannot be read is reported when the run is resumed from it.
+            best_checkpoint: self.store.as_ref().and_then(|store| store.best().ok().flatten()),
         }
     }
 

@@ -1,6 +1,7 @@
 //! A plan as a self-contained page, without scripts.
 
 use super::{in_arena, kernel, shapes, writer};
+use crate::out::counted;
 use refrain::graph::{Plan, SegmentKind};
 use refrain_hub::ByteSize;
 use std::fmt::Write;
@@ -18,19 +19,21 @@ td,th{padding:.15rem .7rem;text-align:left;border-bottom:1px solid #eee}tr:hover
 @media(prefers-color-scheme:dark){body{color:#ddd;background:#161616}svg{background:#222;border-color:#444}\
 rect{stroke:#161616}rect:hover{stroke:#fff}td,th{border-color:#333}tr:hover{background:#223}}";
 
-pub(super) fn page(title: &str, plan: &Plan, bounds: &[String]) -> String {
+pub(super) fn page(title: &str, origin: &str, plan: &Plan, bounds: &[String]) -> String {
     let title = escape(title);
     let mut out = format!(
         "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
          <meta name=\"viewport\" content=\"width=device-width\"><title>{title}</title>\n\
-         <style>{STYLE}</style></head><body>\n<h1>{title}</h1>\n<ul>\n"
+         <style>{STYLE}</style></head><body>\n<h1>{title}</h1>\n<p>{}</p>\n<ul>\n",
+        escape(origin)
     );
     for (i, segment) in plan.segments().iter().enumerate() {
         let how = match segment.kind {
             SegmentKind::Recordable => "can be recorded and replayed as one launch".to_owned(),
             SegmentKind::Host(because) => format!("runs on the host: {}", escape(because)),
         };
-        let _ = writeln!(out, "<li>segment {i}: {} steps, {how}</li>", segment.steps.len());
+        let steps = counted(segment.steps.len(), "step");
+        let _ = writeln!(out, "<li>segment {i}: {steps}, {how}</li>");
     }
     for line in bounds {
         let _ = writeln!(out, "<li>{}</li>", escape(line.trim()));
@@ -53,10 +56,10 @@ fn arena(out: &mut String, plan: &Plan) {
     let size = ByteSize(plan.arena_bytes() as u64);
     let _ = writeln!(
         out,
-        "<h2>Arena: {size}, {} buffers</h2>\n<p>Steps run to the right, addresses downwards, not to scale. \
+        "<h2>Arena: {size}, {}</h2>\n<p>Steps run to the right, addresses downwards, not to scale. \
          The colour is the op that writes a buffer first. Point at a buffer for its details.</p>\n\
          <svg viewBox=\"0 0 {MAP_WIDTH} {MAP_HEIGHT}\" role=\"img\" aria-label=\"arena map\">",
-        in_arena(plan).count()
+        counted(in_arena(plan).count(), "buffer")
     );
     let mut ops: Vec<&str> = Vec::new();
     for (idx, offset, buffer) in in_arena(plan) {

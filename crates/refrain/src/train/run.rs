@@ -7,6 +7,7 @@ use crate::train::sample::Sampler;
 use crate::train::setup::Training;
 use refrain_cuda::{Monitor, Status};
 use refrain_graph::Backend;
+use refrain_report::thousands;
 use refrain_train::TrainError;
 use refrain_train::trainer::{TrainEvent, TrainSummary, Trainer};
 use std::path::PathBuf;
@@ -54,7 +55,7 @@ impl WithBackend for TrainingRun<'_> {
     fn call<B: Backend + 'static>(self, backend: B, monitor: Option<Monitor>) -> Result<Finished, Error> {
         let TrainingRun { training, stop, observe } = self;
         let name = backend.name();
-        let Training { config, model, form, tokenizer, data, device_name, .. } = training;
+        let Training { config, model, form, tokenizer, data, device_name, options, .. } = training;
         let mut trainer = Trainer::new(backend, model.clone(), config, data)?;
         if let Some(path) = trainer.resumed() {
             observe(&TrainEvent::Resumed { path, step: trainer.n_done() });
@@ -78,7 +79,8 @@ impl WithBackend for TrainingRun<'_> {
             }
         };
         // A failed run gets its report too: the curves show where it went wrong.
-        let report = trainer.write_report(&title(&trainer), facts(&trainer, &device_name, name));
+        let facts = facts(&trainer, &device_name, name).into_iter().chain(options.facts).collect();
+        let report = trainer.write_report(&title(&trainer), facts);
         ran?;
         let exporter = Exporter { form: &form, tokenizer: &tokenizer };
         let (exports, not_exported) = match interrupted {
@@ -112,13 +114,18 @@ fn facts<B: Backend>(trainer: &Trainer<B>, device: &str, backend: &str) -> Vec<(
     };
     let summary = trainer.summary(false);
     let trained = match &config.lora {
-        Some(lora) => format!(", {} of them trained (LoRA, rank {})", model.n_trained(), lora.spec().rank),
+        Some(lora) => {
+            format!(", {} of them trained (LoRA, rank {})", thousands(model.n_trained()), lora.spec().rank)
+        }
         None => String::new(),
     };
-    let model = format!("{}, {} parameters{trained}, {start}", model.config().arch, model.n_parameters());
+    let model =
+        format!("{}, {} parameters{trained}, {start}", model.config().arch, thousands(model.n_parameters()));
     let ran = format!(
         "{} replayed, {} eager, {} not applied",
-        summary.n_replayed, summary.n_eager, summary.n_skipped
+        thousands(summary.n_replayed),
+        thousands(summary.n_eager),
+        thousands(summary.n_skipped)
     );
     [("model", model), ("device", format!("{device} ({backend})")), ("micro-steps", ran)]
         .map(|(name, value)| (name.to_owned(), value))

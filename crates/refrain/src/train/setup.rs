@@ -37,6 +37,8 @@ pub struct TrainOptions {
     pub graph_choice: Option<MethodChoice>,
     /// Compares every n-th replayed micro-step with its eager run, whose result is used; never when `None`.
     pub verify_every: Option<NonZeroU32>,
+    /// More names and values for the head of the report, such as the command.
+    pub facts: Vec<(String, String)>,
 }
 
 /// The graph mode of a configuration; by default every step must be replayed.
