@@ -33,7 +33,7 @@ impl Lookahead<'_> {
     pub const NONE: Lookahead<'static> = Lookahead { n_tokens: 1, end: &[] };
 }
 
-/// A sequence whose next token is evaluated and followed by a choice.
+/// A sequence, the token to evaluate next, and how the one after it is chosen.
 #[derive(Debug)]
 pub struct DecodeRow<'a> {
     /// The sequence.
@@ -47,7 +47,7 @@ pub struct DecodeRow<'a> {
 }
 
 impl DecodeRow<'_> {
-    /// Choices that are needed and have a position.
+    /// Number of choices that the caller needs and that fit into the context.
     fn n_wanted(&self) -> usize {
         self.ahead.n_tokens.max(1).min(self.sequence.context - self.sequence.tokens.len())
     }
@@ -75,8 +75,8 @@ pub enum LaunchPolicy {
 /// Result of a step for each requested row.
 #[derive(Debug)]
 pub struct DecodedStep {
-    /// The token that was chosen; the sequence holds the one before it from here on. `None` for a row that
-    /// joins after the steps in flight. Non-finite logits fail only their own row.
+    /// The chosen token; the sequence now holds the token before it. `None` for a row that joins after the
+    /// steps in flight. Non-finite logits fail only their own row.
     pub choices: Vec<Option<Result<Chosen, EngineError>>>,
     /// Duration recorded in the ledger for the step.
     pub took: Duration,
@@ -180,9 +180,9 @@ impl Core {
     /// Evaluates one token, chooses the next, and launches steps for the tokens that the caller will request
     /// later.
     ///
-    /// Those steps serve the next call if it passes the token chosen here with the same sampling; any other
-    /// call gets the same result as without them. When no more tokens are needed, [`Core::drain`] waits for
-    /// the steps in flight.
+    /// Those steps serve the next call if it passes the token chosen here with the same sampling. The result
+    /// of any other call does not depend on them. When no more tokens are needed, [`Core::drain`] waits for the
+    /// steps in flight.
     pub fn decode_ahead(
         &mut self,
         sequence: &mut SequenceState,
@@ -224,7 +224,7 @@ impl Core {
             Err(error) => {
                 let reason = error.reason();
                 self.ledger.failed(StepKind::Decode, took, &reason);
-                // Which sequence caused the failure of a shared step shows when they run one by one.
+                // Which sequence made a shared step fail is unknown until they run one by one.
                 if let [row] = rows {
                     lock(&row.sequence.ledger).failed(StepKind::Decode, took, &reason);
                 }
@@ -346,8 +346,8 @@ impl Core {
                 let (is_fitting, n_in_flight) =
                     (active_run.shape == shape, self.runner.progress().n_in_flight());
                 stale.into_iter().try_for_each(|idx| self.clear_row(idx))?;
-                // A recurrent state that an earlier row's steps have advanced too far is restored when a run
-                // begins.
+                // Earlier steps may have advanced a recurrent state past the sequence's tokens. It is
+                // restored only when a run begins, so such a sequence cannot join now.
                 let is_whole = |(row, row_idx): (&DecodeRow<'_>, &Option<usize>)| {
                     row_idx.is_some() || row.sequence.table.holds_state(row.sequence.tokens.len())
                 };
@@ -478,7 +478,7 @@ impl Core {
 }
 
 impl ActiveRun {
-    /// Allocates blocks for each row's first `n_launched` steps.
+    /// Allocates the blocks that the first `n_launched` steps of the run need.
     fn cover(
         &self,
         rows: &mut [DecodeRow<'_>],

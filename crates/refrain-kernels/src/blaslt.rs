@@ -48,7 +48,8 @@ const OP_T: i32 = 1;
 const LAYOUT_BATCH_COUNT: u32 = 5;
 const LAYOUT_BATCH_OFFSET: u32 = 6;
 const PREF_MAX_WORKSPACE: u32 = 1;
-/// Alignment of the first factor; those of the second factor, the addend and the result follow.
+/// Minimum alignment of the first factor. The next three attributes are those of the second factor, the
+/// addend and the result.
 const PREF_MIN_ALIGNMENT: u32 = 5;
 /// The library's default assumption for the alignment of every address.
 const ALIGNMENT: usize = 256;
@@ -90,7 +91,7 @@ impl AlgorithmChoice {
     }
 }
 
-/// Index of the first time that no later one clearly beats.
+/// Index of the fastest time. A later one must be clearly less than the best before it ([`CLEARLY_LESS`]).
 fn fastest(ms: &[f32]) -> usize {
     (1..ms.len()).fold(0, |best, i| if ms[i] < CLEARLY_LESS * ms[best] { i } else { best })
 }
@@ -136,7 +137,7 @@ macro_rules! functions {
                         *found.map_err(|_| missing("cublasLtGetVersion"))?
                     },
                     $($field: {
-                        // SAFETY: as above, with the result, an enumeration, as the number it is.
+                        // SAFETY: as above. The result is an enumeration in the header; `u32` holds its number.
                         let found = unsafe { library.get::<unsafe extern "C" fn($($arg),*) -> u32>($symbol) };
                         *found.map_err(|_| missing(stringify!($field)))?
                     },)*

@@ -27,7 +27,8 @@ pub const MAX_ROUTE_GROUPS: usize = 64;
 pub const MAX_EXPERTS: usize = 4096;
 /// Maximum number of elements of a row of [`Kernels::expert_logits`].
 pub const MAX_ROUTED_ROW: usize = 8192;
-/// From this many rows on, choices are sorted by expert, and each weight read serves eight of them.
+/// Number of rows from which choices are sorted by expert. One read of a weight then serves up to eight
+/// choices.
 pub const MIN_SORTED_ROWS: usize = 16;
 
 /// Choices of an expert that share one pass over a tile.
@@ -43,7 +44,7 @@ pub struct RouteArgs<'a> {
     pub route: Route,
     /// `[n, n_experts]` F32.
     pub logits: Buf,
-    /// `[n_experts]` F32, added to the scores for the comparison only.
+    /// `[n_experts]` F32, added to the scores when experts are chosen, but not to their weights.
     pub bias: Option<Buf>,
     /// `[n_experts]` F32, multiplied into the weights.
     pub scales: Option<Buf>,
@@ -233,7 +234,7 @@ pub(crate) struct ExpertParams {
     activation: ActivationParams,
 }
 
-/// The activation of `joined.cuh`.
+/// The activation that joins gate and up, as `joined.cuh` takes it.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub(crate) struct ActivationParams {
@@ -251,7 +252,7 @@ impl ActivationParams {
         }
     }
 
-    /// The joined products, as a twin computes them.
+    /// Joins the products of gate and up, for twins.
     pub(crate) fn join(self, gate: &[f32], up: &[f32]) -> Vec<f32> {
         let activation = match self.kind {
             0 => ExpertActivation::Silu,
