@@ -87,9 +87,14 @@ pub(crate) struct Server {
     jobs: BTreeMap<RequestId, RequestJob>,
 }
 
+/// A card reads its weights in the time that products of one to two hundred rows take, so this many prompt tokens cost a
+/// decode step little.
+const BESIDE_TOKENS: usize = 128;
+
 impl Server {
     fn new(core: Core) -> Server {
-        let limits = ScheduleLimits { n_tokens: core.max_tokens(), n_rows: core.max_seqs() };
+        let limits =
+            ScheduleLimits { n_tokens: core.max_tokens(), n_beside: BESIDE_TOKENS, n_rows: core.max_seqs() };
         Server { core, scheduler: Scheduler::new(limits), jobs: BTreeMap::new() }
     }
 
