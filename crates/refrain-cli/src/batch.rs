@@ -9,9 +9,10 @@ use crate::fail::{self, Hinted, Interrupted};
 use crate::opts::{DeviceOpts, LoraOpts, SamplingOpts};
 use crate::out::{counted, short_rate, short_time, talk, thousands};
 use crate::resolve;
+use crate::speculate::{self, SpeculateOpts};
 use answers::{AnswerFile, lines};
 use line::{BatchAnswer, BatchAsk, BatchLine};
-use refrain::{Generate, Model, Prompt, Reply, SamplingParams, Service, ServiceOptions};
+use refrain::{Generate, Model, Prompt, Reply, SamplingParams, Service, ServiceOptions, SessionOptions};
 use std::collections::VecDeque;
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
@@ -69,11 +70,14 @@ pub(crate) struct Args {
     #[command(flatten)]
     sampling: SamplingOpts,
     #[command(flatten)]
+    speculate: SpeculateOpts,
+    #[command(flatten)]
     device: DeviceOpts,
 }
 
 pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {
     args.device.session(args.context, context)?;
+    args.speculate.check(args.device.verify.is_some())?;
     resolve::check(&args.model, context)?;
     let n_lines = lines(&args.input)?.count() as u64;
     if n_lines == 0 {
@@ -90,10 +94,12 @@ pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {
         return Ok(());
     }
     let model = args.lora.apply(resolve::find(Some(&args.model), context)?.open()?)?;
+    let speculation = args.speculate.options(context)?;
     let service = args.device.start_with(args.context, context, |session| {
         let (max_seqs, kv_tokens) = (args.seqs.get(), args.kv_tokens);
         let max_requests = SUBMITTED_PER_ROW * max_seqs;
-        Service::new(&model, &ServiceOptions { session: session.clone(), max_seqs, max_requests, kv_tokens })
+        let session = SessionOptions { speculation: speculation.clone(), ..session.clone() };
+        Service::new(&model, &ServiceOptions { session, max_seqs, max_requests, kv_tokens })
     })?;
     if !context.quiet {
         let (name, backend, holds) = (model.name(), service.backend(), thousands(service.context()));
@@ -121,6 +127,9 @@ pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {
         };
         let (answered, took) = (counted(tally.n_answered, "line"), short_time(seconds));
         talk!("{answered} answered{failed}, {}, {rate} tok/s, {took}", counted(tally.n_tokens, "token"));
+        if let Some(line) = speculate::line(&work.service.ledger()?) {
+            talk!("{line}");
+        }
     }
     Ok(())
 }

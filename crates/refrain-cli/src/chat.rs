@@ -9,6 +9,7 @@ use crate::opts::{DeviceOpts, LoraOpts, SamplingOpts, Think};
 use crate::out::{BOLD, DIM, Stdout, counted, talk};
 use crate::reply::{self, Show};
 use crate::run::say_context;
+use crate::speculate::SpeculateOpts;
 use crate::{fail, profile, resolve, stats};
 use clap::ValueEnum;
 use input::{ChatCommand, ChatInput, ChatLine};
@@ -67,6 +68,8 @@ pub(crate) struct Args {
     #[command(flatten)]
     pub(crate) sampling: SamplingOpts,
     #[command(flatten)]
+    pub(crate) speculate: SpeculateOpts,
+    #[command(flatten)]
     pub(crate) device: DeviceOpts,
 }
 
@@ -80,6 +83,7 @@ pub(crate) enum OnFullArg {
 
 pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {
     args.device.session(args.context, context)?;
+    args.speculate.check(args.device.verify.is_some())?;
     let began = Instant::now();
     let found = resolve::find_or(args.model.as_deref(), Builtin::Chat, context)?;
     let model = args.lora.apply(found.open()?)?;
@@ -90,7 +94,8 @@ pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {
             false => refrain::Error::NoChatTemplate { model: name }.into(),
         });
     }
-    let session = args.device.start(&model, args.context, context)?;
+    let guesses = args.speculate.options(context)?;
+    let session = args.device.start_guessing(&model, args.context, &guesses, context)?;
     let load = began.elapsed();
     say_context(&session, &args.device, context);
     if args.model.is_none() && !context.quiet {

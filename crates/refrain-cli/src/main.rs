@@ -12,6 +12,7 @@ mod prompt; // prompts from arguments, files and standard input
 mod reply; // streaming a reply
 mod resolve; // from a name to a model
 mod profile; // profiles of a device
+mod speculate; // flags of guessed tokens
 mod stats; // measurements of a reply
 
 mod batch;

@@ -9,7 +9,7 @@ use crate::trial;
 use clap::{Args, ValueEnum};
 use refrain::{
     DType, Device, FaultScript, Generate, GraphMode, LoadEvent, LoadListener, Method, Model, SamplingParams,
-    Session, SessionOptions, TablePlacement,
+    Session, SessionOptions, SpeculationOptions, TablePlacement,
 };
 use refrain_driver::DeviceKind;
 use refrain_driver::trial::MethodChoice;
@@ -152,7 +152,20 @@ impl DeviceOpts {
         n_context: Option<usize>,
         context: &CliContext,
     ) -> anyhow::Result<Session> {
-        let session = self.start_with(n_context, context, |options| Session::new(model, options))?;
+        self.start_guessing(model, n_context, &SpeculationOptions::default(), context)
+    }
+
+    /// As [`DeviceOpts::start`], with guessed tokens.
+    pub(crate) fn start_guessing(
+        &self,
+        model: &Model,
+        n_context: Option<usize>,
+        speculation: &SpeculationOptions,
+        context: &CliContext,
+    ) -> anyhow::Result<Session> {
+        let session = self.start_with(n_context, context, |options| {
+            Session::new(model, &SessionOptions { speculation: speculation.clone(), ..options.clone() })
+        })?;
         if !context.quiet {
             say_placement(&session, self.ple);
         }

@@ -7,6 +7,7 @@ use crate::out::{DIM, Stdout, talk, thousands};
 use crate::prompt::Sources;
 use crate::reply::{self, Show, ShownReply};
 use crate::resolve;
+use crate::speculate::SpeculateOpts;
 use crate::{chat, out, profile, stats};
 use clap::CommandFactory;
 use clap::error::ErrorKind;
@@ -74,11 +75,14 @@ pub(crate) struct Args {
     #[command(flatten)]
     sampling: SamplingOpts,
     #[command(flatten)]
+    speculate: SpeculateOpts,
+    #[command(flatten)]
     device: DeviceOpts,
 }
 
 pub(crate) fn run(args: Args, context: &CliContext) -> anyhow::Result<()> {
     args.device.session(args.context, context)?;
+    args.speculate.check(args.device.verify.is_some())?;
     let (name, text) = args.model_and_prompt()?;
     if let Some(name) = &name {
         // A mistyped name is refused before waiting for standard input.
@@ -91,7 +95,8 @@ pub(crate) fn run(args: Args, context: &CliContext) -> anyhow::Result<()> {
     let began = Instant::now();
     let found = resolve::find(name.as_deref(), context)?;
     let model = args.lora.apply(found.open()?)?;
-    let mut session = args.device.start(&model, args.context, context)?;
+    let guesses = args.speculate.options(context)?;
+    let mut session = args.device.start_guessing(&model, args.context, &guesses, context)?;
     let load = began.elapsed();
     say_context(&session, &args.device, context);
     let sampling = args.sampling.params(&model);
@@ -187,6 +192,7 @@ impl Args {
                     stats: self.stats,
                     lora: self.lora,
                     sampling: self.sampling,
+                    speculate: self.speculate,
                     device: self.device,
                 };
                 chat::run(&args, context)

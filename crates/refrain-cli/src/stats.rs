@@ -2,6 +2,7 @@
 
 use crate::out::{counted, short_rate, short_time, talk, thousands};
 use crate::reply::ShownReply;
+use crate::speculate;
 use refrain::trial::MethodChoice;
 use refrain::{Accounting, Finish, ProcessMemory, Session, Status, StepKind, Tally, Upload};
 use refrain_hub::ByteSize;
@@ -26,7 +27,14 @@ pub(crate) fn print(session: &Session, reply: &ShownReply, load: Duration, seed:
     let read = bytes_per_token(session, reply);
     let ledger = session.ledger();
     let decode = ledger.tally(StepKind::Decode);
-    talk!("decode   {:>13}   {}{decode}", counted(summary.n_generated, "token"), speed(decode, read));
+    let rate = speculate::decode_rate(&ledger);
+    talk!("decode   {:>13}   {}{decode}", counted(summary.n_generated, "token"), speed(rate, read));
+    if let Some(verify) = speculate::verify_steps(&ledger) {
+        talk!("verify   {verify}");
+    }
+    if let Some(line) = speculate::line(&ledger) {
+        talk!("{line}");
+    }
     let prefill = summary.prefill.as_secs_f64();
     let rate = if prefill > 0.0 { summary.n_evaluated as f64 / prefill } else { 0.0 };
     let held = match summary.n_prompt - summary.n_evaluated {
@@ -142,8 +150,8 @@ pub(crate) fn memory_line(memory: &Accounting) -> String {
     )
 }
 
-fn speed(decode: &Tally, bytes_per_token: usize) -> String {
-    let Some(rate) = decode.tokens_per_second() else { return String::new() };
+fn speed(rate: Option<f64>, bytes_per_token: usize) -> String {
+    let Some(rate) = rate else { return String::new() };
     let gigabytes = rate * bytes_per_token as f64 / 1e9;
     format!("{} tok/s  ({} each, {gigabytes:.1} GB/s)   ", short_rate(rate), short_time(1.0 / rate))
 }
@@ -182,9 +190,14 @@ pub(crate) fn to_json(session: &Session, reply: &ShownReply, name: &str, load: D
             "load_ms": ms(load),
             "prefill_ms": ms(summary.prefill),
             "decode_ms": ms(summary.decode),
-            "decode_tokens_per_second": decode.tokens_per_second(),
+            "decode_tokens_per_second": speculate::decode_rate(&ledger),
         },
-        "ledger": { "prefill": tally_json(prefill), "decode": tally_json(decode) },
+        "ledger": {
+            "prefill": tally_json(prefill),
+            "decode": tally_json(decode),
+            "verify": tally_json(ledger.tally(StepKind::Verify)),
+        },
+        "speculation": speculate::tally_json(ledger.speculation()),
         "graph_method": session.graph_choice().map(choice_json),
     })
 }

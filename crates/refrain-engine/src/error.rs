@@ -124,6 +124,37 @@ pub enum EngineError {
         /// Maximum number of top log-probabilities.
         max: usize,
     },
+    /// A number of guessed tokens out of range.
+    #[error("{got} guessed tokens per step were requested, 1 to {max} are possible")]
+    DraftTokens {
+        /// Tokens requested.
+        got: usize,
+        /// Maximum number.
+        max: usize,
+    },
+    /// A probability of acceptance that is none.
+    #[error("an acceptance of {got} was requested, must be between 0 and 1")]
+    ForcedAcceptance {
+        /// The value.
+        got: f32,
+    },
+    /// Speculation for a model whose state cannot be cut at a rejected guess.
+    #[error("{arch} models cannot speculate: their recurrent state cannot go back behind a rejected guess")]
+    CannotSpeculate {
+        /// Architecture.
+        arch: &'static str,
+    },
+    /// A draft model whose state cannot be cut at a rejected guess.
+    #[error(
+        "{arch} models cannot be draft models: their recurrent state cannot go back behind a rejected guess"
+    )]
+    CannotDraft {
+        /// Architecture.
+        arch: &'static str,
+    },
+    /// The request wants the guesses of a draft model, and the engine has none.
+    #[error("guesses of a draft model were requested, the engine has no draft model")]
+    NoDraftModel,
     /// The request names an adapter, and the engine has none.
     #[error("adapter {id} was requested, the engine has none")]
     UnknownAdapter {
@@ -314,6 +345,13 @@ impl EngineError {
                 Some("shorten the prompt, request fewer tokens, or make an engine with a larger cache".into())
             }
             EngineError::TopLogprobs { max, .. } => Some(format!("request at most {max}")),
+            EngineError::DraftTokens { max, .. } => Some(format!("request 1 to {max}; 4 to {max} are usual")),
+            EngineError::ForcedAcceptance { .. } => Some("give a probability, 0.7 for example".into()),
+            EngineError::CannotSpeculate { .. } => Some("generate without speculation".into()),
+            EngineError::CannotDraft { .. } => {
+                Some("use a draft model with attention in every layer, or n-gram guesses".into())
+            }
+            EngineError::NoDraftModel => Some("give a draft model, or use n-gram guesses".into()),
             EngineError::UnknownAdapter { .. } => Some("send the request without an adapter".into()),
             EngineError::Stopped(Stopped::DeviceLost { .. }) => {
                 Some("restart the program, or run on another device".into())

@@ -4,6 +4,7 @@ use crate::core::{SequenceState, check_prompt, check_tokens};
 use crate::error::EngineError;
 use crate::ledger::Ledger;
 use crate::sampling::{MAX_TOP, SamplingParams, SamplingRow};
+use crate::speculate::Speculation;
 use refrain_models::Model;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -166,6 +167,8 @@ pub struct Request {
     pub shares_prefix: bool,
     /// How far the engine runs ahead of the consumer.
     pub pace: Pace,
+    /// Guessed tokens to check; none by default.
+    pub speculation: Option<Speculation>,
 }
 
 impl Request {
@@ -190,12 +193,18 @@ impl Request {
             user: 0,
             shares_prefix: true,
             pace: Pace::Free,
+            speculation: None,
         }
     }
 
     /// Rejects an invalid request before anybody waits for it. `context` is the sequence's context. A request
     /// without a sequence must be able to finish within it, unless it has no token limit.
-    pub(crate) fn check(&self, model: &Model, context: usize) -> Result<(), EngineError> {
+    pub(crate) fn check(
+        &self,
+        model: &Model,
+        has_draft_model: bool,
+        context: usize,
+    ) -> Result<(), EngineError> {
         // A request without a token limit ends where the context does, after at least one token.
         let max_tokens = if self.max_tokens == usize::MAX { 1 } else { self.max_tokens };
         // The last token is chosen but not evaluated.
@@ -211,6 +220,9 @@ impl Request {
         }
         if self.n_top_logprobs > MAX_TOP {
             return Err(EngineError::TopLogprobs { got: self.n_top_logprobs, max: MAX_TOP });
+        }
+        if let Some(speculation) = &self.speculation {
+            speculation.check(model, has_draft_model)?;
         }
         match self.adapter {
             Some(AdapterId(id)) => Err(EngineError::UnknownAdapter { id }),

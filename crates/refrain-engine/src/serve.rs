@@ -2,6 +2,7 @@
 
 use crate::core::{Core, SequenceState};
 use crate::decode::{DecodeRow, DecodedStep, LaunchPolicy, Lookahead};
+use crate::draft_model::DraftModel;
 use crate::engine::EngineLoad;
 use crate::error::{EngineError, Stopped};
 use crate::mailbox::Mailbox;
@@ -9,6 +10,7 @@ use crate::request::{FinishReason, HeldSequence, Request, RequestId, TokenEvent}
 use crate::runner::TokenChoice;
 use crate::sampling::SamplingRow;
 use crate::schedule::{ActiveRequest, ScheduleLimits, Scheduler, StepRow};
+use crate::speculate::{DraftSource, Speculator};
 use crate::step::{Want, step_kind};
 use crate::stream::{Channel, Demand};
 use refrain_graph::StepKind;
@@ -19,8 +21,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 /// Main function of the engine's thread.
-pub(crate) fn serve(core: Core, mailbox: &Mailbox) {
-    let mut server = Server::new(core);
+pub(crate) fn serve(core: Core, draft_model: Option<DraftModel>, mailbox: &Mailbox) {
+    let mut server = Server::new(core, draft_model);
     let served = catch_unwind(AssertUnwindSafe(|| server.serve_all(mailbox)));
     let why = served.unwrap_or_else(|panic| Stopped::Panicked { message: message_of(&*panic) });
     let (unseen, calls, mut open) = mailbox.stop(&why);
@@ -74,17 +76,18 @@ impl Submitted {
             // KV depends on the adapter as well.
             active.state.table.set_root(request.adapter.map_or(0, |adapter| 1 + u64::from(adapter.0)));
         }
-        let (prefill, n_chosen) = (Duration::ZERO, 0);
-        Submitted { active, job: RequestJob { held, request, row, channel, prefill, n_chosen } }
+        let (prefill, n_chosen, speculator) = (Duration::ZERO, 0, None);
+        Submitted { active, job: RequestJob { held, request, row, channel, prefill, n_chosen, speculator } }
     }
 }
 
 /// State of the engine's thread.
 pub(crate) struct Server {
     pub(crate) core: Core,
-    scheduler: Scheduler,
+    pub(crate) draft_model: Option<DraftModel>,
+    pub(crate) scheduler: Scheduler,
     /// Each request's state other than its tokens and blocks, which the scheduler owns.
-    jobs: BTreeMap<RequestId, RequestJob>,
+    pub(crate) jobs: BTreeMap<RequestId, RequestJob>,
 }
 
 /// A card reads its weights in the time that products of one to two hundred rows take, so this many prompt tokens cost a
@@ -92,10 +95,10 @@ pub(crate) struct Server {
 const BESIDE_TOKENS: usize = 128;
 
 impl Server {
-    fn new(core: Core) -> Server {
+    fn new(core: Core, draft_model: Option<DraftModel>) -> Server {
         let limits =
             ScheduleLimits { n_tokens: core.max_tokens(), n_beside: BESIDE_TOKENS, n_rows: core.max_seqs() };
-        Server { core, scheduler: Scheduler::new(limits), jobs: BTreeMap::new() }
+        Server { core, draft_model, scheduler: Scheduler::new(limits), jobs: BTreeMap::new() }
     }
 
     pub(crate) fn load(&self) -> EngineLoad {
@@ -124,13 +127,17 @@ impl Server {
                 }
             }
             let rows = &plan.rows[..];
+            let verifies = self.has_guesses(rows);
             let done = match rows {
                 [] => {
                     mailbox.wait();
                     continue;
                 }
-                _ if self.can_decode_ahead(rows) => self.decode(mailbox, rows, LaunchPolicy::LaunchAhead),
+                _ if !verifies && self.can_decode_ahead(rows) => {
+                    self.decode(mailbox, rows, LaunchPolicy::LaunchAhead)
+                }
                 _ => match self.rows_in_flight(rows) {
+                    in_flight if in_flight.is_empty() && verifies => self.verify(mailbox, rows),
                     in_flight if in_flight.is_empty() => self.step(mailbox, rows),
                     // Collect the steps in flight first: they are what those rows would run next.
                     in_flight => {
@@ -145,7 +152,15 @@ impl Server {
         }
     }
 
-    fn accept(&mut self, Submitted { active, job }: Submitted) {
+    fn accept(&mut self, Submitted { active, mut job }: Submitted) {
+        job.speculator = job.request.speculation.take().map(|rules| {
+            let model = match rules.source {
+                DraftSource::Model => self.draft_model.as_ref(),
+                DraftSource::Ngram | DraftSource::Custom(_) => None,
+            };
+            let cost = self.core.runner.verify_cost(model.map(|model| model.weight_bytes()));
+            Speculator::new(rules, cost)
+        });
         self.jobs.insert(active.id, job);
         self.scheduler.submit(active);
     }
@@ -202,6 +217,9 @@ impl Server {
             .filter_map(|(active, (id, job))| {
                 debug_assert_eq!(active.id, *id);
                 let n_tokens = job.request.max_tokens - job.n_chosen;
+                // It guesses again after these tokens.
+                let n_plain = job.speculator.as_ref().map_or(usize::MAX, |s| s.n_plain().max(1));
+                let n_tokens = n_tokens.min(n_plain);
                 let ahead = Lookahead { n_tokens, end: &job.request.end };
                 let token = *active.tokens.last()?;
                 Some(DecodeRow { sequence: &mut active.state, token, row: &mut job.row, ahead })
@@ -227,7 +245,7 @@ impl Server {
     }
 
     /// Runs one step of several requests.
-    fn step(&mut self, mailbox: &Mailbox, rows: &[StepRow]) -> Result<(), Stopped> {
+    pub(crate) fn step(&mut self, mailbox: &Mailbox, rows: &[StepRow]) -> Result<(), Stopped> {
         self.core.drain();
         match self.try_step(rows) {
             Ok(took) => {
@@ -241,7 +259,7 @@ impl Server {
         }
     }
 
-    fn step_failed(
+    pub(crate) fn step_failed(
         &mut self,
         mailbox: &Mailbox,
         rows: &[StepRow],
@@ -289,7 +307,7 @@ impl Server {
     }
 
     /// Delivers the result of a step to one request.
-    fn deliver(
+    pub(crate) fn deliver(
         &mut self,
         mailbox: &Mailbox,
         row: StepRow,
@@ -325,6 +343,7 @@ impl Server {
     /// before anything launched later for the sequence or its blocks.
     fn end(&mut self, mailbox: &Mailbox, id: RequestId, finish: FinishReason) {
         let (Some(active), Some(job)) = (self.scheduler.remove(id), self.jobs.remove(&id)) else { return };
+        self.forget_drafts(id);
         self.core.leave(&active.state);
         let channel = job.close(Some(active.state));
         mailbox.ended(id);
@@ -348,6 +367,7 @@ impl Server {
     }
 
     fn fail(&mut self, id: RequestId, error: EngineError) {
+        self.forget_drafts(id);
         let state = self.scheduler.remove(id).map(|active| active.state);
         if let Some(job) = self.jobs.remove(&id) {
             job.fail(state, error);
@@ -356,14 +376,16 @@ impl Server {
 }
 
 /// State of a request other than its tokens and blocks.
-struct RequestJob {
+pub(crate) struct RequestJob {
     held: Option<HeldSequence>,
-    request: Request,
-    row: SamplingRow,
-    channel: Arc<Channel>,
-    /// Duration of the prompt's steps.
-    prefill: Duration,
-    n_chosen: usize,
+    pub(crate) request: Request,
+    pub(crate) row: SamplingRow,
+    pub(crate) channel: Arc<Channel>,
+    /// Duration of the work before its next token: the prompt's steps, or a draft model's.
+    pub(crate) prefill: Duration,
+    pub(crate) n_chosen: usize,
+    /// Its guesses, if it speculates.
+    pub(crate) speculator: Option<Speculator>,
 }
 
 impl RequestJob {
@@ -386,6 +408,9 @@ impl RequestJob {
         state: &SequenceState,
     ) -> (Demand, Option<FinishReason>) {
         self.n_chosen += 1;
+        if let Some(speculator) = &mut self.speculator {
+            speculator.decoded();
+        }
         let took = took + std::mem::take(&mut self.prefill);
         let finish = if self.request.end.contains(&chosen.token) {
             Some(FinishReason::EndToken)

@@ -15,7 +15,7 @@ use refrain_cuda::{CublasLt, CudaBackend, CudaOptions, Monitor};
 use refrain_driver::Method;
 use refrain_driver::trial::MethodChoice;
 use refrain_engine::{
-    BackendRunner, Engine, EngineError, EngineOptions, RunnerOptions, Sequence, WeakEngine,
+    BackendRunner, Engine, EngineError, EngineOptions, Runner, RunnerOptions, Sequence, WeakEngine,
 };
 use refrain_graph::State;
 use refrain_models::{KvSpec, Model};
@@ -57,6 +57,8 @@ struct EngineKey {
     avoids_capture: bool,
     reproducible: bool,
     table: TablePlacement,
+    /// Address of the weights of the draft model, which the engine keeps alive.
+    draft: Option<usize>,
 }
 
 impl fmt::Debug for Engines {
@@ -86,7 +88,9 @@ impl Engines {
         let reproducible = options.reproducible && !matches!(device, Device::Cpu { .. });
         let avoids_capture = options.graph_choice.as_ref().is_some_and(MethodChoice::avoids_capture);
         let table = options.table;
-        let key = EngineKey { device, kv_dtype, ahead, verify_every, avoids_capture, reproducible, table };
+        let draft = options.speculation.draft().map(|draft| Arc::as_ptr(&draft.weights).addr());
+        let key =
+            EngineKey { device, kv_dtype, ahead, verify_every, avoids_capture, reproducible, table, draft };
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         known.engines.retain(|(_, engine, ..)| engine.upgrade().is_some());
         for (_, engine, monitor, table) in known.engines.iter().filter(|(other, ..)| *other == key) {
@@ -166,6 +170,7 @@ fn check(weights: &Model, name: &str, options: &SessionOptions) -> Result<usize,
     if weights.config().arch.is_encoder() {
         return Err(Error::Encoder { model: name.into() });
     }
+    options.speculation.check(weights, name, options.verify_every)?;
     let most = weights.config().n_context;
     let context = options.context.unwrap_or(most.min(USUAL_CONTEXT));
     if context == 0 || context > most {
@@ -177,6 +182,13 @@ fn check(weights: &Model, name: &str, options: &SessionOptions) -> Result<usize,
     Ok(context)
 }
 
+/// A model on a device.
+struct LoadedRunner {
+    runner: Box<dyn Runner>,
+    monitor: Option<Monitor>,
+    table: Option<TablePlacement>,
+}
+
 fn make_engine(
     weights: &Arc<Model>,
     name: &str,
@@ -184,11 +196,35 @@ fn make_engine(
     options: &SessionOptions,
     packed: &mut Weak<CpuWeights>,
 ) -> Result<MonitoredEngine, Error> {
-    let EngineCapacity { context, n_positions, max_seqs, n_recurrent, max_requests } = *room;
+    let engine_options = EngineOptions { max_requests: room.max_requests };
+    let LoadedRunner { runner, monitor, table } = load_runner(weights, name, room, options, packed)?;
+    let draft = match options.speculation.draft() {
+        Some(draft) => {
+            let context = room.context.min(draft.weights.config().n_context);
+            let room = EngineCapacity { context, ..*room };
+            let loaded = load_runner(&draft.weights, &draft.name, &room, options, &mut Weak::new())?;
+            Some(loaded.runner)
+        }
+        None => None,
+    };
+    let engine = match draft {
+        Some(draft) => Engine::with_draft(runner, draft, engine_options)?,
+        None => Engine::new(runner, engine_options)?,
+    };
+    Ok(MonitoredEngine { engine, monitor, table })
+}
+
+fn load_runner(
+    weights: &Arc<Model>,
+    name: &str,
+    room: &EngineCapacity,
+    options: &SessionOptions,
+    packed: &mut Weak<CpuWeights>,
+) -> Result<LoadedRunner, Error> {
+    let EngineCapacity { context, n_positions, max_seqs, n_recurrent, .. } = *room;
     let kv_dtype = options.kv_dtype;
     let runner =
         RunnerOptions { context, n_positions, kv_dtype, max_seqs, n_recurrent, ..RunnerOptions::default() };
-    let engine_options = EngineOptions { max_requests };
     let (kind, cuda) = match options.device.cuda_options() {
         Ok(cuda) => cuda,
         Err(threads) => {
@@ -202,8 +238,7 @@ fn make_engine(
                 None => BackendRunner::new(backend, weights.clone(), runner)?,
             };
             *packed = Arc::downgrade(runner.weights());
-            let engine = Engine::new(Box::new(runner), engine_options)?;
-            return Ok(MonitoredEngine { engine, monitor: None, table: None });
+            return Ok(LoadedRunner { runner: Box::new(runner), monitor: None, table: None });
         }
     };
     let mut cuda = with_session(cuda, name, options);
@@ -233,17 +268,16 @@ fn make_engine(
     }
     let monitor = backend.monitor();
     let made = (|| {
-        let runner = Box::new(BackendRunner::new(backend, model, runner)?);
-        let engine = Engine::new(runner, engine_options)?;
+        let mut runner = Box::new(BackendRunner::new(backend, model, runner)?);
         // Records and verifies the graph of a decode step here, so that no token waits for it.
-        engine.plan(1)?;
-        Ok(engine)
+        runner.plan(1)?;
+        Ok(runner)
     })();
-    let engine = made.map_err(|error: EngineError| match (needs, table) {
+    let runner = made.map_err(|error: EngineError| match (needs, table) {
         (Some(needs), Some(TablePlacement::Device)) => Error::with_table(error, needs.table_bytes),
         _ => error.into(),
     })?;
-    Ok(MonitoredEngine { engine, monitor: Some(monitor), table })
+    Ok(LoadedRunner { runner, monitor: Some(monitor), table })
 }
 
 /// Options of a CUDA device for a model, as a session requests them.

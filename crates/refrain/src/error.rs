@@ -197,6 +197,31 @@ pub enum Error {
     /// A model could not be quantised.
     #[error(transparent)]
     Quant(#[from] QuantError),
+    /// The tokens of a draft model are not those of the model.
+    #[error("{draft} cannot guess for {model}: it has {} tokens, {model} has {}", .sizes[1], .sizes[0])]
+    DraftVocabulary {
+        /// Name of the model.
+        model: String,
+        /// Name of the draft model.
+        draft: String,
+        /// Tokens of both.
+        sizes: [usize; 2],
+    },
+    /// A token of a draft model means something else.
+    #[error("{draft} cannot guess for {model}: token {token} is {:?} in it and {:?} in {model}", .texts[1], .texts[0])]
+    DraftTokenTexts {
+        /// Name of the model.
+        model: String,
+        /// Name of the draft model.
+        draft: String,
+        /// The first token that differs.
+        token: u32,
+        /// Its texts.
+        texts: [String; 2],
+    },
+    /// Speculation while steps are compared with their eager run.
+    #[error("speculation is not possible while decode steps are compared with their eager run")]
+    SpeculationCompared,
     /// Two models split a text differently.
     #[error("the models split the text differently, from token {at} on")]
     Tokenizers {
@@ -306,6 +331,12 @@ impl Error {
             Error::MergeType { .. } => Some("use F32, F16 or BF16".into()),
             Error::MergeExists { .. } => Some("remove it, or write to another path".into()),
             Error::Quant(e) => e.hint(),
+            Error::DraftVocabulary { .. } | Error::DraftTokenTexts { .. } => Some(
+                "use a smaller model of the same family as the draft, or n-gram guesses, which need no model".into(),
+            ),
+            Error::SpeculationCompared => Some(
+                "compare without speculation; graphs of verify steps are compared when they are recorded".into(),
+            ),
             Error::Tokenizers { .. } => Some("compare files of the same model".into()),
             Error::Lost { .. } => {
                 Some("convert the text part of a multimodal model by allowing that loss; other tensors mean that the model needs something that is not supported".into())

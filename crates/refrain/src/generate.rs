@@ -114,7 +114,7 @@ impl<'s> Generation<'s> {
         let prompt = prompt.tokens(&session.model, session.context())?;
         let n_cached = session.sequence.n_cached(&prompt)?;
         let mut request = Request::new(&session.sequence, prompt);
-        request.pace = Pace::OnDemand { lead: LEAD };
+        prepare(session, &mut request);
         let writer = Writer::new(&session.model, &mut request, n_cached, options)?;
         let refused = session.engine.check(&request);
         refused.map_err(|error| Error::with_limit(error, &session.model))?;
@@ -149,11 +149,18 @@ impl<'s> Generation<'s> {
         let n_cached = self.session.sequence.n_cached(&prompt)?;
         self.writer.summary.n_evaluated += prompt.len() - n_cached;
         let mut request = Request::new(&self.session.sequence, prompt);
-        request.pace = Pace::OnDemand { lead: LEAD };
+        prepare(self.session, &mut request);
         self.writer.limits.apply(&mut request, self.writer.summary.n_generated);
         self.request = Some(request);
         Ok(true)
     }
+}
+
+/// Sets what a session decides about its requests.
+fn prepare(session: &Session, request: &mut Request) {
+    // A step may choose one token more than it has guesses.
+    request.pace = Pace::OnDemand { lead: LEAD + session.speculation.max_draft() };
+    request.speculation = session.speculation.of_request();
 }
 
 impl Iterator for Generation<'_> {

@@ -48,6 +48,7 @@ mod planner;
 mod pull;
 mod service;
 mod session;
+mod speculation;
 pub mod train;
 
 pub use bench::{
@@ -72,6 +73,7 @@ pub use placement::{TableNeeds, TablePlacement, host_free_bytes};
 pub use planner::Planner;
 pub use service::{Reply, Service, ServiceOptions};
 pub use session::{Device, Session, SessionOptions};
+pub use speculation::{DraftWeights, GuessSource, SpeculationOptions};
 pub use tensor_error::{TensorDifference, tensor_differences};
 
 pub use refrain_cpu::pool::PoolError;
@@ -83,9 +85,9 @@ pub use refrain_driver::Method;
 pub use refrain_driver::sim::{FaultScript, FaultScriptError};
 pub use refrain_driver::trial;
 pub use refrain_engine::{
-    BlockCounts, Comparison, EngineError, EngineLoad, FinishReason, Ledger, MAX_TOP, MIN_WINDOW, Pace,
-    Perplexity, PromptCounts, Request, SamplingError, SamplingParams, StepKind, StopFilter, StopOutcome,
-    Stopped, Tally, TokenEvent, TokenStream,
+    BlockCounts, Comparison, EngineError, EngineLoad, FinishReason, Ledger, MAX_DRAFT, MAX_TOP, MIN_WINDOW,
+    Pace, Perplexity, PromptCounts, Request, SamplingError, SamplingParams, SpeculationPause,
+    SpeculationTally, StepKind, StopFilter, StopOutcome, Stopped, Tally, TokenEvent, TokenStream,
 };
 pub use refrain_formats::chat::{
     ChatError, ChatTemplate, Message, Part, PartKind, RenderOptions, ThinkFilter, ThinkTags,

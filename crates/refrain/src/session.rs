@@ -5,6 +5,7 @@ use crate::error::Error;
 use crate::generate::{Generate, Generation, Prompt};
 use crate::model::Model;
 use crate::placement::TablePlacement;
+use crate::speculation::SpeculationOptions;
 use refrain_cpu::pool::default_threads;
 use refrain_cuda::{CudaOptions, GraphMode, LoadListener, Monitor, Status, Timeline};
 use refrain_driver::sim::{FaultScript, SimOptions};
@@ -123,6 +124,8 @@ pub struct SessionOptions {
     /// Result of a trial of stream capture. If captures are harmful on this driver, it overrides the device's method, and
     /// streams are not captured for library calls either.
     pub graph_choice: Option<MethodChoice>,
+    /// Guessed tokens to check; none by default.
+    pub speculation: SpeculationOptions,
 }
 
 impl Default for SessionOptions {
@@ -137,6 +140,7 @@ impl Default for SessionOptions {
             on_load: LoadListener::default(),
             table: TablePlacement::Auto,
             graph_choice: None,
+            speculation: SpeculationOptions::default(),
         }
     }
 }
@@ -153,6 +157,7 @@ pub struct Session {
     monitor: Option<Monitor>,
     table: Option<TablePlacement>,
     graph_choice: Option<MethodChoice>,
+    pub(crate) speculation: SpeculationOptions,
 }
 
 impl Session {
@@ -161,13 +166,14 @@ impl Session {
     /// A further session grows the KV cache, and steps are then compiled again. If the device cannot hold the old and the
     /// new cache at once, the session is refused.
     pub fn new(model: &Model, options: &SessionOptions) -> Result<Session, Error> {
+        options.speculation.check_tokens(model)?;
         let (made, sequence) = model.engines().open(model.weights(), model.name(), options)?;
         // Weights that were repacked or uploaded are not read from the file again. Others, such as float weights on the
         // CPU, are paged in again when they are read.
         model.files().release();
         let MonitoredEngine { engine, monitor, table } = made;
-        let graph_choice = options.graph_choice.clone();
-        Ok(Session { model: model.clone(), engine, sequence, monitor, table, graph_choice })
+        let (graph_choice, speculation) = (options.graph_choice.clone(), options.speculation.clone());
+        Ok(Session { model: model.clone(), engine, sequence, monitor, table, graph_choice, speculation })
     }
 
     /// Placement of the per-layer embedding table; `None` if the model has none or runs on the CPU.
