@@ -61,11 +61,11 @@ pub(crate) fn bucket(buckets: &[usize], n_tokens: usize) -> usize {
     buckets.iter().copied().find(|&b| b >= n_tokens).unwrap_or(n_tokens)
 }
 
-pub(crate) fn sample_head(n_history: usize, n_top: usize) -> Head {
+pub(crate) fn sample_head(n_history: usize, n_top: usize, masked: bool) -> Head {
     // One list of top tokens serves all rows that need one.
     let n_top = if n_top > 0 { MAX_TOP } else { 0 };
     let n_history = history_capacity(n_history);
-    Head::Sample(SampleHead { n_history, n_bias: MAX_BIAS, masked: false, n_top })
+    Head::Sample(SampleHead { n_history, n_bias: MAX_BIAS, masked, n_top })
 }
 
 /// Capacity of a history of `n_tokens` tokens, rounded up to a few sizes so that few plans are needed.
@@ -90,7 +90,8 @@ pub(crate) fn spec(requests: &[StepRequest<'_>], buckets: &[usize], row_buckets:
         let rows = requests.iter().map(|r| if let Want::Sample(row) = r.want { of(row) } else { 0 });
         rows.max().unwrap_or(0)
     };
-    let head = sample_head(choosing(|row| row.history.len()), choosing(|row| row.n_top));
+    let is_masked = choosing(|row| row.mask.len()) > 0;
+    let head = sample_head(choosing(|row| row.history.len()), choosing(|row| row.n_top), is_masked);
     let kind = step_kind(requests);
     let shape = match requests {
         [one] => {
@@ -124,7 +125,7 @@ pub(crate) fn spec(requests: &[StepRequest<'_>], buckets: &[usize], row_buckets:
 /// Specification of a decode step with `n_rows` sequences and a history of `n_history` tokens each.
 pub(crate) fn decode_spec(n_rows: usize, n_history: usize) -> StepSpec {
     let shape = StepShape { kind: StepKind::Decode, n_tokens: n_rows, n_seqs: n_rows, n_choices: n_rows };
-    StepSpec { shape, head: sample_head(n_history, 0), act: DType::F32 }
+    StepSpec { shape, head: sample_head(n_history, 0, false), act: DType::F32 }
 }
 
 /// Row of the step's choices for each request that chooses, in order. If every row of the step has a choice,
@@ -223,6 +224,11 @@ fn fill_sampling(
     filler.padded_row(sampling.history, at, &row.history)?;
     filler.row(sampling.bias_ids, at, &row.bias_ids)?;
     filler.row(sampling.bias, at, &row.bias)?;
+    match sampling.mask {
+        // A row without a mask in a step with masks: -1 sets every bit.
+        Some(mask) => filler.padded_row(mask, at, bytemuck::cast_slice(&row.mask))?,
+        None => filler,
+    };
     Ok(())
 }
 

@@ -17,8 +17,9 @@ use std::thread;
 const STACK_BYTES: usize = 256 << 20;
 /// Maximum depth of brackets in a Lark grammar or a regular expression.
 const MAX_DEPTH: usize = 200;
-/// White space between the tokens of a JSON text: enough for a line break with indentation, but not without end.
-const JSON_SPACE: &str = r"[\x20\x0A\x0D\x09]{1,40}";
+/// White space between the tokens of a JSON text: a space, or a line break with indentation. Any more would let a model that is
+/// lost write spaces up to its limit.
+const JSON_SPACE: &str = r" |\r?\n( {0,32}|\t{0,8})";
 
 /// Reason for refusing a grammar without a finite text.
 const ENDLESS: &str = "every text that follows it is endless";
@@ -28,6 +29,7 @@ const ENDLESS: &str = "every text that follows it is endless";
 pub struct Grammar {
     source: Arc<GrammarSource>,
     start: Arc<llguidance::Matcher>,
+    n_tokens: usize,
 }
 
 impl fmt::Debug for Grammar {
@@ -66,7 +68,8 @@ impl Vocabulary {
                 self.start(TopLevelGrammar::from_regex(text)).map_err(|reason| refused(kind, reason))?
             }
         };
-        let grammar = Grammar { source: Arc::new(source.clone()), start: Arc::new(start) };
+        let grammar =
+            Grammar { source: Arc::new(source.clone()), start: Arc::new(start), n_tokens: self.n_tokens };
         grammar.check(self.mask_words())?;
         Ok(grammar)
     }
@@ -110,6 +113,11 @@ impl Grammar {
     /// What it was compiled from.
     pub fn source(&self) -> &GrammarSource {
         &self.source
+    }
+
+    /// Number of tokens of the vocabulary it was compiled for.
+    pub fn n_tokens(&self) -> usize {
+        self.n_tokens
     }
 
     /// A matcher at the beginning of a text.

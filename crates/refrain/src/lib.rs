@@ -83,9 +83,9 @@ pub use refrain_driver::Method;
 pub use refrain_driver::sim::{FaultScript, FaultScriptError};
 pub use refrain_driver::trial;
 pub use refrain_engine::{
-    BlockCounts, Comparison, EngineError, EngineLoad, FinishReason, Ledger, MAX_TOP, MIN_WINDOW, Pace,
-    Perplexity, PromptCounts, Request, SamplingError, SamplingParams, StepKind, StopFilter, StopOutcome,
-    Stopped, Tally, TokenEvent, TokenStream,
+    BlockCounts, Comparison, Constraint, EngineError, EngineLoad, FinishReason, Ledger, MAX_TOP, MIN_WINDOW,
+    Pace, Perplexity, PromptCounts, Request, SamplingError, SamplingParams, StepKind, StopFilter,
+    StopOutcome, Stopped, Tally, TokenEvent, TokenStream,
 };
 pub use refrain_formats::chat::{
     ChatError, ChatTemplate, Message, Part, PartKind, RenderOptions, ThinkFilter, ThinkTags,
@@ -93,6 +93,7 @@ pub use refrain_formats::chat::{
 pub use refrain_formats::params::{EmbeddingDefaults, GenerationDefaults, ModelConfig, Pooling};
 pub use refrain_formats::tokenizer::{DecodeStream, Tokenizer, TokenizerSummary};
 pub use refrain_formats::{FormatError, ModelFiles, TensorInfo};
+pub use refrain_grammar::{Grammar, GrammarError, GrammarSource, Vocabulary};
 pub use refrain_graph as graph;
 #[cfg(feature = "pull")]
 pub use refrain_hub as hub;
