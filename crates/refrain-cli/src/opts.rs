@@ -513,6 +513,7 @@ impl SamplingOpts {
             stop: self.stop.clone(),
             ignore_end: false,
             cancel: None,
+            grammar: None,
         }
     }
 }

@@ -1,6 +1,7 @@
 //! Handle to an engine, usable from any thread.
 
 use crate::blocks::{BlockCounts, SharedPool};
+use crate::constrain::ConstrainedText;
 use crate::core::{Core, SequenceState};
 use crate::draft_model::DraftModel;
 use crate::error::EngineError;
@@ -207,7 +208,8 @@ impl Engine {
         let blocks = &self.inner.blocks;
         let context = self.context_of(&request);
         request.check(self.model(), self.inner.has_draft_model, context)?;
-        let row = request.row()?;
+        let mut row = request.row()?;
+        let text = ConstrainedText::of(&request, &mut row, self.model().config().n_vocab)?;
         let channel = Arc::new(Channel::new(request.pace));
         let max = self.inner.options.max_requests;
         let id = self.inner.mailbox.submit(max, |id| {
@@ -222,7 +224,7 @@ impl Engine {
                 }
                 return Err(EngineError::ForeignSequence);
             }
-            Ok(Submitted::new(id, held, state, request, row, channel.clone()))
+            Ok(Submitted::new(id, held, state, request, (row, text), channel.clone()))
         })?;
         Ok(TokenStream::new(channel, self.clone(), id))
     }

@@ -46,6 +46,7 @@ mod stream; // events from the engine to a consumer
 mod mailbox; // messages to the engine's thread
 mod serve; // the engine's thread: steps of all running requests
 mod engine; // handle to that thread
+mod constrain; // requests whose text follows a grammar
 mod stop; // stop strings
 mod perplexity; // how well a model predicts a text
 mod embed; // vectors of texts
@@ -56,6 +57,7 @@ mod error;
 
 pub use blocks::{BlockCounts, BlockPool, ContentName, OutOfBlocks};
 pub use compare::{Compared, Comparison, compare};
+pub use constrain::Constraint;
 pub use core::{Chosen, Core, SequenceState};
 pub use decode::{DecodeRow, DecodedStep, LaunchPolicy, Lookahead};
 pub use embed::{Embedder, EmbedderOptions};

@@ -1,5 +1,6 @@
 //! Requests to an engine, and their events.
 
+use crate::constrain::Constraint;
 use crate::core::{SequenceState, check_prompt, check_tokens};
 use crate::error::EngineError;
 use crate::ledger::Ledger;
@@ -155,6 +156,8 @@ pub struct Request {
     pub max_tokens: usize,
     /// Number of top log-probabilities returned with each token, at most [`MAX_TOP`].
     pub n_top_logprobs: usize,
+    /// Has the text follow a grammar.
+    pub constraint: Option<Constraint>,
     /// The adapter to apply; only `None` is supported.
     pub adapter: Option<AdapterId>,
     /// Higher priorities are served first and preempt lower ones. Requests of equal priority take turns by
@@ -188,6 +191,7 @@ impl Request {
             min_tokens: 0,
             max_tokens: usize::MAX,
             n_top_logprobs: 0,
+            constraint: None,
             adapter: None,
             priority: 0,
             user: 0,
@@ -223,6 +227,12 @@ impl Request {
         }
         if let Some(speculation) = &self.speculation {
             speculation.check(model, has_draft_model)?;
+        }
+        if let Some(constraint) = &self.constraint {
+            constraint.check(model, self.prompt.len())?;
+            if self.speculation.is_some() {
+                return Err(EngineError::GuessedGrammar);
+            }
         }
         match self.adapter {
             Some(AdapterId(id)) => Err(EngineError::UnknownAdapter { id }),
@@ -271,6 +281,8 @@ pub enum TokenEvent {
 pub enum FinishReason {
     /// An end token was chosen.
     EndToken,
+    /// The grammar allows nothing more: the text is complete, without an end token.
+    Complete,
     /// The maximum number of tokens was reached.
     MaxTokens,
     /// No position of the context is left.

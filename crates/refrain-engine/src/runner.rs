@@ -283,7 +283,7 @@ impl<B: Backend> BackendRunner<B> {
 
     /// Prepares the step for `n_tokens` tokens that ends in a choice.
     fn prepare_choice(&mut self, n_tokens: usize) -> Result<usize, EngineError> {
-        self.prepare(StepSpec::of_one(bucket(self.backend.buckets(), n_tokens), 1, sample_head(0, 0)))
+        self.prepare(StepSpec::of_one(bucket(self.backend.buckets(), n_tokens), 1, sample_head(0, 0, false)))
     }
 
     /// Returns an index into `compiled`, which is always the last.
@@ -310,8 +310,8 @@ impl<B: Backend> BackendRunner<B> {
     fn may_keep_all(&self) -> bool {
         let (n_sizes, n_rows) = (self.backend.buckets().len(), self.backend.row_buckets().len());
         if n_sizes > 0 {
-            // Verify steps of one sequence and of several, each in powers of two.
-            return self.compiled.len() <= 2 * n_sizes + 1 + 3 * n_rows + n_sizes * n_sizes;
+            // Each with and without masks; verify steps of one sequence and of several, each in powers of two.
+            return self.compiled.len() <= 2 * (2 * n_sizes + 1 + 3 * n_rows + n_sizes * n_sizes);
         }
         let arena = |p: &PreparedStep<B>| self.backend.plan(&p.compiled).arena_bytes();
         self.compiled.len() <= MAX_COMPILED
@@ -441,7 +441,9 @@ where
         let requests: Vec<StepRequest<'_>> = rows.iter().map(|row| row.request).collect();
         let limits = rows.iter().map(|row| row.limits().map(Some)).collect::<Result<Vec<_>, _>>()?;
         let spec = match shape.n_rows.max(rows.len()) {
-            0 | 1 => StepSpec::of_one(bucket(self.backend.buckets(), 1), 1, sample_head(shape.n_history, 0)),
+            0 | 1 => {
+                StepSpec::of_one(bucket(self.backend.buckets(), 1), 1, sample_head(shape.n_history, 0, false))
+            }
             n_rows => decode_spec(n_rows, shape.n_history),
         };
         let idx = self.prepare(spec)?;

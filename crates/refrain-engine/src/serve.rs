@@ -1,5 +1,6 @@
 //! The engine's thread: runs the steps that serve its requests.
 
+use crate::constrain::ConstrainedText;
 use crate::core::{Core, SequenceState};
 use crate::decode::{DecodeRow, DecodedStep, LaunchPolicy, Lookahead};
 use crate::draft_model::DraftModel;
@@ -62,7 +63,7 @@ impl Submitted {
         held: Option<HeldSequence>,
         state: SequenceState,
         request: Request,
-        row: SamplingRow,
+        (row, text): (SamplingRow, Option<ConstrainedText>),
         channel: Arc<Channel>,
     ) -> Submitted {
         // The last token is chosen but not evaluated.
@@ -77,7 +78,8 @@ impl Submitted {
             active.state.table.set_root(request.adapter.map_or(0, |adapter| 1 + u64::from(adapter.0)));
         }
         let (prefill, n_chosen, speculator) = (Duration::ZERO, 0, None);
-        Submitted { active, job: RequestJob { held, request, row, channel, prefill, n_chosen, speculator } }
+        let job = RequestJob { held, request, row, text, channel, prefill, n_chosen, speculator };
+        Submitted { active, job }
     }
 }
 
@@ -174,8 +176,8 @@ impl Server {
             let demand = job.channel.demand();
             if demand == Demand::Cancel {
                 self.end(mailbox, id, FinishReason::Cancelled);
-            } else if job.request.max_tokens == 0 && demand == Demand::GoOn {
-                self.end(mailbox, id, FinishReason::MaxTokens);
+            } else if let Some(finish) = job.ends_at_once().filter(|_| demand == Demand::GoOn) {
+                self.end(mailbox, id, finish);
             } else if let Some(active) = self.scheduler.get(id) {
                 active.is_paused = demand == Demand::Pause;
             }
@@ -185,7 +187,8 @@ impl Server {
     /// Whether a step feeds itself, so that later steps can be launched ahead.
     fn can_decode_ahead(&self, rows: &[StepRow]) -> bool {
         let is_fed = |row: &StepRow| {
-            row.n_tokens == 1 && row.chooses && self.jobs.get(&row.id).is_some_and(|job| job.row.n_top == 0)
+            let feeds = |job: &RequestJob| job.row.n_top == 0 && job.text.is_none();
+            row.n_tokens == 1 && row.chooses && self.jobs.get(&row.id).is_some_and(feeds)
         };
         // The last token of a prompt looks like a decode step; alone, it is recorded as a prompt step.
         let is_prompt = match rows {
@@ -318,6 +321,7 @@ impl Server {
             Ok(choice) => choice,
             Err(error) => return self.request_failed(mailbox, row.id, error),
         };
+        let n_vocab = self.core.model().config().n_vocab;
         self.scheduler.advance(row.id, row.n_tokens, choice.as_ref().map(|choice| choice.chosen.token));
         let (Some(active), Some(job)) = (self.scheduler.get(row.id), self.jobs.get_mut(&row.id)) else {
             return Ok(());
@@ -328,10 +332,17 @@ impl Server {
         {
             return self.request_failed(mailbox, row.id, error);
         }
-        let (demand, finish) = match choice {
+        let (mut demand, mut finish) = match choice {
             Some(choice) => job.chosen(choice, took, &active.state),
             None => (job.evaluated(active.state.tokens.len(), took), None),
         };
+        if job.text.is_some() && row.chooses {
+            match job.follow(active, finish, n_vocab) {
+                Ok(Some(followed)) => (demand, finish) = followed,
+                Ok(None) => {}
+                Err(error) => return self.request_failed(mailbox, row.id, error),
+            }
+        }
         active.is_paused = demand == Demand::Pause;
         if let Some(finish) = finish {
             self.end(mailbox, row.id, finish);
@@ -380,6 +391,8 @@ pub(crate) struct RequestJob {
     held: Option<HeldSequence>,
     pub(crate) request: Request,
     pub(crate) row: SamplingRow,
+    /// Its text, if that follows a grammar.
+    pub(crate) text: Option<ConstrainedText>,
     pub(crate) channel: Arc<Channel>,
     /// Duration of the work before its next token: the prompt's steps, or a draft model's.
     pub(crate) prefill: Duration,
@@ -389,6 +402,15 @@ pub(crate) struct RequestJob {
 }
 
 impl RequestJob {
+    /// Why the request ends before anything is evaluated.
+    fn ends_at_once(&self) -> Option<FinishReason> {
+        let is_complete = self.n_chosen == 0 && self.text.as_ref().is_some_and(ConstrainedText::is_complete);
+        match () {
+            () if self.request.max_tokens == 0 => Some(FinishReason::MaxTokens),
+            () => is_complete.then_some(FinishReason::Complete),
+        }
+    }
+
     /// Delivers the progress of a prompt and returns the consumer's demand.
     fn evaluated(&mut self, n_done: usize, took: Duration) -> Demand {
         self.prefill += took;
@@ -424,6 +446,45 @@ impl RequestJob {
         };
         let event = TokenEvent::Token { token: chosen.token, logprob: chosen.logprob, top, took };
         (self.channel.push(Ok(event)), finish)
+    }
+
+    /// Has the text follow the token that was just chosen: appends and delivers the tokens that the grammar forces after
+    /// it, and prepares the next choice. Returns what changes for the request. A complete text ends it, also at its last
+    /// token.
+    fn follow(
+        &mut self,
+        active: &mut ActiveRequest,
+        finish: Option<FinishReason>,
+        n_vocab: usize,
+    ) -> Result<Option<(Demand, Option<FinishReason>)>, EngineError> {
+        let (Some(text), Some(&chosen)) = (&mut self.text, active.tokens.last()) else { return Ok(None) };
+        if finish == Some(FinishReason::EndToken) {
+            return Ok(None);
+        }
+        text.accept(chosen)?;
+        let n_left = match finish {
+            Some(_) => 0,
+            // Each of them needs a position.
+            None => (self.request.max_tokens - self.n_chosen)
+                .min(active.state.context.saturating_sub(active.tokens.len())),
+        };
+        let forced = text.force(n_left, &self.request.end)?;
+        let is_open =
+            text.prepare(&mut self.row, &self.request.end, active.tokens.len() + forced.len(), n_vocab)?;
+        let (mut demand, mut finish) = (None, finish);
+        for token in forced {
+            active.tokens.push(token);
+            self.n_chosen += 1;
+            let event = TokenEvent::Token { token, logprob: 0.0, top: Vec::new(), took: Duration::ZERO };
+            demand = Some(self.channel.push(Ok(event)));
+        }
+        if finish.is_none() && self.n_chosen >= self.request.max_tokens {
+            finish = Some(FinishReason::MaxTokens);
+        }
+        if !is_open {
+            finish = Some(FinishReason::Complete);
+        }
+        Ok(Some((demand.unwrap_or_else(|| self.channel.demand()), finish)))
     }
 
     /// Returns the sequence to its owner, and the channel for the last event.

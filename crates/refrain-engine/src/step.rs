@@ -73,11 +73,11 @@ pub(crate) fn bucket(buckets: &[usize], n_tokens: usize) -> usize {
     buckets.iter().copied().find(|&b| b >= n_tokens).unwrap_or(n_tokens)
 }
 
-pub(crate) fn sample_head(n_history: usize, n_top: usize) -> Head {
+pub(crate) fn sample_head(n_history: usize, n_top: usize, masked: bool) -> Head {
     // One list of top tokens serves all rows that need one.
     let n_top = if n_top > 0 { MAX_TOP } else { 0 };
     let n_history = history_capacity(n_history);
-    Head::Sample(SampleHead { n_history, n_bias: MAX_BIAS, masked: false, n_top })
+    Head::Sample(SampleHead { n_history, n_bias: MAX_BIAS, masked, n_top })
 }
 
 /// Capacity of a history of `n_tokens` tokens, rounded up to a few sizes so that few plans are needed.
@@ -110,7 +110,8 @@ pub(crate) fn spec(requests: &[StepRequest<'_>], buckets: &[usize], row_buckets:
     let choosing = |of: fn(&SamplingRow) -> usize| {
         requests.iter().flat_map(StepRequest::sampled).map(of).max().unwrap_or(0)
     };
-    let head = sample_head(choosing(|row| row.history.len()), choosing(|row| row.n_top));
+    let is_masked = choosing(|row| row.mask.len()) > 0;
+    let head = sample_head(choosing(|row| row.history.len()), choosing(|row| row.n_top), is_masked);
     let kind = step_kind(requests);
     let shape = match requests {
         _ if kind == StepKind::Verify => {
@@ -149,7 +150,7 @@ pub(crate) fn spec(requests: &[StepRequest<'_>], buckets: &[usize], row_buckets:
 /// Specification of a decode step with `n_rows` sequences and a history of `n_history` tokens each.
 pub(crate) fn decode_spec(n_rows: usize, n_history: usize) -> StepSpec {
     let shape = StepShape { kind: StepKind::Decode, n_tokens: n_rows, n_seqs: n_rows, n_choices: n_rows };
-    StepSpec { shape, head: sample_head(n_history, 0), act: DType::F32 }
+    StepSpec { shape, head: sample_head(n_history, 0, false), act: DType::F32 }
 }
 
 /// Row of the step's choices for the first choice of each request that chooses, in order. If every row of the step
@@ -251,6 +252,11 @@ fn fill_sampling(
     filler.padded_row(sampling.history, at, &row.history)?;
     filler.row(sampling.bias_ids, at, &row.bias_ids)?;
     filler.row(sampling.bias, at, &row.bias)?;
+    match sampling.mask {
+        // A row without a mask in a step with masks: -1 sets every bit.
+        Some(mask) => filler.padded_row(mask, at, bytemuck::cast_slice(&row.mask))?,
+        None => filler,
+    };
     Ok(())
 }
 

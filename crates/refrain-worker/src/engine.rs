@@ -275,7 +275,9 @@ impl TokenSource for ServiceSource {
             Some(Ok(match event {
                 TokenEvent::Prompt { n_done, n_tokens } => TokenUpdate::Prompt { n_done, n_tokens },
                 TokenEvent::Token { token, logprob, top, .. } => TokenUpdate::Token { token, logprob, top },
-                TokenEvent::End(FinishReason::EndToken) => TokenUpdate::End(FinishedBy::EndToken),
+                TokenEvent::End(FinishReason::EndToken | FinishReason::Complete) => {
+                    TokenUpdate::End(FinishedBy::EndToken)
+                }
                 TokenEvent::End(FinishReason::MaxTokens) => TokenUpdate::End(FinishedBy::MaxTokens),
                 TokenEvent::End(FinishReason::ContextFull) => TokenUpdate::End(FinishedBy::ContextFull),
                 TokenEvent::End(FinishReason::Cancelled) => TokenUpdate::End(FinishedBy::Cancelled),

@@ -7,6 +7,7 @@ use refrain_engine::{EngineError, SamplingError};
 use refrain_formats::FormatError;
 use refrain_formats::chat::ChatError;
 use refrain_formats::tokenizer::TokenizerError;
+use refrain_grammar::GrammarError;
 use refrain_models::ModelError;
 use refrain_quant::QuantError;
 use refrain_tensor::DType;
@@ -60,6 +61,9 @@ pub enum Error {
         /// Bytes of the table.
         table_bytes: u64,
     },
+    /// A grammar cannot be used.
+    #[error(transparent)]
+    Grammar(#[from] GrammarError),
     /// A sampling parameter is out of range.
     #[error(transparent)]
     Sampling(#[from] SamplingError),
@@ -292,6 +296,7 @@ impl Error {
             Error::TableOnDevice { .. } => {
                 Some("keep the table in pinned memory, or leave it in the mapped file on the host".into())
             }
+            Error::Grammar(e) => e.hint(),
             Error::Sampling(e) => Some(e.hint()),
             Error::Encoder { .. } => Some("embed texts with it, or generate with another model".into()),
             Error::NoPooling { .. } => Some(

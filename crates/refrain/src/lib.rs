@@ -85,8 +85,8 @@ pub use refrain_driver::Method;
 pub use refrain_driver::sim::{FaultScript, FaultScriptError};
 pub use refrain_driver::trial;
 pub use refrain_engine::{
-    BlockCounts, Comparison, EngineError, EngineLoad, FinishReason, Ledger, MAX_DRAFT, MAX_TOP, MIN_WINDOW,
-    Pace, Perplexity, PromptCounts, Request, SamplingError, SamplingParams, SpeculationPause,
+    BlockCounts, Comparison, Constraint, EngineError, EngineLoad, FinishReason, Ledger, MAX_DRAFT, MAX_TOP,
+    MIN_WINDOW, Pace, Perplexity, PromptCounts, Request, SamplingError, SamplingParams, SpeculationPause,
     SpeculationTally, StepKind, StopFilter, StopOutcome, Stopped, Tally, TokenEvent, TokenStream,
 };
 pub use refrain_formats::chat::{
@@ -95,6 +95,7 @@ pub use refrain_formats::chat::{
 pub use refrain_formats::params::{EmbeddingDefaults, GenerationDefaults, ModelConfig, Pooling};
 pub use refrain_formats::tokenizer::{DecodeStream, Tokenizer, TokenizerSummary};
 pub use refrain_formats::{FormatError, ModelFiles, TensorInfo};
+pub use refrain_grammar::{Grammar, GrammarError, GrammarSource, Vocabulary};
 pub use refrain_graph as graph;
 #[cfg(feature = "pull")]
 pub use refrain_hub as hub;
