@@ -129,6 +129,8 @@ pub enum SpeculationPause {
         drafted: u64,
         /// Those that were accepted.
         accepted: u64,
+        /// Cost of a step with one guess, in decode steps; a guess must be right with the probability above 1.
+        cost: f32,
     },
     /// A verify step failed; the same tokens were then decoded without guesses.
     StepFailed {
@@ -145,8 +147,15 @@ pub enum SpeculationPause {
 impl fmt::Display for SpeculationPause {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            SpeculationPause::DoesNotPay { drafted, accepted } => {
-                write!(f, "it does not pay: {accepted} of {drafted} guesses were accepted")
+            SpeculationPause::DoesNotPay { cost, .. } if *cost >= 2.0 => {
+                write!(f, "it cannot pay: a step with one guess costs as much as {cost:.1} decode steps")
+            }
+            SpeculationPause::DoesNotPay { drafted, accepted, cost } => {
+                let needed = 100.0 * (cost - 1.0);
+                write!(
+                    f,
+                    "it does not pay: {accepted} of {drafted} guesses were accepted, {needed:.0} % are needed"
+                )
             }
             SpeculationPause::StepFailed { what } => write!(f, "a verify step failed: {what}"),
             SpeculationPause::DraftFailed { what } => write!(f, "the draft model failed: {what}"),
@@ -239,9 +248,9 @@ impl Speculator {
         self.n_plain = self.next_pause;
         self.next_pause = (2 * self.next_pause).min(PAUSES[1]);
         // Afterwards a single failure pauses again.
-        let least = self.cost.of(1, n_seqs) - 1.0;
-        (self.hits, self.trials) = ((least + 0.15).min(0.95), 1.0);
-        SpeculationPause::DoesNotPay { drafted: self.drafted, accepted: self.accepted }
+        let cost = self.cost.of(1, n_seqs);
+        (self.hits, self.trials) = ((cost - 1.0 + 0.15).min(0.95), 1.0);
+        SpeculationPause::DoesNotPay { drafted: self.drafted, accepted: self.accepted, cost }
     }
 
     /// Pauses after an error.

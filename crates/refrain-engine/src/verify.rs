@@ -134,6 +134,10 @@ impl Server {
                 }
             };
             let vocab = self.core.model().config().n_vocab;
+            if guesses.is_empty() && speculator.rules.forced_acceptance.is_some() {
+                // Random weights repeat nothing; a measurement still needs guesses.
+                guesses = active.tokens.iter().copied().cycle().take(n).collect();
+            }
             guesses.truncate(n);
             let n_known = guesses.iter().take_while(|&&token| (token as usize) < vocab).count();
             guesses.truncate(n_known);
@@ -192,6 +196,7 @@ impl Server {
                 forced.map(|probability| is_kept_by_force(seed, start + idx, probability))
             });
             let n_accepted = emitted.len().saturating_sub(1);
+            self.scheduler.charge(row.id, guesses.len());
             if let Some(speculator) = &mut job.speculator {
                 speculator.observe(guesses.len(), n_accepted);
             }
