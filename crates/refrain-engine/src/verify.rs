@@ -89,8 +89,9 @@ impl Server {
         if let Some(guesses) = speculator.guesses(n_tokens) {
             return Some(Wanted::Known(guesses.len()));
         }
-        // Steps in flight evaluate its next token already.
-        if self.core.has_in_flight(&active.state, *active.tokens.last()?) {
+        // A lookup is cheap: guesses after a token whose step is in flight only say that no more are to be launched.
+        let is_model = matches!(speculator.rules.source, DraftSource::Model);
+        if is_model && self.core.has_in_flight(&active.state, *active.tokens.last()?) {
             return None;
         }
         // The last choice needs no guess, and every guess needs a position.
