@@ -41,7 +41,7 @@ Examples:
   refrain bench ./model.gguf -p 128 -n 64 -r 3 --json
   refrain bench smollm2 -p 0 --depth 16,512,2048       the cost of a longer context
   refrain bench --shape smollm2-135m -p 0 --seqs 1,8,32   several sequences at once
-  refrain bench smollm2 --speculate ngram --depth 256     guesses, and plain decoding for comparison
+  refrain bench smollm2 --speculate ngram                 guesses, and plain decoding for comparison
   refrain bench --shape llama-3.1-8b --quant BF16 --draft-shape llama-3.2-1b --draft-acceptance 0.7 -p 0
   refrain bench smollm2 --load --rate 80% --html load.html   requests that arrive at random times
   refrain bench --load --url http://127.0.0.1:8080 --clients 32
@@ -145,6 +145,10 @@ pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {
         }
         _ => {}
     });
+    if (args.train.is_some() || args.load.load) && (args.speculate.is_on() || args.draft_shape.is_some()) {
+        let message = "guesses are measured with one sequence and with --seqs, not with --train or --load";
+        return Err(Hinted::new(message, "remove --speculate, --draft and --draft-shape").into());
+    }
     if let Some(name) = &args.train {
         let shape = *find_shape(name)?;
         return measure_training(args, shape, on_load, &spinner, context);
@@ -220,7 +224,11 @@ impl Args {
                 }
                 let draft = DraftWeights::random(find_shape(name)?, find_mix(&self.draft_quant)?)?;
                 let max_draft = self.speculate.draft_tokens;
-                SpeculationOptions { source: GuessSource::Model(draft), max_draft, forced_acceptance: None }
+                SpeculationOptions {
+                    source: GuessSource::Model(draft),
+                    max_draft,
+                    ..SpeculationOptions::default()
+                }
             }
             None => {
                 self.speculate.check(self.device.verify.is_some())?;

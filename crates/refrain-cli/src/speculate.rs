@@ -40,9 +40,14 @@ pub(crate) fn parse_draft_tokens(text: &str) -> Result<usize, String> {
 }
 
 impl SpeculateOpts {
+    /// Whether anything is guessed.
+    pub(crate) fn is_on(&self) -> bool {
+        self.speculate == SpeculateArg::Ngram || self.draft.is_some()
+    }
+
     /// Refuses flags that contradict each other, before any model is opened.
     pub(crate) fn check(&self, compares: bool) -> anyhow::Result<()> {
-        let is_on = self.speculate == SpeculateArg::Ngram || self.draft.is_some();
+        let is_on = self.is_on();
         if self.speculate == SpeculateArg::Ngram && self.draft.is_some() {
             let hint = "remove --speculate ngram or --draft";
             return Err(
@@ -72,7 +77,7 @@ impl SpeculateOpts {
             (None, SpeculateArg::Ngram) => GuessSource::Ngram,
             (None, SpeculateArg::Off) => GuessSource::None,
         };
-        Ok(SpeculationOptions { source, max_draft: self.draft_tokens, forced_acceptance: None })
+        Ok(SpeculationOptions { source, max_draft: self.draft_tokens, ..SpeculationOptions::default() })
     }
 }
 

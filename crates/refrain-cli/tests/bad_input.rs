@@ -64,6 +64,30 @@ fn steps_ahead_outside_the_range_are_refused() {
 }
 
 #[test]
+fn guesses_that_cannot_work_are_refused_with_a_hint() {
+    let cli = Cli::new();
+    for n in ["0", "16", "100"] {
+        let said = cli.run(&["run", "A cat", "--speculate", "ngram", "--draft-tokens", n]).misused();
+        assert!(said.contains("from 1 to 15"), "{said}");
+    }
+    let said = cli.run(&["run", "A cat", "--draft-tokens", "4"]).refused();
+    assert!(said.contains("--speculate ngram or --draft"), "{said}");
+    let said = cli.run(&["run", "A cat", "--speculate", "ngram", "--draft", "stories"]).refused();
+    assert!(said.contains("not from both"), "{said}");
+    let verified = ["run", "A cat", "--speculate", "ngram", "--device", "sim", "--verify", "every:2"];
+    assert!(cli.run(&verified).refused().contains("remove --verify"));
+    let said = cli.run(&["run", "-m", "stories", "-p", "A cat", "--draft", "storeis"]).refused();
+    assert!(said.contains("did you mean `stories`?"), "{said}");
+    let said = cli.run(&["bench", "stories", "--draft-acceptance", "0.5"]).refused();
+    assert!(said.contains("nothing guesses"), "{said}");
+    let said = cli.run(&["bench", "stories", "--speculate", "ngram", "--draft-acceptance", "2"]).misused();
+    assert!(said.contains("from 0 to 1"), "{said}");
+    let ok =
+        cli.run(&["run", "A cat", "-n", "12", "--draft", "stories", "--draft-tokens", "3", "--json"]).ok();
+    assert!(ok.contains("\"acceptance\""), "{ok}");
+}
+
+#[test]
 fn zero_threads_are_refused() {
     let said = Cli::new().run(&["run", "A cat", "--threads", "0"]).misused();
     assert!(said.contains("at least 1 thread"), "{said}");

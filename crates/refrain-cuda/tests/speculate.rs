@@ -174,27 +174,86 @@ fn reproducible_bits_do_not_depend_on_guesses(device: impl Fn() -> Device, cases
     }
 }
 
+/// One request at a time with right and wrong guesses, after a fault was injected.
+fn guessed_after(engine: &Engine, want: &[Vec<Token>]) {
+    for (request, want) in requests(20).into_iter().zip(want) {
+        let text = request.prompt.iter().copied().chain(ids(want)).collect();
+        let source = DraftSource::Custom(Arc::new(Oracle { text, n_right: 2 }));
+        let mut request = request;
+        request.speculation =
+            Some(Speculation { max_draft: 3, is_adaptive: false, ..Speculation::from(source) });
+        assert_eq!(ids(&collect(engine.submit(request).unwrap())), ids(want));
+    }
+}
+
 mod on_the_simulated_device {
     use super::*;
+    use refrain_driver::sim::FaultScript;
+    use refrain_engine::{EngineError, SpeculationPause, Stopped};
+
+    #[test]
+    fn a_recording_that_fails_runs_verify_steps_eagerly_with_the_reason() {
+        let want = plain(&sim("").1, "llama", options(GraphMode::Auto, Method::Stream), 20);
+        let (sim, device) = sim("");
+        let engine = engine(&device, "llama", options(GraphMode::Auto, Method::Stream));
+        // The prompt's and the decode step's graphs are recorded before the first verify step.
+        let mut request = requests(20).swap_remove(0);
+        (request.max_tokens, request.min_tokens) = (3, 0);
+        collect(engine.submit(request).unwrap());
+        sim.inject(FaultScript::parse("on 1st instantiate: out of memory").unwrap());
+        guessed_after(&engine, &want);
+        assert_eq!(sim.unused_faults(), [""; 0]);
+        let ledger = engine.ledger().unwrap();
+        let verify = ledger.tally(StepKind::Verify);
+        assert!(verify.eager > 0 && verify.replayed > 0 && verify.failed == 0, "{verify}");
+        assert!(verify.to_string().contains("instantiating the graph failed"), "{verify}");
+    }
+
+    #[test]
+    fn a_verify_step_that_fails_is_decoded_without_guesses() {
+        let of = || options(GraphMode::Require, Method::Stream);
+        let want = plain(&sim("").1, "llama", of(), 20);
+        let (sim, device) = sim("");
+        let engine = engine(&device, "llama", of());
+        guessed_after(&engine, &want);
+        // Graphs are required, so the step that cannot be replayed fails.
+        sim.inject(FaultScript::parse("on 4th replay: fail LAUNCH_OUT_OF_RESOURCES").unwrap());
+        guessed_after(&engine, &want);
+        assert_eq!(sim.unused_faults(), [""; 0]);
+        let ledger = engine.ledger().unwrap();
+        // The next one may come while the graph backs off.
+        let verify = ledger.tally(StepKind::Verify);
+        assert!((1..=2).contains(&verify.failed) && verify.replayed > 20, "{verify}");
+        let pause = ledger.speculation().last_pause.clone();
+        assert!(matches!(pause, Some(SpeculationPause::StepFailed { .. })), "{pause:?}");
+    }
+
+    #[test]
+    fn a_lost_device_ends_requests_that_guess() {
+        let (sim, device) = sim("");
+        let engine = engine(&device, "llama", options(GraphMode::Auto, Method::Stream));
+        let want = plain(&super::rig::sim("").1, "llama", options(GraphMode::Auto, Method::Stream), 20);
+        guessed_after(&engine, &want);
+        sim.inject(FaultScript::parse("on 3rd replay: illegal address").unwrap());
+        let mut request = requests(20).swap_remove(0);
+        let text = request.prompt.iter().copied().chain(ids(&want[0])).collect();
+        let source = DraftSource::Custom(Arc::new(Oracle { text, n_right: 2 }));
+        request.speculation = Some(Speculation::from(source));
+        let last = engine.submit(request).unwrap().last().unwrap();
+        let error = last.unwrap_err();
+        assert!(matches!(error.stops(), Some(Stopped::DeviceLost { code: 700, .. })), "{error}");
+        assert!(matches!(engine.load(), Err(EngineError::Stopped(_))));
+    }
 
     #[test]
     fn replayed_equals_eager() {
-        let cases = [
-            "llama",
-            "gemma3",
-            "qwen3",
-            "gemma4-e2b",
-            "gemma4-experts",
-            "qwen3moe",
-            "mistral-window",
-            "gpt-oss",
-        ];
-        replayed_equals_eager_and_no_text_changes(|| sim("").1, &cases, 24);
+        let cases = ["llama", "gemma3", "gemma4-e2b", "gpt-oss"];
+        replayed_equals_eager_and_no_text_changes(|| sim("").1, &cases, 16);
     }
 
     #[test]
     fn reproducible_bits() {
-        reproducible_bits_do_not_depend_on_guesses(|| sim("").1, &["llama", "gemma3"], 24);
+        reproducible_bits_do_not_depend_on_guesses(|| sim("").1, &["llama", "gemma3"], 16);
     }
 }
 

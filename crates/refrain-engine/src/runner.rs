@@ -560,7 +560,7 @@ where
         let is_padded = !self.backend.row_buckets().is_empty();
         // Weights are read once for all rows. A device has arithmetic to spare; on a CPU every row costs some.
         let (bytes_per_second, latency, row) =
-            if is_padded { (4e12, 100e-6, 0.01) } else { (20e9, 0.0, 0.35) };
+            if is_padded { (4e12, 100e-6, 0.01) } else { (20e9, 0.0, 0.3) };
         let decode = bytes / bytes_per_second + latency;
         let fixed = if is_padded { HOST_SECONDS / decode } else { 0.0 };
         let guess = draft_bytes.map_or(0.0, |bytes| (bytes as f32 / bytes_per_second + latency) / decode);

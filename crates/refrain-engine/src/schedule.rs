@@ -225,6 +225,14 @@ impl Scheduler {
         }
     }
 
+    /// Counts rows that a step evaluated for a request in addition to those of the plan.
+    pub(crate) fn charge(&mut self, id: RequestId, n_tokens: usize) {
+        let user = self.find(id).map(|active| active.user);
+        if let Some(served) = user.and_then(|user| self.served.get_mut(&user)) {
+            *served += n_tokens as u64;
+        }
+    }
+
     /// Records that the next tokens of a request were evaluated, and the token chosen after them.
     pub(crate) fn advance(&mut self, id: RequestId, n_tokens: usize, chosen: Option<u32>) {
         let Some(active) = self.get(id) else { return };

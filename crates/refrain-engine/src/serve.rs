@@ -220,9 +220,8 @@ impl Server {
             .filter_map(|(active, (id, job))| {
                 debug_assert_eq!(active.id, *id);
                 let n_tokens = job.request.max_tokens - job.n_chosen;
-                // It guesses again after these tokens.
-                let n_plain = job.speculator.as_ref().map_or(usize::MAX, |s| s.n_plain().max(1));
-                let n_tokens = n_tokens.min(n_plain);
+                let n_ahead = job.speculator.as_ref().map_or(usize::MAX, |speculator| speculator.n_ahead());
+                let n_tokens = n_tokens.min(n_ahead);
                 let ahead = Lookahead { n_tokens, end: &job.request.end };
                 let token = *active.tokens.last()?;
                 Some(DecodeRow { sequence: &mut active.state, token, row: &mut job.row, ahead })

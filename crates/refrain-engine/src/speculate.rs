@@ -75,12 +75,16 @@ const MIN_MATCH: usize = 2;
 /// Longer repetitions are not preferred to others of this length.
 const MAX_MATCH: usize = 16;
 
+/// Tokens that a lookup searches, from the end: about 10 us.
+const SEARCHED: usize = 1 << 15;
+
 /// Returns up to `n` tokens that followed the longest earlier occurrence of the last tokens; the latest one if several
 /// are equally long. A repetition that reaches the end is continued periodically.
 pub fn ngram_draft(tokens: &[u32], n: usize) -> Vec<u32> {
     let Some((last, before)) = tokens.split_last() else { return Vec::new() };
     let (mut longest, mut follows) = (MIN_MATCH - 1, None);
-    for end in (0..before.len()).rev().filter(|&end| before[end] == *last) {
+    let first = before.len().saturating_sub(SEARCHED);
+    for end in (first..before.len()).rev().filter(|&end| before[end] == *last) {
         let preceding = before[..end].iter().rev().zip(before.iter().rev());
         let length = 1 + preceding.take(MAX_MATCH - 1).take_while(|(a, b)| a == b).count();
         if length > longest {
@@ -129,6 +133,8 @@ pub enum SpeculationPause {
         drafted: u64,
         /// Those that were accepted.
         accepted: u64,
+        /// Cost of a step with one guess, in decode steps; a guess must be right with the probability above 1.
+        cost: f32,
     },
     /// A verify step failed; the same tokens were then decoded without guesses.
     StepFailed {
@@ -145,8 +151,15 @@ pub enum SpeculationPause {
 impl fmt::Display for SpeculationPause {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            SpeculationPause::DoesNotPay { drafted, accepted } => {
-                write!(f, "it does not pay: {accepted} of {drafted} guesses were accepted")
+            SpeculationPause::DoesNotPay { cost, .. } if *cost >= 2.0 => {
+                write!(f, "it cannot pay: a step with one guess costs as much as {cost:.1} decode steps")
+            }
+            SpeculationPause::DoesNotPay { drafted, accepted, cost } => {
+                let needed = 100.0 * (cost - 1.0);
+                write!(
+                    f,
+                    "it does not pay: {accepted} of {drafted} guesses were accepted, {needed:.0} % are needed"
+                )
             }
             SpeculationPause::StepFailed { what } => write!(f, "a verify step failed: {what}"),
             SpeculationPause::DraftFailed { what } => write!(f, "the draft model failed: {what}"),
@@ -154,8 +167,8 @@ impl fmt::Display for SpeculationPause {
     }
 }
 
-/// Tokens decoded without guesses after a lookup that found nothing.
-const AFTER_NO_MATCH: usize = 4;
+/// Tokens decoded before a draft model that could not guess is asked again.
+const AFTER_NO_GUESS: usize = 32;
 /// Tokens of the first pause, and of the longest.
 const PAUSES: [usize; 2] = [16, 512];
 /// Tested guesses that the estimate of acceptance remembers.
@@ -201,6 +214,16 @@ impl Speculator {
         self.n_plain
     }
 
+    /// Tokens that may be launched ahead without guesses. A lookup goes on while steps are in flight; a draft model
+    /// waits for them.
+    pub(crate) fn n_ahead(&self) -> usize {
+        match self.rules.source {
+            DraftSource::Model => self.n_plain.max(1),
+            DraftSource::Ngram | DraftSource::Custom(_) if self.n_plain > 0 => self.n_plain,
+            DraftSource::Ngram | DraftSource::Custom(_) => usize::MAX,
+        }
+    }
+
     /// Records a token that was chosen without guesses.
     pub(crate) fn decoded(&mut self) {
         self.n_plain = self.n_plain.saturating_sub(1);
@@ -212,8 +235,8 @@ impl Speculator {
     }
 
     pub(crate) fn set_guesses(&mut self, n_tokens: usize, guesses: Vec<u32>) {
-        if guesses.is_empty() {
-            self.n_plain = AFTER_NO_MATCH;
+        if guesses.is_empty() && matches!(self.rules.source, DraftSource::Model) {
+            self.n_plain = AFTER_NO_GUESS;
         }
         (self.guesses, self.guessed_at) = (guesses, n_tokens);
     }
@@ -239,9 +262,9 @@ impl Speculator {
         self.n_plain = self.next_pause;
         self.next_pause = (2 * self.next_pause).min(PAUSES[1]);
         // Afterwards a single failure pauses again.
-        let least = self.cost.of(1, n_seqs) - 1.0;
-        (self.hits, self.trials) = ((least + 0.15).min(0.95), 1.0);
-        SpeculationPause::DoesNotPay { drafted: self.drafted, accepted: self.accepted }
+        let cost = self.cost.of(1, n_seqs);
+        (self.hits, self.trials) = ((cost - 1.0 + 0.15).min(0.95), 1.0);
+        SpeculationPause::DoesNotPay { drafted: self.drafted, accepted: self.accepted, cost }
     }
 
     /// Pauses after an error.

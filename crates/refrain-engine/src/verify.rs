@@ -89,8 +89,9 @@ impl Server {
         if let Some(guesses) = speculator.guesses(n_tokens) {
             return Some(Wanted::Known(guesses.len()));
         }
-        // Steps in flight evaluate its next token already.
-        if self.core.has_in_flight(&active.state, *active.tokens.last()?) {
+        // A lookup is cheap: guesses after a token whose step is in flight only say that no more are to be launched.
+        let is_model = matches!(speculator.rules.source, DraftSource::Model);
+        if is_model && self.core.has_in_flight(&active.state, *active.tokens.last()?) {
             return None;
         }
         // The last choice needs no guess, and every guess needs a position.
@@ -134,6 +135,10 @@ impl Server {
                 }
             };
             let vocab = self.core.model().config().n_vocab;
+            if guesses.is_empty() && speculator.rules.forced_acceptance.is_some() {
+                // Random weights repeat nothing; a measurement still needs guesses.
+                guesses = active.tokens.iter().copied().cycle().take(n).collect();
+            }
             guesses.truncate(n);
             let n_known = guesses.iter().take_while(|&&token| (token as usize) < vocab).count();
             guesses.truncate(n_known);
@@ -192,6 +197,7 @@ impl Server {
                 forced.map(|probability| is_kept_by_force(seed, start + idx, probability))
             });
             let n_accepted = emitted.len().saturating_sub(1);
+            self.scheduler.charge(row.id, guesses.len());
             if let Some(speculator) = &mut job.speculator {
                 speculator.observe(guesses.len(), n_accepted);
             }

@@ -288,6 +288,22 @@ fn repetitions_are_found_in_the_prompt() {
 }
 
 #[test]
+fn steps_are_launched_ahead_until_a_repetition_begins_and_none_is_wasted() {
+    let (engine, script) = engine(600, 16);
+    script.allow(4);
+    // The text counts from 100 to 127 and on from 0: it repeats itself after 128 tokens.
+    let mut asked = request(vec![100, 101, 102], 220);
+    asked.speculation = Some(Speculation::from(DraftSource::Ngram));
+    let want: Vec<u32> = (103..323).map(|token| token % VOCAB as u32).collect();
+    assert_eq!(collect(engine.submit(asked).unwrap()).0, want);
+    let ledger = engine.ledger().unwrap();
+    let (decode, guesses) = (ledger.tally(StepKind::Decode), ledger.speculation());
+    assert_eq!(decode.discarded, 0);
+    assert!((125..140).contains(&decode.tokens), "{decode}");
+    assert!(guesses.accepted > 70 && guesses.steps < 20 && guesses.pauses == 0, "{guesses}");
+}
+
+#[test]
 fn tokens_outside_the_vocabulary_are_never_guessed() {
     #[derive(Debug)]
     struct Wild;

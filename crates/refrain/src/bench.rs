@@ -5,7 +5,6 @@ use crate::error::Error;
 use crate::examine::read_bandwidth;
 use crate::model::{Model, one_line};
 use crate::session::{Device, SessionOptions};
-use crate::speculation::GuessSource;
 use refrain_cpu::CpuBackend;
 use refrain_cpu::pool::default_threads;
 use refrain_cuda::{Status, Timeline};
@@ -274,12 +273,7 @@ pub fn bench(
 
     let vocab = weights.config().n_vocab as u32;
     // The choice of tokens does not matter; these avoid the first ids, which are often special.
-    // N-grams are guessed in text that repeats.
-    let period = match options.session.speculation.source {
-        GuessSource::Ngram => REPEATED,
-        GuessSource::None | GuessSource::Model(_) => u32::MAX,
-    };
-    let tokens: Vec<u32> = (0..context as u32).map(|i| (1000 + (i % period) * 7919) % vocab).collect();
+    let tokens: Vec<u32> = (0..context as u32).map(|i| (1000 + i * 7919) % vocab).collect();
     let (prefill, decode) = measure(&engine, &sequence, options, depths, &tokens, &mut progress)?;
     let traffic = engine.plan(1)?.traffic();
     let decode = depths.iter().zip(decode).map(|(&depth, [speed, plain])| {
@@ -367,8 +361,6 @@ fn measure(
     Ok((prefill, decode))
 }
 
-/// Tokens after which the context of a measurement with n-gram guesses repeats.
-const REPEATED: u32 = 64;
 /// Depth at which batches are measured.
 const BATCH_DEPTH: usize = 16;
 

@@ -29,6 +29,8 @@ pub struct SpeculationOptions {
     /// Maximum number of guesses per step, 1 to [`MAX_DRAFT`]; that maximum when `None`. The acceptance seen decides how
     /// many are made, down to none where they cost more than they save.
     pub max_draft: Option<usize>,
+    /// Checks as many guesses as there are in every step, whatever they cost and however many are accepted.
+    pub is_fixed: bool,
     /// For measurements of models with random weights: keeps each guess with this probability, whatever the model says.
     /// The text is meaningless.
     pub forced_acceptance: Option<f32>,
@@ -72,7 +74,8 @@ impl SpeculationOptions {
             GuessSource::Model(_) => DraftSource::Model,
         };
         let (max_draft, forced_acceptance) = (self.max_draft(), self.forced_acceptance);
-        Some(Speculation { max_draft, forced_acceptance, ..Speculation::from(source) })
+        let is_adaptive = !self.is_fixed;
+        Some(Speculation { max_draft, is_adaptive, forced_acceptance, source })
     }
 
     /// Whether anything is guessed.
