@@ -12,6 +12,7 @@ use std::time::Duration;
 pub(crate) fn finish_word(finish: Option<&Finish>) -> &'static str {
     match finish {
         Some(Finish::EndOfTurn) => "end_of_turn",
+        Some(Finish::Complete) => "complete",
         Some(Finish::MaxTokens) => "max_tokens",
         Some(Finish::StopText) => "stop_text",
         Some(Finish::ContextFull) => "context_full",
@@ -52,6 +53,7 @@ pub(crate) fn print(session: &Session, reply: &ShownReply, load: Duration, seed:
     talk!("memory   {weights} of weights{resident}");
     let why = match summary.finish {
         Some(Finish::EndOfTurn) => "at the end of the turn",
+        Some(Finish::Complete) => "where the grammar is complete",
         Some(Finish::MaxTokens) => "at the limit of -n",
         Some(Finish::StopText) => "at a stop text",
         Some(Finish::ContextFull) => "with a full context",
