@@ -61,7 +61,7 @@ pub(crate) fn print(session: &Session, reply: &ShownReply, load: Duration, seed:
     talk!("memory   {weights} of weights{resident}");
     let why = match summary.finish {
         Some(Finish::EndOfTurn) => "at the end of the turn",
-        Some(Finish::Complete) => "when its grammar was complete",
+        Some(Finish::Complete) => "where the grammar is complete",
         Some(Finish::MaxTokens) => "at the limit of -n",
         Some(Finish::StopText) => "at a stop text",
         Some(Finish::ContextFull) => "with a full context",

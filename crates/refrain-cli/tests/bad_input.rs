@@ -429,3 +429,25 @@ fn a_placement_without_effect_is_reported() {
     let ended = cli.run(&["run", "stories", "Once", "-n", "2", "--device", "cpu"]);
     assert!(!ended.stderr.contains("--ple"), "{}", ended.stderr);
 }
+
+#[test]
+fn a_grammar_that_cannot_be_used_is_refused_with_its_place() {
+    let cli = Cli::new();
+    let run = |flags: &[&str]| cli.run(&[&["run", "stories", "A cat"], flags].concat());
+    let said = run(&["--json-schema", r#"{"properties": {"a": {"not": {}}}, "required": ["a"]}"#]).refused();
+    assert!(said.contains("cannot be used at #/properties/a") && said.contains("hint:"), "{said}");
+    let impossible = r#"{"type": "integer", "minimum": 5, "maximum": 3}"#;
+    assert!(
+        run(&["--json-schema", impossible]).refused().contains("no JSON value satisfies the schema at #")
+    );
+    assert!(run(&["--json-schema", "missing.json"]).refused().contains("cannot read missing.json"));
+    assert!(run(&["--grammar", "missing.lark"]).refused().contains("cannot read missing.lark"));
+    cli.file("empty.lark", "");
+    assert!(run(&["--grammar", "empty.lark"]).refused().contains("the grammar is empty"));
+    std::fs::write(cli.home.path().join("latin.lark"), b"start: \"\xe9\"").unwrap();
+    assert!(run(&["--grammar", "latin.lark"]).refused().contains("latin.lark is not UTF-8 text"));
+    cli.file("huge.json", &format!("{{\"description\": \"{}\"}}", "a".repeat(10 << 20)));
+    assert!(run(&["--json-schema", "huge.json"]).refused().contains("at most 1048576 are allowed"));
+    assert!(run(&["--regex", "("]).refused().contains("the regular expression cannot be used"));
+    run(&["--regex", "a", "--json-object"]).misused();
+}

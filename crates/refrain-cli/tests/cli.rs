@@ -924,3 +924,20 @@ fn the_doctor_reports_how_graphs_are_recorded() {
     let row = rows.iter().find(|row| row["name"] == "graph method").expect("a row");
     assert_eq!((&row["verdict"], &row["measured"]), (&"good".into(), &"stream capture".into()), "{row}");
 }
+
+#[test]
+fn a_reply_follows_its_grammar_and_says_if_it_was_cut() {
+    let cli = Cli::new();
+    let schema = r#"{"type": "object", "properties": {"n": {"type": "integer", "minimum": 10, "maximum": 99}}, "required": ["n"], "additionalProperties": false}"#;
+    let flags = ["--json-schema", schema, "--temp", "3", "--seed", "4"];
+    let reply = cli.run(&[&["run", "stories", "A cat", "--json"], &flags[..]].concat()).json();
+    let value: serde_json::Value = serde_json::from_str(reply["text"].as_str().unwrap()).unwrap();
+    assert!(value["n"].as_u64().is_some_and(|n| (10..100).contains(&n)), "{reply}");
+    assert_eq!(reply["finish"], "complete");
+    let cut = cli.run(&[&["run", "stories", "A cat", "-n", "2"], &flags[..]].concat());
+    assert_eq!(cut.code, Some(0));
+    assert!(cut.stderr.contains("cut before it was complete"), "{}", cut.stderr);
+    cli.file("sum.lark", "start: NUMBER (\"+\" NUMBER){2}\nNUMBER: /[1-9]/\n");
+    let sum = cli.run(&["run", "stories", "A cat", "--grammar", "sum.lark", "--temp", "0"]);
+    assert_eq!((sum.code, sum.stdout.trim().len()), (Some(0), 5), "{}", sum.stdout);
+}

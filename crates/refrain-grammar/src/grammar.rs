@@ -57,6 +57,9 @@ impl Vocabulary {
         let kind = source.kind();
         let start = match source {
             GrammarSource::JsonSchema(text) => self.compile_schema(schema::parse(text)?)?,
+            GrammarSource::JsonBetween { before, schema, after } => {
+                self.compile_between(before, schema::parse(schema)?, after)?
+            }
             GrammarSource::JsonObject => self.compile_schema(json!({ "type": "object" }))?,
             GrammarSource::Lark(text) => {
                 check_depth(kind, text)?;
@@ -93,6 +96,45 @@ impl Vocabulary {
                 None => GrammarError::Schema { location, reason },
             }
         })
+    }
+
+    fn compile_between(
+        &self,
+        before: &str,
+        mut schema: Value,
+        after: &str,
+    ) -> Result<llguidance::Matcher, GrammarError> {
+        // Errors of the schema have a location only there.
+        self.compile_schema(schema.clone())?;
+        if let Value::Object(keys) = &mut schema {
+            keys.insert(OPTIONS_KEY.into(), json!({ "whitespace_pattern": JSON_SPACE }));
+        }
+        let (before, after) = (self.literals(before), self.literals(after));
+        let rules = format!("start: {before} json {after}\njson: %json {schema}\n");
+        self.start(TopLevelGrammar::from_lark(rules)).map_err(|reason| refused("JSON schema", reason))
+    }
+
+    /// A fixed text in Lark syntax. Names of control tokens stand for the tokens.
+    fn literals(&self, text: &str) -> String {
+        let present: Vec<&(u32, String)> =
+            self.controls.iter().filter(|(_, name)| text.contains(name.as_str())).collect();
+        let (mut parts, mut rest) = (Vec::new(), text);
+        while !rest.is_empty() {
+            let found =
+                present.iter().filter_map(|(id, name)| Some((rest.find(name.as_str())?, name.len(), *id)));
+            // The first one, and the longest of those.
+            let next = found.min_by_key(|(at, len, _)| (*at, usize::MAX - len));
+            let (plain, after) = match next {
+                Some((at, len, _)) => (&rest[..at], &rest[at + len..]),
+                None => (rest, ""),
+            };
+            if !plain.is_empty() {
+                parts.push(Value::from(plain).to_string());
+            }
+            parts.extend(next.map(|(_, _, id)| format!("<[{id}]>")));
+            rest = after;
+        }
+        parts.join(" ")
     }
 
     fn start(&self, grammar: TopLevelGrammar) -> Result<llguidance::Matcher, String> {

@@ -17,13 +17,22 @@ pub enum GrammarSource {
     Lark(String),
     /// A regular expression for the whole text, in the syntax of the `regex` crate.
     Regex(String),
+    /// JSON that satisfies a schema, between fixed texts: a tool call.
+    JsonBetween {
+        /// Text before it. The name of a control token, such as `<tool_call>`, stands for the token.
+        before: String,
+        /// The schema, as JSON text.
+        schema: String,
+        /// Text after it.
+        after: String,
+    },
 }
 
 impl GrammarSource {
     /// Name of its kind, for messages.
     pub fn kind(&self) -> &'static str {
         match self {
-            GrammarSource::JsonSchema(_) => "JSON schema",
+            GrammarSource::JsonSchema(_) | GrammarSource::JsonBetween { .. } => "JSON schema",
             GrammarSource::JsonObject => "JSON object",
             GrammarSource::Lark(_) => "grammar",
             GrammarSource::Regex(_) => "regular expression",
@@ -35,6 +44,7 @@ impl GrammarSource {
             GrammarSource::JsonSchema(text) | GrammarSource::Lark(text) | GrammarSource::Regex(text) => {
                 Some(text)
             }
+            GrammarSource::JsonBetween { schema, .. } => Some(schema),
             GrammarSource::JsonObject => None,
         }
     }

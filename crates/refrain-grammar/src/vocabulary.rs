@@ -16,6 +16,8 @@ const MAX_LEXER_STATES: usize = 30_000;
 pub struct Vocabulary {
     pub(crate) factory: ParserFactory,
     pub(crate) n_tokens: usize,
+    /// Names of control tokens.
+    pub(crate) controls: Vec<(u32, String)>,
 }
 
 impl fmt::Debug for Vocabulary {
@@ -60,7 +62,12 @@ impl Vocabulary {
         let limits = factory.limits_mut();
         limits.verbose_errors = false;
         limits.max_lexer_states = MAX_LEXER_STATES;
-        Ok(Vocabulary { factory, n_tokens: words.len() })
+        let name = |word: &Vec<u8>| {
+            let name = word.strip_prefix(&[TokTrie::SPECIAL_TOKEN_MARKER])?;
+            String::from_utf8(name.to_vec()).ok().filter(|name| !name.is_empty())
+        };
+        let controls = (0..).zip(words).filter_map(|(id, word)| Some((id, name(word)?))).collect();
+        Ok(Vocabulary { factory, n_tokens: words.len(), controls })
     }
 
     /// Number of tokens.

@@ -3,11 +3,12 @@
 //! The traits separate a worker from what chooses its tokens. [`ModelShelf`] is the real shelf; [`fake`](crate::fake) has
 //! one without models, to measure and to test with.
 
+use crate::grammars::GrammarThread;
 use crate::protocol::LastWords;
 use crate::tokens::{FinishedBy, LoadStatus, Refusal, RefusalKind, StepCounts, TokenRequest, TokenUpdate};
 use refrain::{
-    Builtin, CudaError, EngineError, FinishReason, LoadListener, Model, Request, SamplingParams, Service,
-    ServiceOptions, StepKind, Stopped, TokenEvent, TokenStream,
+    Builtin, Constraint, CudaError, EngineError, FinishReason, LoadListener, Model, Request, SamplingParams,
+    Service, ServiceOptions, StepKind, Stopped, TokenEvent, TokenStream,
 };
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -150,10 +151,14 @@ impl Shelf for ModelShelf {
         let refused = |error| not_loaded(&self.specs[model_idx], &error);
         let (model, spec) = self.open(model_idx).map_err(refused)?;
         progress.advance(1);
-        let (mut options, progress) = (spec.options.clone(), progress.clone());
-        options.session.on_load = LoadListener::new(move |_| progress.advance(1));
+        let (mut options, loading) = (spec.options.clone(), progress.clone());
+        options.session.on_load = LoadListener::new(move |_| loading.advance(1));
         let service = Service::new(&model, &options).map_err(refused)?;
-        Ok(Arc::new(ServiceEngine { service }))
+        let grammars = GrammarThread::start(model.clone(), progress.clone()).map_err(|error| {
+            let message = format!("the thread for grammars cannot be started: {error}");
+            EngineFailure::Unusable(LastWords { lost_device: false, message, hint: None })
+        })?;
+        Ok(Arc::new(ServiceEngine { service, grammars }))
     }
 }
 
@@ -172,6 +177,7 @@ fn not_loaded(spec: &ModelSpec, error: &refrain::Error) -> EngineFailure {
 /// A service as an engine of a worker.
 struct ServiceEngine {
     service: Service,
+    grammars: GrammarThread,
 }
 
 impl TokenEngine for ServiceEngine {
@@ -180,20 +186,16 @@ impl TokenEngine for ServiceEngine {
         request: TokenRequest,
         n_delivered: usize,
     ) -> Result<Box<dyn TokenSource>, EngineFailure> {
-        if request.grammar.is_some() {
-            return Err(invalid(
-                "the engine cannot constrain a reply with a grammar yet".into(),
-                "send the request without a response format or grammar",
-            ));
-        }
-        match self.service.submit_tokens(continuation(request, n_delivered)) {
-            Ok(stream) => Ok(Box::new(ServiceSource { stream })),
-            // The earlier worker failed between the last token and the end.
-            Err(refrain::Error::Engine(EngineError::PromptTooLong { .. })) if n_delivered > 0 => {
-                Ok(Box::new(Ended(Some(FinishedBy::ContextFull))))
-            }
-            Err(error) => Err(failure(&error)),
-        }
+        let Some(grammar) = request.grammar.clone() else {
+            return open(&self.service, continuation(request, n_delivered), n_delivered);
+        };
+        let service = self.service.clone();
+        let submit = move |grammar| {
+            let mut request = continuation(request, n_delivered);
+            request.constraint = Some(Constraint { n_given: n_delivered, ..Constraint::new(grammar) });
+            open(&service, request, n_delivered)
+        };
+        Ok(self.grammars.submit(&grammar, Box::new(submit)))
     }
 
     fn backend(&self) -> &str {
@@ -229,6 +231,21 @@ impl TokenEngine for ServiceEngine {
             n_generated_tokens: 0,
             steps,
         })
+    }
+}
+
+fn open(
+    service: &Service,
+    request: Request,
+    n_delivered: usize,
+) -> Result<Box<dyn TokenSource>, EngineFailure> {
+    match service.submit_tokens(request) {
+        Ok(stream) => Ok(Box::new(ServiceSource { stream })),
+        // The earlier worker failed between the last token and the end.
+        Err(refrain::Error::Engine(EngineError::PromptTooLong { .. })) if n_delivered > 0 => {
+            Ok(Box::new(Ended(Some(FinishedBy::ContextFull))))
+        }
+        Err(error) => Err(failure(&error)),
     }
 }
 
@@ -275,9 +292,8 @@ impl TokenSource for ServiceSource {
             Some(Ok(match event {
                 TokenEvent::Prompt { n_done, n_tokens } => TokenUpdate::Prompt { n_done, n_tokens },
                 TokenEvent::Token { token, logprob, top, .. } => TokenUpdate::Token { token, logprob, top },
-                TokenEvent::End(FinishReason::EndToken | FinishReason::Complete) => {
-                    TokenUpdate::End(FinishedBy::EndToken)
-                }
+                TokenEvent::End(FinishReason::EndToken) => TokenUpdate::End(FinishedBy::EndToken),
+                TokenEvent::End(FinishReason::Complete) => TokenUpdate::End(FinishedBy::Complete),
                 TokenEvent::End(FinishReason::MaxTokens) => TokenUpdate::End(FinishedBy::MaxTokens),
                 TokenEvent::End(FinishReason::ContextFull) => TokenUpdate::End(FinishedBy::ContextFull),
                 TokenEvent::End(FinishReason::Cancelled) => TokenUpdate::End(FinishedBy::Cancelled),
@@ -301,7 +317,7 @@ pub(crate) fn invalid(message: String, hint: &str) -> EngineFailure {
 }
 
 /// Sorts an error of the library: one request is at fault, or the engine is.
-fn failure(error: &refrain::Error) -> EngineFailure {
+pub(crate) fn failure(error: &refrain::Error) -> EngineFailure {
     let (message, hint) = (chain(error), error.hint());
     let unusable = |lost_device| {
         EngineFailure::Unusable(LastWords { lost_device, message: message.clone(), hint: hint.clone() })
@@ -311,7 +327,10 @@ fn failure(error: &refrain::Error) -> EngineFailure {
     }
     let refrain::Error::Engine(error) = error else {
         return EngineFailure::Refused(Refusal {
-            kind: RefusalKind::Failed,
+            kind: match error {
+                refrain::Error::Grammar(_) => RefusalKind::Invalid,
+                _ => RefusalKind::Failed,
+            },
             message,
             hint,
             retry_after: None,
@@ -327,6 +346,8 @@ fn failure(error: &refrain::Error) -> EngineFailure {
         | EngineError::NeverFits { .. }
         | EngineError::TopLogprobs { .. }
         | EngineError::UnknownAdapter { .. }
+        | EngineError::Grammar(_)
+        | EngineError::NothingAllowed { .. }
         | EngineError::Sampling(_) => RefusalKind::Invalid,
         _ => RefusalKind::Failed,
     };

@@ -13,6 +13,7 @@ mod protocol; // how both travel over a socket
 mod pool; // the server's side: processes, their replacement, open requests
 mod worker; // the other side: reads requests, writes events
 mod engine; // what a worker chooses tokens with
+mod grammars; // grammars of requests, compiled on a thread
 pub mod fake; // an engine without a model
 mod error;
 
