@@ -289,12 +289,15 @@ impl DeviceOpts {
     }
 }
 
-/// Prints which parts of a model are not used, and where its per-layer embeddings are.
+/// Prints which parts of a model are not used, what quantised weights became, and where per-layer embeddings are.
 fn say_placement(session: &Session, requested: PleArg) {
     let left_out = &session.model().config().left_out;
     if !left_out.is_empty() {
         let parts = left_out.join(" and ");
         talk!("this runs the text part of {} only: {parts} cannot be read", session.model().name());
+    }
+    if let Some(line) = stats::quantized_line(session.model().files()) {
+        talk!("{line}");
     }
     match session.table_placement() {
         Some(TablePlacement::Pinned) => {

@@ -75,7 +75,8 @@ pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {
     let title =
         format!("{}, a step of {} on {}", planner.name(), counted(n_tokens, "token"), planner.backend());
     let kernels = planner.kernels(n_tokens)?;
-    let facts = facts(args, &planner, n_tokens, &kernels, bandwidth)?;
+    let mut facts = facts(args, &planner, n_tokens, &kernels, bandwidth)?;
+    facts.extend(stats::quantized_line(&files).map(|told| format!("weights  {told}")));
     let plan = &planner.plan(n_tokens)?;
     if let Some(path) = &args.dot {
         write(path, &plan.to_dot())?;

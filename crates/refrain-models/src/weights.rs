@@ -6,7 +6,7 @@ use crate::layers::BiasedNorm;
 use refrain_formats::params::ModelConfig;
 use refrain_formats::{FormatError, ModelFiles};
 use refrain_graph::{TensorType, Weight, WeightId};
-use refrain_tensor::{Bytes, DType, HostTensor, Shape};
+use refrain_tensor::{Bytes, DType, HostTensor, Shape, quant};
 
 /// Source of a model's tensors.
 pub trait TensorSource {
@@ -228,12 +228,36 @@ impl<'a> WeightTable<'a> {
         if self.source.name(&gguf, &whole) == gguf {
             return self.global(&gguf, &whole, &dims);
         }
-        let [n_experts, n_out, n_in] = dims;
+        let (dtype, bytes) = match self.joined(&hf, dims, None) {
+            // Experts of a quantised folder: some have scales that do not fit in blocks.
+            Err(ModelError::ExpertType { got, first, .. }) if got.is_float() != first.is_float() => {
+                let float = if got.is_float() { got } else { first };
+                self.joined(&hf, dims, Some(float))?
+            }
+            joined => joined?,
+        };
+        let wrap = |source| ModelError::Tensor { name: whole.clone(), source };
+        let shape = Shape::new(&dims).map_err(wrap)?;
+        let tensor = HostTensor::new(dtype, shape, Bytes::new(bytes)).map_err(wrap)?;
+        Ok(self.push(&gguf, &whole, tensor))
+    }
+
+    /// The matrices of a folder's experts one after the other, as they are or as `float`.
+    fn joined(
+        &self,
+        hf: &dyn Fn(&str) -> String,
+        [n_experts, n_out, n_in]: [usize; 3],
+        float: Option<DType>,
+    ) -> Result<(DType, Vec<u8>), ModelError> {
         let mut bytes = Vec::new();
-        let mut dtype = None;
+        let mut dtype = float;
         for expert in 0..n_experts {
             let one = hf(&expert.to_string());
-            let tensor = self.find(&one, &one, &[n_out, n_in])?.ok_or_else(|| self.missing(&one, &one))?;
+            let mut tensor =
+                self.find(&one, &one, &[n_out, n_in])?.ok_or_else(|| self.missing(&one, &one))?;
+            if let Some(float) = float {
+                tensor = in_float(&one, &tensor, float)?;
+            }
             let first = *dtype.get_or_insert(tensor.dtype());
             if tensor.dtype() != first {
                 return Err(ModelError::ExpertType { name: one, got: tensor.dtype(), first });
@@ -242,10 +266,7 @@ impl<'a> WeightTable<'a> {
             // The source pages of what was copied need not stay in memory.
             tensor.bytes().release();
         }
-        let wrap = |source| ModelError::Tensor { name: whole.clone(), source };
-        let shape = Shape::new(&dims).map_err(wrap)?;
-        let tensor = HostTensor::new(dtype.unwrap_or(DType::F32), shape, Bytes::new(bytes)).map_err(wrap)?;
-        Ok(self.push(&gguf, &whole, tensor))
+        Ok((dtype.unwrap_or(DType::F32), bytes))
     }
 
     /// One projection of all experts of a layer, `[n_experts, n_out, n_in]` (gpt-oss).
@@ -602,6 +623,15 @@ pub(crate) fn rows_of(
 /// Names of a tensor in a layer, by the suffixes of its GGUF and Hugging Face names.
 fn plain_names(layer: usize, [gguf, hf]: [&str; 2]) -> (String, String) {
     (format!("blk.{layer}.{gguf}"), format!("model.layers.{layer}.{hf}"))
+}
+
+/// A tensor in a float type.
+fn in_float(name: &str, tensor: &HostTensor, dtype: DType) -> Result<HostTensor, ModelError> {
+    let wrap = |source| ModelError::Tensor { name: name.into(), source };
+    let values = tensor.to_f32().map_err(wrap)?;
+    let mut bytes = vec![0; values.len() * dtype.block_bytes()];
+    quant::quantize(dtype, &values, &mut bytes).map_err(wrap)?;
+    HostTensor::new(dtype, tensor.shape(), Bytes::new(bytes)).map_err(wrap)
 }
 
 /// A vector in F32, for adding to activations.

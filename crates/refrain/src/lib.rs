@@ -90,6 +90,7 @@ pub use refrain_engine::{
 pub use refrain_formats::chat::{
     ChatError, ChatTemplate, Message, Part, PartKind, RenderOptions, ThinkFilter, ThinkTags,
 };
+pub use refrain_formats::hf::QuantizedWeights;
 pub use refrain_formats::params::{EmbeddingDefaults, GenerationDefaults, ModelConfig, Pooling};
 pub use refrain_formats::tokenizer::{DecodeStream, Tokenizer, TokenizerSummary};
 pub use refrain_formats::{FormatError, ModelFiles, TensorInfo};

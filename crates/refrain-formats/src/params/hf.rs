@@ -243,6 +243,7 @@ impl ModelConfig {
     /// Reads the configuration of a folder.
     pub fn from_hf(folder: &HfFolder) -> Result<ModelConfig, FormatError> {
         let mut config = ModelConfig::from_hf_config(folder.config())?;
+        folder.check_quantization()?;
         if let Some(generation) = folder.generation_config() {
             let more = generation.optional::<Vec<u32>>("eos_token_id")?.unwrap_or_default();
             config.eos.extend(more);
