@@ -109,7 +109,7 @@ fn architecture(arch: Arch) -> (HfNames, Declare) {
         Arch::Cohere2 => (cohere2::NAMES, cohere2::declare),
         Arch::Gemma2 | Arch::Gemma3 => (gemma3::NAMES, gemma3::declare),
         Arch::Gemma4 => (gemma4::NAMES, gemma4::declare),
-        Arch::Qwen35 => (qwen35::NAMES, qwen35::declare),
+        Arch::Qwen35 | Arch::Qwen35Moe => (qwen35::NAMES, qwen35::declare),
         Arch::Lfm2 => (lfm2::NAMES, lfm2::declare),
         Arch::GptOss => (gpt_oss::NAMES, gpt_oss::declare),
         Arch::Bert => (bert::NAMES, bert::declare),

@@ -197,6 +197,37 @@ impl<'a> WeightTable<'a> {
         self.global(&format!("blk.{layer}.{gguf}"), &format!("model.layers.{layer}.{hf}"), dims)
     }
 
+    /// An optional tensor in a layer, by the suffixes of its two names.
+    pub(crate) fn optional_in_layer(
+        &mut self,
+        layer: usize,
+        names: [&str; 2],
+        dims: &[usize],
+    ) -> Result<Option<WeightId>, ModelError> {
+        let (gguf, hf) = plain_names(layer, names);
+        self.optional(&gguf, &hf, dims)
+    }
+
+    /// A tensor in a layer that has one of several shapes in files, as another shape of as many elements.
+    pub(crate) fn reshaped(
+        &mut self,
+        layer: usize,
+        names: [&str; 2],
+        shapes: &[&[usize]],
+        dims: &[usize],
+    ) -> Result<WeightId, ModelError> {
+        let (gguf, hf) = plain_names(layer, names);
+        let found = self.source.find(&gguf, &hf)?.ok_or_else(|| self.missing(&gguf, &hf))?;
+        let dims_there = found.shape();
+        let known = shapes.iter().find(|shape| dims_there.dims() == **shape);
+        let found = self.find(&gguf, &hf, known.unwrap_or(&shapes[0]))?;
+        let found = found.ok_or_else(|| self.missing(&gguf, &hf))?;
+        let wrap = |source| ModelError::Tensor { name: self.source.name(&gguf, &hf).into(), source };
+        let shape = Shape::new(dims).map_err(wrap)?;
+        let tensor = HostTensor::new(found.dtype(), shape, found.bytes().clone()).map_err(wrap)?;
+        Ok(self.push(&gguf, &hf, tensor))
+    }
+
     /// A vector in a layer, multiplied by a number.
     pub(crate) fn scaled_vector(
         &mut self,

@@ -124,7 +124,7 @@ fn experts_of_gemma4_are_read_and_checked() {
             ("expert_feed_forward_length", 704u32.into()),
         ]))
     };
-    let experts = Experts { n_experts: 128, n_choices: 8, ffn: 704, renormalise: true };
+    let experts = Experts { n_experts: 128, n_choices: 8, ffn: 704, renormalise: true, shared_ffn: None };
     assert_eq!(with(8).unwrap().experts, Some(experts));
     let text = with(129).unwrap_err().to_string();
     assert!(text.contains("129 experts per token, but a layer has 128"), "{text}");
@@ -238,7 +238,7 @@ fn impossible_hyperparameters_are_refused() {
     assert_eq!(
         set("general.architecture", "mamba".into()),
         "m.gguf: unknown architecture \"mamba\", known are \
-         llama, qwen2, qwen3, qwen3moe, gemma3, gemma4, gemma2, phi3, mistral3, smollm3, olmo2, granite, glm4, cohere2, qwen35, lfm2, gpt-oss, bert"
+         llama, qwen2, qwen3, qwen3moe, gemma3, gemma4, gemma2, phi3, mistral3, smollm3, olmo2, granite, glm4, cohere2, qwen35, qwen35moe, lfm2, gpt-oss, bert"
     );
     assert_eq!(
         set("llama.block_count", 0u32.into()),
