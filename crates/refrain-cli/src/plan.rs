@@ -118,6 +118,9 @@ fn facts(
         if let Some((needs, place)) = planner.table() {
             facts.extend(cost::placements(&needs, place));
         }
+        if let Some((needs, place)) = planner.experts() {
+            facts.extend(cost::expert_placements(&needs, place));
+        }
         facts.extend(status.apart.iter().map(|told| format!("unfused  {told}")));
         facts.push(format!("memory   {}", stats::memory_line(&status.memory)));
     }

@@ -2,7 +2,7 @@
 
 use crate::adapter::{Attached, LinearSite};
 use crate::error::ModelError;
-use crate::layers::Decoder;
+use crate::layers::{Decoder, Mixture};
 use crate::state::{LayerState, StateTable};
 use crate::step::{GlobalWeights, StepBuilder};
 use crate::weights::{HfNames, TensorSource, WeightTable};
@@ -149,6 +149,16 @@ impl Model {
     /// be on the device.
     pub fn token_table(&self) -> Option<WeightId> {
         self.decoder.token_table()
+    }
+
+    /// The matrices of experts that routers choose from, of which a token reads few; they need not be on the device.
+    pub fn expert_matrices(&self) -> Vec<WeightId> {
+        self.decoder
+            .blocks
+            .iter()
+            .filter_map(|block| block.ffn.routed())
+            .flat_map(Mixture::matrices)
+            .collect()
     }
 
     /// Returns the same model, with steps that first gather the rows of [`Model::token_table`] on the host.

@@ -8,7 +8,7 @@
 //! the last engine drops the packed weights.
 
 use crate::error::Error;
-use crate::placement::{TableNeeds, TablePlacement, host_free_bytes};
+use crate::placement::{ExpertNeeds, ExpertPlacement, TableNeeds, TablePlacement, host_free_bytes};
 use crate::session::{Device, SessionOptions};
 use refrain_cpu::{CpuBackend, CpuWeights};
 use refrain_cuda::{CublasLt, CudaBackend, CudaOptions, Monitor};
@@ -33,6 +33,8 @@ pub(crate) struct MonitoredEngine {
     pub(crate) monitor: Option<Monitor>,
     /// Placement of the per-layer embedding table, on a CUDA device.
     pub(crate) table: Option<TablePlacement>,
+    /// Placement of the experts, on a CUDA device.
+    pub(crate) experts: Option<ExpertPlacement>,
 }
 
 /// The engines of one model.
@@ -43,9 +45,12 @@ pub(crate) struct Engines {
 
 #[derive(Default)]
 struct Known {
-    engines: Vec<(EngineKey, WeakEngine, Option<Monitor>, Option<TablePlacement>)>,
+    engines: Vec<(EngineKey, WeakEngine, Option<Monitor>, Places)>,
     packed: Weak<CpuWeights>,
 }
+
+/// Placements of the per-layer embedding table and of experts.
+type Places = (Option<TablePlacement>, Option<ExpertPlacement>);
 
 /// The properties that sessions of one engine share.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -57,6 +62,7 @@ struct EngineKey {
     avoids_capture: bool,
     reproducible: bool,
     table: TablePlacement,
+    experts: ExpertPlacement,
 }
 
 impl fmt::Debug for Engines {
@@ -85,16 +91,18 @@ impl Engines {
         // The CPU always is.
         let reproducible = options.reproducible && !matches!(device, Device::Cpu { .. });
         let avoids_capture = options.graph_choice.as_ref().is_some_and(MethodChoice::avoids_capture);
-        let table = options.table;
-        let key = EngineKey { device, kv_dtype, ahead, verify_every, avoids_capture, reproducible, table };
+        let (table, experts) = (options.table, options.experts);
+        let key =
+            EngineKey { device, kv_dtype, ahead, verify_every, avoids_capture, reproducible, table, experts };
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         known.engines.retain(|(_, engine, ..)| engine.upgrade().is_some());
-        for (_, engine, monitor, table) in known.engines.iter().filter(|(other, ..)| *other == key) {
+        for (_, engine, monitor, (table, experts)) in known.engines.iter().filter(|(other, ..)| *other == key)
+        {
             let Some(engine) = engine.upgrade() else { continue };
             match engine.open(context) {
                 Ok(sequence) => {
-                    let monitor = monitor.clone();
-                    return Ok((MonitoredEngine { engine, monitor, table: *table }, sequence));
+                    let (monitor, table, experts) = (monitor.clone(), *table, *experts);
+                    return Ok((MonitoredEngine { engine, monitor, table, experts }, sequence));
                 }
                 // Its cache cannot grow, or it has stopped: only its existing sessions keep it.
                 Err(EngineError::CannotGrow { .. } | EngineError::Stopped(_)) => {}
@@ -103,7 +111,7 @@ impl Engines {
         }
         let made = make_engine(weights, name, &EngineCapacity::of_one(context), options, &mut known.packed)?;
         let sequence = made.engine.open(context)?;
-        known.engines.push((key, made.engine.downgrade(), made.monitor.clone(), made.table));
+        known.engines.push((key, made.engine.downgrade(), made.monitor.clone(), (made.table, made.experts)));
         Ok((made, sequence))
     }
 }
@@ -203,7 +211,7 @@ fn make_engine(
             };
             *packed = Arc::downgrade(runner.weights());
             let engine = Engine::new(Box::new(runner), engine_options)?;
-            return Ok(MonitoredEngine { engine, monitor: None, table: None });
+            return Ok(MonitoredEngine { engine, monitor: None, table: None, experts: None });
         }
     };
     let mut cuda = with_session(cuda, name, options);
@@ -222,14 +230,25 @@ fn make_engine(
         }
         (Some(_), place) => Some(place),
     };
+    let unified = backend.device().info().unified;
+    let expert_needs = ExpertNeeds::of(weights);
+    let experts = expert_needs.map(|_| if unified { ExpertPlacement::Device } else { options.experts });
     let mut model = Arc::clone(weights);
+    let mut pinned = Vec::new();
     match table {
-        Some(TablePlacement::Pinned) => {
-            let table = weights.token_table().map(|table| weights.weights()[table.idx()].name.clone());
-            backend.keep_pinned(table.into_iter().collect())?;
-        }
+        Some(TablePlacement::Pinned) => pinned.extend(weights.token_table()),
         Some(TablePlacement::Host) => model = Arc::new(weights.with_table_on_host()),
         Some(TablePlacement::Auto | TablePlacement::Device) | None => {}
+    }
+    if let (Some(needs), Some(ExpertPlacement::Host)) = (expert_needs, experts) {
+        // Pinning more than the host has free makes the system swap or kill.
+        if let Some(free_bytes) = host_free_bytes().filter(|free| needs.expert_bytes > *free) {
+            return Err(Error::ExpertsOnHost { expert_bytes: needs.expert_bytes, free_bytes });
+        }
+        pinned.extend(weights.expert_matrices());
+    }
+    if !pinned.is_empty() {
+        backend.keep_pinned(pinned.iter().map(|id| weights.weights()[id.idx()].name.clone()).collect())?;
     }
     let monitor = backend.monitor();
     let made = (|| {
@@ -241,9 +260,14 @@ fn make_engine(
     })();
     let engine = made.map_err(|error: EngineError| match (needs, table) {
         (Some(needs), Some(TablePlacement::Device)) => Error::with_table(error, needs.table_bytes),
-        _ => error.into(),
+        _ => match (expert_needs, experts) {
+            (Some(needs), Some(ExpertPlacement::Device)) if !unified => {
+                Error::with_experts(error, needs.expert_bytes)
+            }
+            _ => error.into(),
+        },
     })?;
-    Ok(MonitoredEngine { engine, monitor: Some(monitor), table })
+    Ok(MonitoredEngine { engine, monitor: Some(monitor), table, experts })
 }
 
 /// Options of a CUDA device for a model, as a session requests them.

@@ -68,7 +68,7 @@ pub use load::{
 };
 pub use merge::merge;
 pub use model::Model;
-pub use placement::{TableNeeds, TablePlacement, host_free_bytes};
+pub use placement::{ExpertNeeds, ExpertPlacement, TableNeeds, TablePlacement, host_free_bytes};
 pub use planner::Planner;
 pub use service::{Reply, Service, ServiceOptions};
 pub use session::{Device, Session, SessionOptions};

@@ -87,6 +87,11 @@ impl Mixture {
         })
     }
 
+    /// The matrices of all experts.
+    pub(crate) fn matrices(&self) -> impl Iterator<Item = WeightId> {
+        self.gate_up.iter().copied().chain([self.down])
+    }
+
     /// Routing with weights from a softmax over all experts.
     pub(crate) fn route(experts: Experts) -> Route {
         Route {

@@ -88,6 +88,16 @@ impl FeedForward {
         }
     }
 
+    /// The experts that a router chooses from; `None` if there are none.
+    pub(crate) fn routed(&self) -> Option<&Mixture> {
+        match self {
+            FeedForward::Experts(experts) => Some(experts),
+            FeedForward::DenseAndExperts(both) => Some(&both.experts),
+            FeedForward::SharedAndExperts(both) => Some(&both[1]),
+            FeedForward::Gated(_) | FeedForward::Plain(_) => None,
+        }
+    }
+
     /// Maps the normalised residual `h[n_tokens, hidden]` to the same shape; `x` is the residual itself.
     pub(super) fn build(
         &self,
