@@ -354,6 +354,19 @@ impl<'a> WeightTable<'a> {
         Ok(self.push(&gguf, &hf, tensor))
     }
 
+    /// Biases of all experts, `[n_experts, n_out]` in F32, by the suffixes of their two names.
+    pub(crate) fn expert_vectors(
+        &mut self,
+        layer: usize,
+        names: [&str; 2],
+        dims: [usize; 2],
+    ) -> Result<WeightId, ModelError> {
+        let (gguf, hf) = plain_names(layer, names);
+        let found = self.find(&gguf, &hf, &dims)?.ok_or_else(|| self.missing(&gguf, &hf))?;
+        let tensor = in_f32(self.source.name(&gguf, &hf), found)?;
+        Ok(self.push(&gguf, &hf, tensor))
+    }
+
     /// Linear maps stored as one tensor: each gets a view of its rows, and the name it would have on its own.
     pub(crate) fn fused<const N: usize>(
         &mut self,
