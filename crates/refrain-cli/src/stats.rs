@@ -4,7 +4,10 @@ use crate::out::{counted, short_rate, short_time, talk, thousands};
 use crate::reply::ShownReply;
 use crate::speculate;
 use refrain::trial::MethodChoice;
-use refrain::{Accounting, Finish, ProcessMemory, Session, Status, StepKind, Tally, Upload};
+use refrain::{
+    Accounting, DType, Finish, ModelFiles, ProcessMemory, QuantizedWeights, Session, Status, StepKind, Tally,
+    Upload,
+};
 use refrain_hub::ByteSize;
 use serde_json::{Value, json};
 use std::time::Duration;
@@ -128,6 +131,31 @@ pub(crate) fn upload_line(upload: &Upload) -> String {
         ByteSize(upload.bytes),
         short_time(upload.took.as_secs_f64())
     )
+}
+
+/// How the quantised weights of a folder are stored, and what they become in memory; `None` if there are none.
+pub(crate) fn quantized_line(files: &ModelFiles) -> Option<String> {
+    let ModelFiles::Hf(folder) = files else { return None };
+    let QuantizedWeights { stored_as, n_weights, file_bytes, memory_bytes, dtypes } = folder.quantized()?;
+    let (blocks, floats): (Vec<DType>, Vec<DType>) = dtypes.iter().partition(|dtype| dtype.is_quantized());
+    let named = |verb: &str, dtypes: &[DType]| {
+        let names: Vec<&str> = dtypes.iter().map(|dtype| dtype.name()).collect();
+        format!("{verb} {}", names.join(" and "))
+    };
+    let mut parts = Vec::new();
+    if !blocks.is_empty() {
+        parts.push(named("loaded as", &blocks));
+    }
+    if !floats.is_empty() {
+        parts.push(named("decoded to", &floats));
+    }
+    Some(format!(
+        "{} in {stored_as}, {}: {} in the files, {} in memory",
+        counted(*n_weights, "weight"),
+        parts.join(" and "),
+        ByteSize(*file_bytes),
+        ByteSize(*memory_bytes),
+    ))
 }
 
 /// Memory of a model on a device.

@@ -385,6 +385,20 @@ fn inspect_shows_the_contents_of_the_files() {
 }
 
 #[test]
+fn inspect_says_what_quantised_weights_become() {
+    let cli = Cli::new();
+    let folder = golden("quantized/awq");
+    let text = cli.run(&["inspect", folder.to_str().expect("a path")]).ok();
+    let told =
+        "7 weights in AWQ int4 in groups of 32, loaded as Q4_1: 16.2 KiB in the files, 17.5 KiB in memory";
+    assert!(text.contains(told), "{text}");
+    let folder = golden("quantized/fp8-block");
+    let json = cli.run(&["inspect", folder.to_str().expect("a path"), "--json"]).json();
+    assert_eq!(json["quantized"]["stored_as"], "fp8 in blocks of 32x32");
+    assert_eq!(json["quantized"]["memory_bytes"], 114_688);
+}
+
+#[test]
 fn tokenize_shows_ids_and_pieces() {
     let cli = Cli::new();
     let ids = cli.run(&["tokenize", "stories", "--ids", "Once upon a time"]).ok();

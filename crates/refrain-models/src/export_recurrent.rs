@@ -72,6 +72,13 @@ impl Model {
                 RecurrentLayers::DeltaNet(_),
                 "attn_qkv.weight" | "attn_gate.weight" | "ssm_a" | "ssm_dt.bias" | "ssm_out.weight",
             ) => Some(vec![tensor(part, dims, vec![id], RecurrentForm::Plain)]),
+            // A mixture of one expert.
+            (_, "ffn_gate_shexp.weight" | "ffn_up_shexp.weight" | "ffn_down_shexp.weight") => {
+                Some(vec![tensor(part, &dims[1..], vec![id], RecurrentForm::Plain)])
+            }
+            (_, "ffn_gate_inp_shexp.weight") => {
+                Some(vec![tensor(part, &dims[1..], vec![id], RecurrentForm::Plain)])
+            }
             _ => None,
         }
     }

@@ -38,10 +38,10 @@ fn exported(model: &Model, at: &Path, dtype: DType) -> Vec<ModelFiles> {
     std::fs::create_dir(&hf).unwrap();
     match (model.write_hf(&hf, dtype), model.config().experts, model.has_slots()) {
         (Ok(()), None, false) => files.push(ModelFiles::open(hf).unwrap()),
-        (Err(refused), Some(_), _) => assert!(refused.to_string().contains("experts"), "{refused}"),
         (Err(refused), _, true) => {
             assert!(refused.to_string().contains("cannot hold the recurrent layers"), "{refused}");
         }
+        (Err(refused), Some(_), _) => assert!(refused.to_string().contains("experts"), "{refused}"),
         (result, experts, _) => panic!("{experts:?}: {result:?}"),
     }
     files
@@ -54,7 +54,12 @@ fn a_folder_written_in_both_formats_has_the_same_logits() {
         let at = tempfile::tempdir().unwrap();
         let model = Model::load(&ModelFiles::open(folder(case)).unwrap()).unwrap();
         // Unscaled attention scores amplify the rounding of weights, and a rounded router may choose other experts.
-        let rounded = if case.starts_with("gemma4") || case == "gpt-oss" { 6e-2 } else { 3e-2 };
+        let rounded = match case {
+            "qwen35moe" => 1e-1,
+            "gpt-oss" => 6e-2,
+            _ if case.starts_with("gemma4") => 6e-2,
+            _ => 3e-2,
+        };
         for (dtype, tolerance) in [(DType::F32, 1e-4), (DType::BF16, rounded)] {
             for files in exported(&model, at.path(), dtype) {
                 let error = relative_error(&all_logits(&files, &golden.tokens), &golden.logits);

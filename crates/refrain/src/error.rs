@@ -64,6 +64,26 @@ pub enum Error {
     /// A grammar cannot be used.
     #[error(transparent)]
     Grammar(#[from] GrammarError),
+    /// A model does not fit on its device, and its experts could be kept in host memory.
+    #[error("{source}; {} of the weights are experts, of which a token reads few", MemorySize(*expert_bytes))]
+    ExpertsOnDevice {
+        /// The allocation that failed.
+        source: EngineError,
+        /// Bytes of the experts.
+        expert_bytes: u64,
+    },
+    /// Experts that are to be kept in host memory do not fit there.
+    #[error(
+        "the experts need {} of pinned host memory, {} are free",
+        MemorySize(*expert_bytes),
+        MemorySize(*free_bytes)
+    )]
+    ExpertsOnHost {
+        /// Bytes of the experts.
+        expert_bytes: u64,
+        /// Free bytes of the host.
+        free_bytes: u64,
+    },
     /// A sampling parameter is out of range.
     #[error(transparent)]
     Sampling(#[from] SamplingError),
@@ -257,6 +277,14 @@ impl Error {
         }
     }
 
+    /// The error of loading a model whose experts are on the device and could be kept in host memory.
+    pub(crate) fn with_experts(source: EngineError, expert_bytes: u64) -> Error {
+        match cuda_cause(&source) {
+            Some(CudaError::DoesNotFit(_)) => Error::ExpertsOnDevice { source, expert_bytes },
+            _ => Error::Engine(source),
+        }
+    }
+
     /// Adds the model's limit to the error of a prompt that does not fit: a larger context helps only below it.
     pub(crate) fn with_limit(source: EngineError, model: &Model) -> Error {
         match source {
@@ -271,7 +299,9 @@ impl Error {
     pub fn cuda(&self) -> Option<&CudaError> {
         match self {
             Error::Cuda(error) => Some(error),
-            Error::Engine(error) | Error::TableOnDevice { source: error, .. } => cuda_cause(error),
+            Error::Engine(error)
+            | Error::TableOnDevice { source: error, .. }
+            | Error::ExpertsOnDevice { source: error, .. } => cuda_cause(error),
             Error::Train(error) => learn_cause(error).and_then(|cause| cuda_cause(cause)),
             _ => None,
         }
@@ -297,6 +327,12 @@ impl Error {
                 Some("keep the table in pinned memory, or leave it in the mapped file on the host".into())
             }
             Error::Grammar(e) => e.hint(),
+            Error::ExpertsOnDevice { .. } => {
+                Some("keep the experts in pinned host memory, or use a model with smaller weights".into())
+            }
+            Error::ExpertsOnHost { .. } => {
+                Some("free host memory, or use a model with smaller weights".into())
+            }
             Error::Sampling(e) => Some(e.hint()),
             Error::Encoder { .. } => Some("embed texts with it, or generate with another model".into()),
             Error::NoPooling { .. } => Some(

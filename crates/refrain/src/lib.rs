@@ -69,7 +69,7 @@ pub use load::{
 };
 pub use merge::merge;
 pub use model::Model;
-pub use placement::{TableNeeds, TablePlacement, host_free_bytes};
+pub use placement::{ExpertNeeds, ExpertPlacement, TableNeeds, TablePlacement, host_free_bytes};
 pub use planner::Planner;
 pub use service::{Reply, Service, ServiceOptions};
 pub use session::{Device, Session, SessionOptions};
@@ -92,6 +92,7 @@ pub use refrain_engine::{
 pub use refrain_formats::chat::{
     ChatError, ChatTemplate, Message, Part, PartKind, RenderOptions, ThinkFilter, ThinkTags,
 };
+pub use refrain_formats::hf::QuantizedWeights;
 pub use refrain_formats::params::{EmbeddingDefaults, GenerationDefaults, ModelConfig, Pooling};
 pub use refrain_formats::tokenizer::{DecodeStream, Tokenizer, TokenizerSummary};
 pub use refrain_formats::{FormatError, ModelFiles, TensorInfo};

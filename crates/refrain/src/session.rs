@@ -4,7 +4,7 @@ use crate::engines::MonitoredEngine;
 use crate::error::Error;
 use crate::generate::{Generate, Generation, Prompt};
 use crate::model::Model;
-use crate::placement::TablePlacement;
+use crate::placement::{ExpertPlacement, TablePlacement};
 use crate::speculation::SpeculationOptions;
 use refrain_cpu::pool::default_threads;
 use refrain_cuda::{CudaOptions, GraphMode, LoadListener, Monitor, Status, Timeline};
@@ -121,6 +121,8 @@ pub struct SessionOptions {
     /// Placement of the per-layer embedding table, in a model that has one. On the CPU the table always stays in the
     /// mapped file; [`TablePlacement::Host`] makes its lookup a host step there too.
     pub table: TablePlacement,
+    /// Placement of the experts of a mixture. Without effect on the CPU and on a device that shares the host's memory.
+    pub experts: ExpertPlacement,
     /// Result of a trial of stream capture. If captures are harmful on this driver, it overrides the device's method, and
     /// streams are not captured for library calls either.
     pub graph_choice: Option<MethodChoice>,
@@ -139,6 +141,7 @@ impl Default for SessionOptions {
             reproducible: false,
             on_load: LoadListener::default(),
             table: TablePlacement::Auto,
+            experts: ExpertPlacement::Device,
             graph_choice: None,
             speculation: SpeculationOptions::default(),
         }
@@ -156,6 +159,7 @@ pub struct Session {
     pub(crate) sequence: Sequence,
     monitor: Option<Monitor>,
     table: Option<TablePlacement>,
+    experts: Option<ExpertPlacement>,
     graph_choice: Option<MethodChoice>,
     pub(crate) speculation: SpeculationOptions,
 }
@@ -171,14 +175,20 @@ impl Session {
         // Weights that were repacked or uploaded are not read from the file again. Others, such as float weights on the
         // CPU, are paged in again when they are read.
         model.files().release();
-        let MonitoredEngine { engine, monitor, table } = made;
+        let MonitoredEngine { engine, monitor, table, experts } = made;
         let (graph_choice, speculation) = (options.graph_choice.clone(), options.speculation.clone());
-        Ok(Session { model: model.clone(), engine, sequence, monitor, table, graph_choice, speculation })
+        let model = model.clone();
+        Ok(Session { model, engine, sequence, monitor, table, experts, graph_choice, speculation })
     }
 
     /// Placement of the per-layer embedding table; `None` if the model has none or runs on the CPU.
     pub fn table_placement(&self) -> Option<TablePlacement> {
         self.table
+    }
+
+    /// Placement of the experts; `None` if the model has none or runs on the CPU.
+    pub fn expert_placement(&self) -> Option<ExpertPlacement> {
+        self.experts
     }
 
     /// Memory, graphs and timings of a CUDA device, real or simulated; `None` on the CPU.

@@ -55,6 +55,9 @@ impl ModelConfig {
             set("expert_used_count", number(experts.n_choices))?;
             set("expert_feed_forward_length", number(experts.ffn))?;
             set("expert_weights_norm", experts.renormalise.into())?;
+            if let Some(shared) = experts.shared_ffn {
+                set("expert_shared_feed_forward_length", number(shared))?;
+            }
         }
         if let Some(cap) = self.attn_softcap {
             set("attn_logit_softcapping", cap.into())?;
@@ -305,6 +308,7 @@ impl ModelConfig {
             Arch::Glm4 => ("Glm4ForCausalLM", "glm4"),
             Arch::Cohere2 => ("Cohere2ForCausalLM", "cohere2"),
             Arch::Qwen35 => ("Qwen3_5ForCausalLM", "qwen3_5_text"),
+            Arch::Qwen35Moe => ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
             Arch::Lfm2 => ("Lfm2ForCausalLM", "lfm2"),
             Arch::GptOss => ("GptOssForCausalLM", "gpt_oss"),
             Arch::Bert => ("BertModel", "bert"),
