@@ -18,11 +18,11 @@ use super::block::{F16Le, Weighing};
 /// Parameters of the search, which every implementation of it shares.
 pub mod rules {
     /// Fractions of the full range that the starting points of a search for a scale cover.
-    pub const COVERS: [f32; 9] = [1.06, 1.0, 0.96, 0.92, 0.88, 0.84, 0.79, 0.74, 0.68];
+    pub const COVERS: [f32; 6] = [1.06, 1.0, 0.96, 0.90, 0.83, 0.74];
     /// Starting points of a search for a scale and a minimum.
-    pub const AFFINE_STARTS: usize = 12;
+    pub const AFFINE_STARTS: usize = 8;
     /// Repetitions of both steps from the best starting point.
-    pub const MAX_ROUNDS: usize = 3;
+    pub const MAX_ROUNDS: usize = 1;
     /// Times that the f16 scales of a block are fitted to the chosen multiples.
     pub const MAX_FITS: usize = 2;
     /// Weights below this fraction of the largest are raised to it: a value without weight would be unbounded.

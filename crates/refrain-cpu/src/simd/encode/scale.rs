@@ -64,12 +64,11 @@ const IQ4_BINS: [[f32; N_BINS]; 4] = {
     bins
 };
 
+/// The bin of each lane. Next to the end of a bin, it may be the neighbour, which has the same levels there.
 #[inline(always)]
-fn iq4_bin<S: Simd>(s: S, v: S::F) -> (S::F, S::I) {
-    let [low, high] = Iq4Levels::EXTREMES;
-    let v = s.fmin(s.fmax(v, s.fsplat(low)), s.fsplat(high));
-    let bin = s.fsub(s.fmul(s.fadd(v, s.fsplat(128.0)), s.fsplat(0.125)), s.fsplat(0.5));
-    (v, s.to_i(bin))
+fn iq4_bin<S: Simd>(s: S, v: S::F) -> S::I {
+    let bin = s.fadd(s.fmul(v, s.fsplat(0.125)), s.fsplat(15.5));
+    s.to_i(s.fmin(s.fmax(bin, s.fsplat(0.0)), s.fsplat(31.0)))
 }
 
 impl VecLevels for Iq4Levels {
@@ -77,14 +76,14 @@ impl VecLevels for Iq4Levels {
 
     #[inline(always)]
     fn rounded<S: Simd>(s: S, v: S::F) -> S::F {
-        let (v, bin) = iq4_bin(s, v);
+        let bin = iq4_bin(s, v);
         let (below, above) = (s.lookup32(&IQ4_BINS[2], bin), s.lookup32(&IQ4_BINS[3], bin));
         s.pick_less(s.lookup32(&IQ4_BINS[0], bin), v, above, below)
     }
 
     #[inline(always)]
     fn nearest<S: Simd>(s: S, v: S::F) -> S::I {
-        let (v, bin) = iq4_bin(s, v);
+        let bin = iq4_bin(s, v);
         let below = s.lookup32(&IQ4_BINS[1], bin);
         let above = s.fadd(below, s.fsplat(1.0));
         s.to_i(s.pick_less(s.lookup32(&IQ4_BINS[0], bin), v, above, below))
