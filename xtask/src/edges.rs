@@ -45,7 +45,7 @@ const EDGES: &[(&str, &[&str])] = &[
     ("refrain-grammar", &["refrain-formats"]),
     ("refrain-models", &["refrain-formats", "refrain-graph", "refrain-tensor"]),
     ("refrain-hub", &[]),
-    ("refrain-quant", &["refrain-formats", "refrain-tensor"]),
+    ("refrain-quant", &["refrain-cpu", "refrain-formats", "refrain-tensor"]),
     ("refrain-formats", &["refrain-tensor"]),
     ("refrain-cuda", &["refrain-driver", "refrain-graph", "refrain-kernels", "refrain-tensor"]),
     ("refrain-kernels", &["refrain-driver", "refrain-graph", "refrain-reference", "refrain-tensor"]),

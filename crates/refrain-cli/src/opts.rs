@@ -551,7 +551,6 @@ impl SamplingOpts {
             max_tokens: self.max_tokens.or(usual_max_tokens),
             stop: self.stop.clone(),
             ignore_end: false,
-            grammar: None,
             cancel: None,
             grammar: None,
         }
