@@ -1,18 +1,23 @@
 //! Embedding: texts in, one vector per text out, from any thread.
 //!
 //! An embedding step is stateless, so it needs no scheduler: the thread packs the waiting texts of all callers
-//! into steps, in order of arrival, and pads each step to one of a few sizes. A text is never split.
+//! into steps, and pads each step to one of a few sizes. A text is never split.
+
+mod queue; // waiting texts, and whose turn it is
+mod stream; // vectors on their way to a caller
 
 use crate::core::check_tokens;
 use crate::error::{EngineError, Stopped};
 use crate::ledger::Ledger;
+use queue::{EmbedJob, JobQueue};
 use refrain_graph::{Backend, ControlBlock, Filler, Io, Ran, RunError, StepKind, fuse};
 use refrain_models::{EmbedGraph, EmbedInputs, EmbedSpec, Model, PoolInputs, Pooling};
-use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread::JoinHandle;
 use std::time::Instant;
+pub use stream::VectorStream;
+use stream::vector_channel;
 
 /// Options of an embedder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,14 +56,6 @@ struct EmbedderInner {
     backend: &'static str,
     max_tokens: usize,
     ledger: Arc<Mutex<Ledger>>,
-}
-
-type EmbedReply = Result<Vec<Vec<f32>>, EngineError>;
-
-/// The texts of one caller.
-struct EmbedJob {
-    texts: Vec<Vec<u32>>,
-    reply: mpsc::SyncSender<EmbedReply>,
 }
 
 impl Drop for EmbedderInner {
@@ -104,6 +101,12 @@ impl Embedder {
 
     /// Embeds texts, given as tokens, and waits for their vectors.
     pub fn embed(&self, texts: Vec<Vec<u32>>) -> Result<Vec<Vec<f32>>, EngineError> {
+        self.submit(texts)?.collect()
+    }
+
+    /// Submits texts, given as tokens. Texts that can never be embedded are refused here; later errors arrive through the
+    /// stream.
+    pub fn submit(&self, texts: Vec<Vec<u32>>) -> Result<VectorStream, EngineError> {
         for tokens in &texts {
             if tokens.is_empty() {
                 return Err(EngineError::EmptyPrompt);
@@ -114,11 +117,11 @@ impl Embedder {
             }
             check_tokens(&self.inner.model, tokens)?;
         }
-        let (reply, answer) = mpsc::sync_channel(1);
+        let (sink, stream) = vector_channel(texts.len(), Some(self.inner.clone()));
         let closed = || EngineError::Stopped(Stopped::Closed);
         let jobs = self.inner.jobs.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        jobs.ok_or_else(closed)?.send(EmbedJob { texts, reply }).map_err(|_| closed())?;
-        answer.recv().map_err(|_| closed())?
+        jobs.ok_or_else(closed)?.send(EmbedJob { texts, sink }).map_err(|_| closed())?;
+        Ok(stream)
     }
 
     /// The model.
@@ -161,19 +164,6 @@ struct EmbedRunner<B: Backend> {
     ledger: Arc<Mutex<Ledger>>,
 }
 
-/// A job with the vectors computed so far.
-struct OpenJob {
-    job: EmbedJob,
-    vectors: Vec<Vec<f32>>,
-}
-
-/// A text that waits: its job, counted from the first one of the thread, and its index there.
-#[derive(Clone, Copy)]
-struct WaitingText {
-    job: usize,
-    text: usize,
-}
-
 impl<B: Backend> EmbedRunner<B> {
     fn new(
         backend: B,
@@ -187,88 +177,37 @@ impl<B: Backend> EmbedRunner<B> {
     }
 
     /// Serves jobs until the last handle is dropped. After a panic, every caller gets its message.
-    fn serve(mut self, waiting: &mpsc::Receiver<EmbedJob>) {
-        while let Ok(first) = waiting.recv() {
-            let mut jobs: Vec<EmbedJob> = std::iter::once(first).chain(waiting.try_iter()).collect();
-            let replies: Vec<_> = jobs.iter().map(|job| job.reply.clone()).collect();
-            let jobs = std::mem::take(&mut jobs);
-            let served = catch_unwind(AssertUnwindSafe(|| self.run_jobs(jobs)));
+    fn serve(mut self, inbox: &mpsc::Receiver<EmbedJob>) {
+        let mut queue = JobQueue::default();
+        loop {
+            if queue.is_empty() {
+                match inbox.recv() {
+                    Ok(job) => queue.push(job),
+                    Err(_) => return,
+                }
+            }
+            inbox.try_iter().for_each(|job| queue.push(job));
+            queue.drop_cancelled();
+            let served = catch_unwind(AssertUnwindSafe(|| self.run_next(&mut queue)));
             let Err(panic) = served else { continue };
             let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
             let message = text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
-            let error = || Err(EngineError::Stopped(Stopped::Panicked { message: message.clone() }));
-            // Jobs that were answered before the panic have a full channel.
-            replies.iter().for_each(|reply| drop(reply.try_send(error())));
+            let error = || EngineError::Stopped(Stopped::Panicked { message: message.clone() });
+            queue.fail_all(error);
             // The state of the backend is unknown.
-            for job in waiting {
-                drop(job.reply.try_send(error()));
-            }
+            inbox.iter().for_each(|job| job.sink.fail(error()));
             return;
         }
     }
 
-    fn run_jobs(&mut self, jobs: Vec<EmbedJob>) {
-        let mut open: Vec<Option<OpenJob>> = Vec::with_capacity(jobs.len());
-        let mut queue: VecDeque<WaitingText> = VecDeque::new();
-        for (idx, job) in jobs.into_iter().enumerate() {
-            queue.extend((0..job.texts.len()).map(|text| WaitingText { job: idx, text }));
-            let vectors = Vec::with_capacity(job.texts.len());
-            if job.texts.is_empty() {
-                drop(job.reply.try_send(Ok(Vec::new())));
-            }
-            open.push(Some(OpenJob { job, vectors }));
-        }
-        // Texts that run without those of other jobs, after a step of several jobs failed.
-        let mut n_alone = 0_usize;
-        while !queue.is_empty() {
-            let (n, n_tokens) = self.next_step(&open, &queue, n_alone > 0);
-            let part: Vec<&[u32]> = queue.iter().take(n).filter_map(|w| text_of(&open, *w)).collect();
-            let is_shared = queue[n - 1].job != queue[0].job;
-            match self.step(&part, n_tokens) {
-                // Attention multiplies the values of other texts by 0, which does not remove NaN.
-                Ok(vectors) if is_shared && !vectors.iter().flatten().all(|v| v.is_finite()) => n_alone = n,
-                Ok(vectors) => {
-                    n_alone = n_alone.saturating_sub(n);
-                    let done: Vec<WaitingText> = queue.drain(..n).collect();
-                    for (waiting, vector) in done.into_iter().zip(vectors) {
-                        deliver(&mut open[waiting.job], vector);
-                    }
-                    queue.retain(|waiting| open[waiting.job].is_some());
-                }
-                Err(_) if is_shared => n_alone = n,
-                Err(error) => {
-                    n_alone = n_alone.saturating_sub(n);
-                    let failed = queue[0].job;
-                    if let Some(job) = open[failed].take() {
-                        drop(job.job.reply.try_send(Err(error)));
-                    }
-                    queue.retain(|waiting| waiting.job != failed);
-                }
-            }
-        }
-    }
-
-    /// Number of texts and tokens of the next step: as many texts as fit.
-    fn next_step(
-        &self,
-        open: &[Option<OpenJob>],
-        queue: &VecDeque<WaitingText>,
-        of_one_job: bool,
-    ) -> (usize, usize) {
-        let (mut n, mut n_tokens) = (0, 0);
-        for &waiting in queue {
-            if of_one_job && waiting.job != queue[0].job {
-                break;
-            }
-            let more = text_of(open, waiting).map_or(0, <[u32]>::len);
-            let fits = n_tokens + more <= self.options.step_tokens && n < capacity(self.options.step_tokens);
-            if n > 0 && !fits {
-                break;
-            }
-            (n, n_tokens) = (n + 1, n_tokens + more);
-        }
+    /// Runs one step with the next texts.
+    fn run_next(&mut self, queue: &mut JobQueue) {
+        let step_tokens = self.options.step_tokens;
+        let Some(next) = queue.next_step(step_tokens, capacity(step_tokens)) else { return };
         // Short texts need a step with capacity for their number.
-        (n, n_tokens.max(TOKENS_PER_TEXT * n.saturating_sub(1)))
+        let n_tokens = next.n_tokens.max(TOKENS_PER_TEXT * next.n_texts().saturating_sub(1));
+        let ran = self.step(&queue.texts(&next), n_tokens);
+        queue.finish(&next, ran);
     }
 
     /// Returns an index into `compiled`, which is always the last.
@@ -322,26 +261,6 @@ impl<B: Backend> EmbedRunner<B> {
         let mut vectors = vec![0f32; n_texts * hidden];
         self.backend.read(compiled, inputs.vectors, bytemuck::cast_slice_mut(&mut vectors))?;
         Ok(vectors.chunks_exact(hidden).take(n).map(<[f32]>::to_vec).collect())
-    }
-}
-
-fn text_of(open: &[Option<OpenJob>], waiting: WaitingText) -> Option<&[u32]> {
-    open[waiting.job].as_ref().map(|job| &*job.job.texts[waiting.text])
-}
-
-/// Adds a vector to its job, and answers the job if it is complete or the vector is not finite.
-fn deliver(open: &mut Option<OpenJob>, vector: Vec<f32>) {
-    let Some(job) = open else { return };
-    if !vector.iter().all(|v| v.is_finite()) {
-        let n_texts = job.job.texts.len();
-        drop(job.job.reply.try_send(Err(EngineError::NonFiniteVectors { n_texts })));
-        *open = None;
-        return;
-    }
-    job.vectors.push(vector);
-    if job.vectors.len() == job.job.texts.len() {
-        let done = std::mem::take(&mut job.vectors);
-        drop(job.job.reply.try_send(Ok(done)));
     }
 }
 

@@ -60,7 +60,7 @@ pub use compare::{Compared, Comparison, compare};
 pub use constrain::Constraint;
 pub use core::{Chosen, Core, SequenceState};
 pub use decode::{DecodeRow, DecodedStep, LaunchPolicy, Lookahead};
-pub use embed::{Embedder, EmbedderOptions};
+pub use embed::{Embedder, EmbedderOptions, VectorStream};
 pub use engine::{Engine, EngineLoad, EngineOptions, WeakEngine};
 pub use error::{EngineError, Stopped};
 pub use ledger::{Ledger, SpeculationTally, Tally};

@@ -6,7 +6,7 @@ use crate::model::Model;
 use crate::session::SessionOptions;
 use refrain_cpu::CpuBackend;
 use refrain_cuda::{CudaBackend, Monitor, Status};
-use refrain_engine::{EmbedderOptions, Ledger};
+use refrain_engine::{EmbedderOptions, Ledger, VectorStream};
 use refrain_formats::params::Pooling;
 
 /// Options of an embedder.
@@ -39,6 +39,15 @@ pub struct Embedding {
     pub n_tokens: usize,
     /// Tokens that were cut off.
     pub n_cut: usize,
+}
+
+/// How a model embeds texts, as its files recommend.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct EmbeddingUse {
+    /// How the vector of a text follows from those of its tokens.
+    pub pooling: Pooling,
+    /// Maximum number of tokens of a text, including special ones.
+    pub max_tokens: usize,
 }
 
 /// Longer texts need an explicit context: the memory of a step grows with its longest text.
@@ -75,15 +84,10 @@ pub struct Embedder {
 impl Embedder {
     /// Loads a model onto a device.
     pub fn new(model: &Model, options: &EmbedOptions) -> Result<Embedder, Error> {
-        let config = model.config();
-        let defaults = model.files().embedding_defaults()?;
-        let pooling = match options.pooling.or(defaults.pooling) {
-            Some(pooling) => pooling,
-            None if config.arch.is_encoder() => Pooling::Mean,
-            None => return Err(Error::NoPooling { model: model.name().into() }),
-        };
-        let most = config.n_context;
-        let usual = defaults.max_tokens.unwrap_or(USUAL_MAX_TOKENS).min(most);
+        let (recommended, most) = (model.embedding()?, model.config().n_context);
+        let pooling = options.pooling.or(recommended.map(|r| r.pooling));
+        let pooling = pooling.ok_or_else(|| Error::NoPooling { model: model.name().into() })?;
+        let usual = recommended.map_or(USUAL_MAX_TOKENS.min(most), |r| r.max_tokens);
         let max_tokens = options.session.context.unwrap_or(usual);
         if max_tokens == 0 || max_tokens > most {
             return Err(Error::Context { got: max_tokens, most, model: model.name().into() });
@@ -141,6 +145,17 @@ impl Embedder {
         Ok(self.inner.embed(texts)?)
     }
 
+    /// Submits texts that are given as tokens. Texts that can never be embedded are refused here; later errors arrive
+    /// through the stream.
+    pub fn submit_tokens(&self, texts: Vec<Vec<u32>>) -> Result<VectorStream, Error> {
+        Ok(self.inner.submit(texts)?)
+    }
+
+    /// The bytes that the weights of an embedder take. Activations and kernels come on top.
+    pub fn memory_needs(model: &Model) -> u64 {
+        model.weight_bytes() as u64
+    }
+
     /// The model.
     pub fn model(&self) -> &Model {
         &self.model
@@ -174,5 +189,15 @@ impl Embedder {
     /// Memory, graphs and timings of a CUDA device, real or simulated; `None` on the CPU.
     pub fn device_status(&self) -> Option<Status> {
         self.monitor.as_ref().map(Monitor::status)
+    }
+}
+
+impl Model {
+    /// How the model embeds texts; `None` if nothing in its files says that it does, as for models that generate text.
+    pub fn embedding(&self) -> Result<Option<EmbeddingUse>, Error> {
+        let (config, defaults) = (self.config(), self.files().embedding_defaults()?);
+        let usual = config.arch.is_encoder().then_some(Pooling::Mean);
+        let max_tokens = defaults.max_tokens.unwrap_or(USUAL_MAX_TOKENS).min(config.n_context);
+        Ok(defaults.pooling.or(usual).map(|pooling| EmbeddingUse { pooling, max_tokens }))
     }
 }

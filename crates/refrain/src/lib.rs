@@ -58,7 +58,7 @@ pub use bench::{
 pub use builtin::Builtin;
 pub use chat::{Chat, ChatOptions, ChatReply, OnFull, Role};
 pub use convert::{Loss, chat_template_of, convert_to_folder, quant_input};
-pub use embed::{EmbedOptions, Embedder, Embedding};
+pub use embed::{EmbedOptions, Embedder, Embedding, EmbeddingUse};
 pub use error::Error;
 pub use examine::{KernelReport, examine_kernels, free_memory, read_bandwidth};
 pub use generate::{Finish, Generate, Generation, Prompt, Summary, TextDelta};
@@ -88,6 +88,7 @@ pub use refrain_engine::{
     BlockCounts, Comparison, Constraint, EngineError, EngineLoad, FinishReason, Ledger, MAX_DRAFT, MAX_TOP,
     MIN_WINDOW, Pace, Perplexity, PromptCounts, Request, SamplingError, SamplingParams, SpeculationPause,
     SpeculationTally, StepKind, StopFilter, StopOutcome, Stopped, Tally, TokenEvent, TokenStream,
+    VectorStream,
 };
 pub use refrain_formats::chat::{
     ChatError, ChatTemplate, Message, Part, PartKind, RenderOptions, ThinkFilter, ThinkTags,
