@@ -11,8 +11,8 @@ use crate::ledger::Ledger;
 use crate::request::RequestId;
 use crate::runner::Runner;
 use crate::sampling::SamplingRow;
-use crate::step::Want;
-use refrain_graph::StepKind;
+use crate::step::{Want, step_kind};
+use refrain_models::Model;
 use std::collections::BTreeMap;
 
 /// A request for guesses, and the guesses.
@@ -38,9 +38,8 @@ impl DraftModel {
         DraftModel { core: Core::new(runner, kv.max_blocks * kv.kv_block), sequences: BTreeMap::new() }
     }
 
-    /// Size of its weights.
-    pub(crate) fn weight_bytes(&self) -> usize {
-        self.core.model().weight_bytes()
+    pub(crate) fn model(&self) -> &Model {
+        self.core.model()
     }
 
     /// How its steps ran.
@@ -92,27 +91,15 @@ impl DraftModel {
             if state.table.fit(request.tokens.len() + request.n).is_err() {
                 state.clear();
                 request.n = 0;
-                continue;
-            }
-            while request.tokens.len() - state.tokens.len() > CATCH_UP {
-                let end = request.tokens.len() - CATCH_UP;
-                let end = end.min(state.tokens.len() + self.core.max_tokens());
-                let tokens = &request.tokens[state.tokens.len()..end];
-                let step = [state.request(tokens, Want::Nothing)];
-                self.core.step(StepKind::Prompt, &step, &[&state.ledger])?;
-                state.tokens.extend_from_slice(tokens);
             }
         }
-        self.catch_up(requests, states)?;
-        // The first guess of each is chosen; the others follow with steps that feed themselves.
+        while self.catch_up(requests, states)? {}
         loop {
             let mut idxs = Vec::new();
             let mut rows: Vec<DecodeRow<'_>> = Vec::new();
             for (idx, (request, (_, state))) in requests.iter_mut().zip(states.iter_mut()).enumerate() {
-                let (n_left, Some(&token)) = (request.n - request.guesses.len(), request.guesses.last())
-                else {
-                    continue;
-                };
+                let n_left = request.n.saturating_sub(request.guesses.len());
+                let Some(&token) = request.guesses.last().or(request.tokens.last()) else { continue };
                 if n_left > 0 {
                     idxs.push(idx);
                     let ahead = Lookahead { n_tokens: n_left, end: &[] };
@@ -134,44 +121,35 @@ impl DraftModel {
         }
     }
 
-    /// Evaluates the last tokens of all requests together, and chooses the first guesses.
+    /// Evaluates tokens before the last of each request, which is the input of its first guess: one of them after a step
+    /// whose guesses were all accepted, many after a prompt. Returns false once there are none.
     fn catch_up(
         &mut self,
-        requests: &mut [DraftRequest<'_>],
+        requests: &[DraftRequest<'_>],
         states: &mut [(RequestId, SequenceState)],
-    ) -> Result<(), EngineError> {
-        let mut idxs: Vec<usize> = (0..requests.len()).filter(|&idx| requests[idx].n > 0).collect();
-        let most = (self.core.max_tokens() / CATCH_UP).min(self.core.max_seqs()).max(1);
-        while !idxs.is_empty() {
-            let some: Vec<usize> = idxs.drain(..idxs.len().min(most)).collect();
-            for &idx in &some {
-                let request = &mut requests[idx];
-                request.row.advance(request.tokens.len(), request.tokens);
-            }
-            let (mut steps, mut ledgers) = (Vec::new(), Vec::new());
-            for &idx in &some {
-                let (request, (_, state)) = (&requests[idx], &states[idx]);
-                let tokens = &request.tokens[state.tokens.len()..];
-                steps.push(state.request(tokens, Want::Sample(&request.row)));
-                ledgers.push(&state.ledger);
-            }
-            self.core.step(crate::step::step_kind(&steps), &steps, &ledgers)?;
-            drop(steps);
-            let choices: Vec<_> = self.core.take_choices().collect();
-            for (idx, choice) in some.into_iter().zip(choices) {
-                let (request, (_, state)) = (&mut requests[idx], &mut states[idx]);
-                state.tokens.clear();
-                state.tokens.extend_from_slice(request.tokens);
-                match choice {
-                    Some(Ok(choice)) => request.guesses.push(choice.chosen.token),
-                    Some(Err(_)) | None => request.n = 0,
-                }
+    ) -> Result<bool, EngineError> {
+        let (mut budget, mut parts) = (self.core.max_tokens(), Vec::new());
+        for (idx, (request, (_, state))) in requests.iter().zip(&*states).enumerate() {
+            let n_before = request.tokens.len().saturating_sub(1);
+            let n = n_before.saturating_sub(state.tokens.len()).min(budget);
+            if request.n > 0 && n > 0 && parts.len() < self.core.max_seqs() {
+                budget -= n;
+                parts.push((idx, state.tokens.len()..state.tokens.len() + n));
             }
         }
-        Ok(())
+        if parts.is_empty() {
+            return Ok(false);
+        }
+        let steps: Vec<_> = parts
+            .iter()
+            .map(|(idx, part)| states[*idx].1.request(&requests[*idx].tokens[part.clone()], Want::Nothing))
+            .collect();
+        let ledgers: Vec<_> = parts.iter().map(|(idx, _)| &states[*idx].1.ledger).collect();
+        self.core.step(step_kind(&steps), &steps, &ledgers)?;
+        drop(steps);
+        for (idx, part) in parts {
+            states[idx].1.tokens.extend_from_slice(&requests[idx].tokens[part]);
+        }
+        Ok(true)
     }
 }
-
-/// Tokens that several requests evaluate together before their first guesses. After a step whose guesses were all
-/// accepted, there are two.
-const CATCH_UP: usize = 2;

@@ -121,9 +121,9 @@ pub trait Runner: Send {
     fn resize(&mut self, n_blocks: usize, max_blocks: usize, n_slots: usize) -> Result<(), EngineError>;
     /// Copies one slot of every recurrent state onto another, ordered after the steps already launched.
     fn copy_slot(&mut self, copy: SlotCopy) -> Result<(), EngineError>;
-    /// Cost of verify steps relative to decode steps of one sequence; `draft_bytes` is the size of a draft model's
-    /// weights, if one makes the guesses. Decides how many guesses are checked.
-    fn verify_cost(&self, draft_bytes: Option<usize>) -> VerifyCost;
+    /// Cost of verify steps relative to decode steps of one sequence, with the draft model that makes the guesses, if
+    /// one does. Decides how many guesses are checked.
+    fn verify_cost(&self, draft: Option<&Model>) -> VerifyCost;
     /// The model.
     fn model(&self) -> &Arc<Model>;
     /// Maximum number of tokens per step.
@@ -215,8 +215,6 @@ const MAX_COMPILED: usize = 96;
 /// Consecutive steps that must request a run size before it is compiled while a larger one serves: compiling
 /// stalls every sequence.
 const PATIENCE: usize = 32;
-/// Time between two verify steps on a device: reading the choices, comparing them, and uploading the next inputs.
-const HOST_SECONDS: f32 = 60e-6;
 /// Maximum arena bytes of all compiled steps beyond the first [`MIN_COMPILED`].
 const COMPILED_BYTES: usize = 128 << 20;
 
@@ -555,16 +553,11 @@ where
         Ok(self.backend.edit_states(&mut self.states, &edits)?)
     }
 
-    fn verify_cost(&self, draft_bytes: Option<usize>) -> VerifyCost {
-        let bytes = self.model.weight_bytes() as f32;
-        let is_padded = !self.backend.row_buckets().is_empty();
-        // Weights are read once for all rows. A device has arithmetic to spare; on a CPU every row costs some.
-        let (bytes_per_second, latency, row) =
-            if is_padded { (4e12, 100e-6, 0.01) } else { (20e9, 0.0, 0.3) };
-        let decode = bytes / bytes_per_second + latency;
-        let fixed = if is_padded { HOST_SECONDS / decode } else { 0.0 };
-        let guess = draft_bytes.map_or(0.0, |bytes| (bytes as f32 / bytes_per_second + latency) / decode);
-        VerifyCost { fixed, row, guess, is_padded }
+    fn verify_cost(&self, draft: Option<&Model>) -> VerifyCost {
+        match self.backend.row_buckets().is_empty() {
+            true => VerifyCost::on_cpu(&self.model, draft),
+            false => VerifyCost::on_device(&self.model, draft),
+        }
     }
 
     fn model(&self) -> &Arc<Model> {

@@ -160,7 +160,7 @@ impl Server {
                 DraftSource::Model => self.draft_model.as_ref(),
                 DraftSource::Ngram | DraftSource::Custom(_) => None,
             };
-            let cost = self.core.runner.verify_cost(model.map(|model| model.weight_bytes()));
+            let cost = self.core.runner.verify_cost(model.map(DraftModel::model));
             Speculator::new(rules, cost)
         });
         self.jobs.insert(active.id, job);

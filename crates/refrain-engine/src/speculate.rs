@@ -101,7 +101,7 @@ pub fn ngram_draft(tokens: &[u32], n: usize) -> Vec<u32> {
 /// Cost of verify steps relative to a decode step of one sequence.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct VerifyCost {
-    /// Added by the host's part in each step.
+    /// Added to each step: by the host, and by kernels for several rows.
     pub fixed: f32,
     /// Added by each row.
     pub row: f32,
@@ -111,7 +111,51 @@ pub struct VerifyCost {
     pub is_padded: bool,
 }
 
+/// Times on an H200, from the tables of `docs/gpu.md` for 1, 8 and 32 sequences of 1B and 8B models, in seconds. Other
+/// devices are slower at all of them, and only their ratios matter here.
+mod on_h200 {
+    /// Bytes of weights per second that a decode step reads.
+    pub(super) const READ: f32 = 4e12;
+    /// Added to a decode step by each layer.
+    pub(super) const LAYER: f32 = 6e-6;
+    /// Added by each layer of a step with several rows, whose kernels are not those of a single row.
+    pub(super) const ROWS_LAYER: f32 = 40e-6;
+    /// Added by each layer for each row.
+    pub(super) const ROW_LAYER: f32 = 0.5e-6;
+    /// Between two verify steps: reading the choices, comparing them, and uploading the next inputs.
+    pub(super) const HOST: f32 = 60e-6;
+}
+
+/// Cost of a row on a CPU, where arithmetic takes as long as reading: 0.16 to 0.5 were measured.
+const CPU_ROW: f32 = 0.3;
+
 impl VerifyCost {
+    /// Costs on a device that reads weights much more slowly than it multiplies.
+    pub(crate) fn on_device(model: &Model, draft: Option<&Model>) -> VerifyCost {
+        let size = |model: &Model| (model.weight_bytes() as f32, model.config().n_layers as f32);
+        VerifyCost::of_sizes(size(model), draft.map(size))
+    }
+
+    /// The same from bytes of weights and numbers of layers.
+    fn of_sizes((bytes, n_layers): (f32, f32), draft: Option<(f32, f32)>) -> VerifyCost {
+        use on_h200::{HOST, LAYER, READ, ROW_LAYER, ROWS_LAYER};
+        let seconds = |(bytes, n_layers): (f32, f32)| bytes / READ + n_layers * LAYER;
+        let relative = |part: f32| part / seconds((bytes, n_layers));
+        VerifyCost {
+            fixed: relative(HOST + n_layers * ROWS_LAYER),
+            row: relative(n_layers * ROW_LAYER),
+            guess: draft.map_or(0.0, |draft| relative(seconds(draft))),
+            is_padded: true,
+        }
+    }
+
+    /// Costs on a CPU.
+    pub(crate) fn on_cpu(model: &Model, draft: Option<&Model>) -> VerifyCost {
+        let guess =
+            draft.map_or(0.0, |draft| draft.weight_bytes() as f32 / model.weight_bytes().max(1) as f32);
+        VerifyCost { fixed: 0.0, row: CPU_ROW, guess, is_padded: false }
+    }
+
     /// Cost of a verify step with `k` guesses for each of `n_seqs` sequences, relative to a decode step of them.
     fn of(&self, k: usize, n_seqs: usize) -> f32 {
         let n_rows = match self.is_padded {
@@ -133,8 +177,8 @@ pub enum SpeculationPause {
         drafted: u64,
         /// Those that were accepted.
         accepted: u64,
-        /// Cost of a step with one guess, in decode steps; a guess must be right with the probability above 1.
-        cost: f32,
+        /// Probability that a guess must be right for speculation to pay; `None` if none would be enough.
+        needed: Option<f32>,
     },
     /// A verify step failed; the same tokens were then decoded without guesses.
     StepFailed {
@@ -151,11 +195,11 @@ pub enum SpeculationPause {
 impl fmt::Display for SpeculationPause {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            SpeculationPause::DoesNotPay { cost, .. } if *cost >= 2.0 => {
-                write!(f, "it cannot pay: a step with one guess costs as much as {cost:.1} decode steps")
+            SpeculationPause::DoesNotPay { needed: None, .. } => {
+                write!(f, "it cannot pay: guesses cost more than they can save")
             }
-            SpeculationPause::DoesNotPay { drafted, accepted, cost } => {
-                let needed = 100.0 * (cost - 1.0);
+            SpeculationPause::DoesNotPay { drafted, accepted, needed: Some(needed) } => {
+                let needed = 100.0 * needed;
                 write!(
                     f,
                     "it does not pay: {accepted} of {drafted} guesses were accepted, {needed:.0} % are needed"
@@ -169,8 +213,9 @@ impl fmt::Display for SpeculationPause {
 
 /// Tokens decoded before a draft model that could not guess is asked again.
 const AFTER_NO_GUESS: usize = 32;
-/// Tokens of the first pause, and of the longest.
-const PAUSES: [usize; 2] = [16, 512];
+/// Tokens of the first pause for each decode step that a failure costs, and of the longest.
+const FIRST_PAUSE: usize = 12;
+const LONGEST_PAUSE: usize = 512;
 /// Tested guesses that the estimate of acceptance remembers.
 const MEMORY: f32 = 24.0;
 
@@ -195,18 +240,24 @@ pub(crate) struct Speculator {
 impl Speculator {
     pub(crate) fn new(rules: Speculation, cost: VerifyCost) -> Speculator {
         let expected = if matches!(rules.source, DraftSource::Model) { 0.7 } else { 0.5 };
-        Speculator {
+        let mut speculator = Speculator {
             rules,
             cost,
             hits: 2.0 * expected,
             trials: 2.0,
             n_plain: 0,
-            next_pause: PAUSES[0],
+            next_pause: 0,
             drafted: 0,
             accepted: 0,
             guesses: Vec::new(),
             guessed_at: 0,
+        };
+        speculator.next_pause = speculator.first_pause();
+        // Where that is not enough, one attempt shows more.
+        if speculator.best(expected, 1).is_none() {
+            speculator.expect(speculator.needed(1));
         }
+        speculator
     }
 
     /// Tokens to decode before it guesses again.
@@ -246,31 +297,54 @@ impl Speculator {
         if !self.rules.is_adaptive {
             return Ok(self.rules.max_draft);
         }
-        let rate = self.hits / self.trials;
-        let gain = |k: usize| {
-            let emitted: f32 = (0..=k).map(|i| rate.powi(i as i32)).sum();
-            emitted / self.cost.of(k, n_seqs)
-        };
-        let best = (1..=self.rules.max_draft).max_by(|a, b| gain(*a).total_cmp(&gain(*b)));
-        match best.filter(|k| gain(*k) > 1.0) {
+        match self.best(self.hits / self.trials, n_seqs) {
             Some(k) => Ok(k),
             None => Err(self.pause(n_seqs)),
         }
     }
 
+    /// The number of guesses that gains most if each is right with this probability; `None` if none gains anything.
+    fn best(&self, rate: f32, n_seqs: usize) -> Option<usize> {
+        let gain = |k: usize| {
+            let emitted: f32 = (0..=k).map(|i| rate.powi(i as i32)).sum();
+            emitted / self.cost.of(k, n_seqs)
+        };
+        let best = (1..=self.rules.max_draft).max_by(|a, b| gain(*a).total_cmp(&gain(*b)));
+        best.filter(|k| gain(*k) > 1.0)
+    }
+
+    /// The least probability that pays, in steps of 2.5 %.
+    fn needed(&self, n_seqs: usize) -> Option<f32> {
+        (1..=39).map(|step| 0.025 * step as f32).find(|rate| self.best(*rate, n_seqs).is_some())
+    }
+
     fn pause(&mut self, n_seqs: usize) -> SpeculationPause {
+        let needed = self.needed(n_seqs);
+        self.wait();
+        self.expect(needed);
+        SpeculationPause::DoesNotPay { drafted: self.drafted, accepted: self.accepted, needed }
+    }
+
+    /// Forgets what was seen: guesses pay until one is wrong.
+    fn expect(&mut self, needed: Option<f32>) {
+        let Some(needed) = needed else { return };
+        (self.hits, self.trials) = ((needed + 0.05).min(0.99), 1.0);
+    }
+
+    fn wait(&mut self) {
         self.n_plain = self.next_pause;
-        self.next_pause = (2 * self.next_pause).min(PAUSES[1]);
-        // Afterwards a single failure pauses again.
-        let cost = self.cost.of(1, n_seqs);
-        (self.hits, self.trials) = ((cost - 1.0 + 0.15).min(0.95), 1.0);
-        SpeculationPause::DoesNotPay { drafted: self.drafted, accepted: self.accepted, cost }
+        self.next_pause = (2 * self.next_pause).min(LONGEST_PAUSE);
+    }
+
+    /// The first pause: a failure that costs more is repeated later.
+    fn first_pause(&self) -> usize {
+        let cost = self.cost.of(1, 1).clamp(1.0, 8.0);
+        (FIRST_PAUSE as f32 * cost) as usize
     }
 
     /// Pauses after an error.
     pub(crate) fn failed(&mut self) {
-        self.n_plain = self.next_pause;
-        self.next_pause = (2 * self.next_pause).min(PAUSES[1]);
+        self.wait();
     }
 
     /// Records the result of a verify step.
@@ -285,7 +359,7 @@ impl Speculator {
         self.hits = kept * self.hits + n_accepted as f32;
         self.trials = kept * self.trials + tested as f32;
         if n_accepted == n_drafted {
-            self.next_pause = PAUSES[0];
+            self.next_pause = self.first_pause();
         }
     }
 }
@@ -346,7 +420,8 @@ mod tests {
     #[test]
     fn guesses_that_are_never_accepted_cost_less_than_three_percent_of_five_hundred_steps() {
         let cpu = VerifyCost { fixed: 0.0, row: 0.4, guess: 0.0, is_padded: false };
-        for (cost, budget) in [(DEVICE, 15.0), (cpu, 15.0)] {
+        let small = VerifyCost::of_sizes((0.8e9, 16.0), None);
+        for (cost, budget) in [(DEVICE, 15.0), (cpu, 15.0), (small, 15.0)] {
             let mut speculator = Speculator::new(Speculation::from(DraftSource::Ngram), cost);
             let (mut spent, mut n_pauses) = (0.0, 0);
             let mut n_tokens = 0;
@@ -370,8 +445,28 @@ mod tests {
                 n_tokens += 1;
             }
             assert!(spent < budget, "{spent} steps of 500");
-            assert!(n_pauses >= 4, "{n_pauses}");
+            assert!(n_pauses >= 3, "{n_pauses}");
         }
+    }
+
+    #[test]
+    fn costs_follow_the_sizes_of_the_models() {
+        let (large, small) = ((15.0e9, 32.0), (0.8e9, 16.0));
+        let draft = VerifyCost::of_sizes(large, Some(small));
+        assert!((1.5..1.7).contains(&draft.of(3, 1)), "{draft:?}");
+        let speculator = Speculator::new(Speculation::from(DraftSource::Model), draft);
+        let k = speculator.best(0.7, 1).unwrap();
+        assert!((3..=7).contains(&k), "{k}");
+        // A draft model as large as the model saves nothing, however good it is.
+        let mut same =
+            Speculator::new(Speculation::from(DraftSource::Model), VerifyCost::of_sizes(small, Some(small)));
+        assert_eq!(same.needed(1), None);
+        let pause = same.n_guesses(1).unwrap_err();
+        assert_eq!(pause.to_string(), "it cannot pay: guesses cost more than they can save");
+        // Steps of several rows cost a small model several decode steps; a long repetition is still worth them.
+        let ngram = Speculator::new(Speculation::from(DraftSource::Ngram), VerifyCost::of_sizes(small, None));
+        assert!(ngram.needed(1).is_some_and(|rate| rate > 0.6), "{:?}", ngram.needed(1));
+        assert_eq!(ngram.best(1.0, 1), Some(MAX_DRAFT));
     }
 
     #[test]

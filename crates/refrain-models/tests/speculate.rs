@@ -223,9 +223,10 @@ fn a_model_that_drafts_for_itself_guesses_everything_right() {
     assert_eq!(speculation.drafted, speculation.accepted, "{speculation}");
     assert_eq!((speculation.steps, speculation.emitted), (16, 80), "{speculation}");
     let draft = engine.draft_ledger().unwrap().unwrap();
-    // One step evaluates what the target has added, three more guess the others.
+    // A step per guess, and one for the last guess of the step before, unless it is the first of a request.
     assert_eq!(draft.tally(StepKind::Decode).discarded, 0);
-    assert_eq!(draft.tally(StepKind::Decode).tokens, 16 * 3);
+    assert_eq!(draft.tally(StepKind::Decode).tokens, 16 * 4);
+    assert_eq!(draft.tally(StepKind::Prompt).tokens, 2 * (4 + 7));
 }
 
 #[test]

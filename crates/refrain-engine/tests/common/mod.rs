@@ -409,7 +409,7 @@ impl Runner for FakeRunner {
         Ok(())
     }
 
-    fn verify_cost(&self, _: Option<usize>) -> VerifyCost {
+    fn verify_cost(&self, _: Option<&Model>) -> VerifyCost {
         VerifyCost { fixed: 0.05, row: 0.02, guess: 0.0, is_padded: true }
     }
 
