@@ -66,14 +66,16 @@ fn commands_have_flags_of_the_binary_and_ports_agree() {
                 assert!(drain < grace, "{drain} s to drain, {grace} s until the pod is killed");
                 let mounted = container["volumeMounts"].as_sequence().expect("mounts");
                 for file in [value_of(&args, "--api-key-file").expect("a key file"), "/models/model.gguf"] {
-                    let is_below = |mount: &Value| mount["mountPath"].as_str().is_some_and(|at| file.starts_with(at));
+                    let is_below =
+                        |mount: &Value| mount["mountPath"].as_str().is_some_and(|at| file.starts_with(at));
                     assert!(mounted.iter().any(is_below), "{file} is in no volume");
                 }
             }
         }
         for service in documents.iter().filter(|document| document["kind"] == "Service") {
             let selector = &service["spec"]["selector"];
-            let is_selected = |document: &Value| document["spec"]["template"]["metadata"]["labels"] == *selector;
+            let is_selected =
+                |document: &Value| document["spec"]["template"]["metadata"]["labels"] == *selector;
             assert!(documents.iter().any(is_selected), "{}: a service without pods", path.display());
         }
     }

@@ -1,7 +1,7 @@
 //! Requests whose text follows a grammar.
 //!
-//! The mask of a choice depends on the token before it. So it is computed on the engine's thread as soon as that token is
-//! known, and such a request takes part in steps one by one. Tokens that the grammar forces are appended at once and
+//! The mask of a choice depends on the token before it. So it is computed as soon as that token is known, for several requests
+//! on several threads, and such a request takes part in steps one by one. Tokens that the grammar forces are appended at once and
 //! evaluated together, like a short prompt.
 
 use crate::error::EngineError;
@@ -40,6 +40,15 @@ impl Constraint {
     }
 }
 
+/// What follows a chosen token.
+#[derive(Debug)]
+pub(crate) struct Followed {
+    /// Tokens that the grammar forces.
+    pub(crate) forced: Vec<u32>,
+    /// Whether something is left to choose.
+    pub(crate) is_open: bool,
+}
+
 /// A text that follows a grammar.
 #[derive(Debug)]
 pub(crate) struct ConstrainedText {
@@ -73,14 +82,29 @@ impl ConstrainedText {
         self.is_complete
     }
 
-    /// Appends a chosen token that does not end the text.
-    pub(crate) fn accept(&mut self, token: u32) -> Result<(), EngineError> {
-        Ok(self.matcher.accept(token)?)
+    /// Appends a chosen token that does not end the text, which then has `position` tokens before its next choice, and the
+    /// tokens that the grammar forces after it, at most `n_left`. Prepares the next choice, unless the request ends here:
+    /// then `n_left` is `None`.
+    pub(crate) fn follow(
+        &mut self,
+        row: &mut SamplingRow,
+        end: &[u32],
+        (chosen, position): (u32, usize),
+        n_left: Option<usize>,
+        n_vocab: usize,
+    ) -> Result<Followed, EngineError> {
+        self.matcher.accept(chosen)?;
+        let Some(n_left) = n_left else {
+            return Ok(Followed { forced: Vec::new(), is_open: !self.matcher.is_complete() });
+        };
+        let forced = self.force(n_left, end)?;
+        let is_open = self.prepare(row, end, position + forced.len(), n_vocab)?;
+        Ok(Followed { forced, is_open })
     }
 
     /// Appends the tokens that the grammar forces, at most `n_max`, and returns them. A token that ends the text is not
     /// appended as text.
-    pub(crate) fn force(&mut self, n_max: usize, end: &[u32]) -> Result<Vec<u32>, EngineError> {
+    fn force(&mut self, n_max: usize, end: &[u32]) -> Result<Vec<u32>, EngineError> {
         let mut forced = if self.forces { self.matcher.forced()? } else { Vec::new() };
         let n_before_end = forced.iter().position(|token| end.contains(token)).unwrap_or(forced.len());
         forced.truncate(n_max.min(n_before_end));
@@ -90,7 +114,7 @@ impl ConstrainedText {
 
     /// Writes the mask of the choice at `position` into the row. Returns false if there is nothing left to choose: the text
     /// is complete.
-    pub(crate) fn prepare(
+    fn prepare(
         &mut self,
         row: &mut SamplingRow,
         end: &[u32],

@@ -1,6 +1,6 @@
 //! The engine's thread: runs the steps that serve its requests.
 
-use crate::constrain::ConstrainedText;
+use crate::constrain::{ConstrainedText, Followed};
 use crate::core::{Core, SequenceState};
 use crate::decode::{DecodeRow, DecodedStep, LaunchPolicy, Lookahead};
 use crate::draft_model::DraftModel;
@@ -17,6 +17,7 @@ use crate::stream::{Channel, Demand};
 use refrain_graph::StepKind;
 use std::any::Any;
 use std::collections::BTreeMap;
+use std::num::NonZeroUsize;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
@@ -78,7 +79,8 @@ impl Submitted {
             active.state.table.set_root(request.adapter.map_or(0, |adapter| 1 + u64::from(adapter.0)));
         }
         let (prefill, n_chosen, speculator) = (Duration::ZERO, 0, None);
-        let job = RequestJob { held, request, row, text, channel, prefill, n_chosen, speculator };
+        let job =
+            RequestJob { held, request, row, text, followed: None, channel, prefill, n_chosen, speculator };
         Submitted { active, job }
     }
 }
@@ -252,6 +254,7 @@ impl Server {
         match self.try_step(rows) {
             Ok(took) => {
                 let choices = self.core.take_choices().collect::<Vec<_>>();
+                self.follow_together(rows, &choices);
                 for (row, choice) in rows.iter().zip(choices) {
                     self.deliver(mailbox, *row, choice, took)?;
                 }
@@ -259,6 +262,39 @@ impl Server {
             }
             Err(error) => self.step_failed(mailbox, rows, error),
         }
+    }
+
+    /// Has the texts of several constrained requests follow their choices on several threads, before these are delivered:
+    /// the device waits for their masks.
+    fn follow_together(&mut self, rows: &[StepRow], choices: &[Option<Result<TokenChoice, EngineError>>]) {
+        // Below this, starting threads takes longer.
+        const MIN_TEXTS: usize = 4;
+        let n_vocab = self.core.model().config().n_vocab;
+        let chosen: BTreeMap<RequestId, u32> = rows
+            .iter()
+            .zip(choices)
+            .filter_map(|(row, choice)| Some((row.id, choice.as_ref()?.as_ref().ok()?.chosen.token)))
+            .collect();
+        let constrained = self.jobs.iter_mut().filter(|(_, job)| job.text.is_some());
+        let mut texts: Vec<_> = constrained
+            .filter_map(|(id, job)| Some((job, *chosen.get(id)?, self.scheduler.find(*id)?)))
+            .map(|(job, token, active)| (job, token, active.tokens.len() + 1, active.state.context))
+            .collect();
+        if texts.len() < MIN_TEXTS {
+            return;
+        }
+        let n_threads =
+            std::thread::available_parallelism().map_or(1, NonZeroUsize::get).min(texts.len() / 2);
+        let n_each = texts.len().div_ceil(n_threads);
+        std::thread::scope(|scope| {
+            for texts in texts.chunks_mut(n_each) {
+                scope.spawn(move || {
+                    for (job, token, n_tokens, context) in texts {
+                        job.followed = job.follow(*token, *n_tokens, *context, n_vocab).transpose();
+                    }
+                });
+            }
+        });
     }
 
     pub(crate) fn step_failed(
@@ -331,16 +367,21 @@ impl Server {
         {
             return self.request_failed(mailbox, row.id, error);
         }
+        let followed = match (job.followed.take(), &choice) {
+            (None, Some(choice)) => {
+                let (n_tokens, context) = (active.tokens.len(), active.state.context);
+                job.follow(choice.chosen.token, n_tokens, context, n_vocab).transpose()
+            }
+            (followed, _) => followed,
+        };
         let (mut demand, mut finish) = match choice {
             Some(choice) => job.chosen(choice, took, &active.state),
             None => (job.evaluated(active.state.tokens.len(), took), None),
         };
-        if job.text.is_some() && row.chooses {
-            match job.follow(active, finish, n_vocab) {
-                Ok(Some(followed)) => (demand, finish) = followed,
-                Ok(None) => {}
-                Err(error) => return self.request_failed(mailbox, row.id, error),
-            }
+        match followed {
+            Some(Ok(followed)) => (demand, finish) = job.append(followed, active, (demand, finish)),
+            Some(Err(error)) => return self.request_failed(mailbox, row.id, error),
+            None => {}
         }
         active.is_paused = demand == Demand::Pause;
         if let Some(finish) = finish {
@@ -392,6 +433,8 @@ pub(crate) struct RequestJob {
     pub(crate) row: SamplingRow,
     /// Its text, if that follows a grammar.
     pub(crate) text: Option<ConstrainedText>,
+    /// What follows the choice that is not delivered yet.
+    followed: Option<Result<Followed, EngineError>>,
     pub(crate) channel: Arc<Channel>,
     /// Duration of the work before its next token: the prompt's steps, or a draft model's.
     pub(crate) prefill: Duration,
@@ -447,43 +490,42 @@ impl RequestJob {
         (self.channel.push(Ok(event)), finish)
     }
 
-    /// Has the text follow the token that was just chosen: appends and delivers the tokens that the grammar forces after
-    /// it, and prepares the next choice. Returns what changes for the request. A complete text ends it, also at its last
-    /// token.
+    /// Has the text follow a token that was just chosen, after which the request has `n_tokens` tokens in all. `None` without
+    /// a grammar, or if the token ends the text.
     fn follow(
         &mut self,
-        active: &mut ActiveRequest,
-        finish: Option<FinishReason>,
+        chosen: u32,
+        n_tokens: usize,
+        context: usize,
         n_vocab: usize,
-    ) -> Result<Option<(Demand, Option<FinishReason>)>, EngineError> {
-        let (Some(text), Some(&chosen)) = (&mut self.text, active.tokens.last()) else { return Ok(None) };
-        if finish == Some(FinishReason::EndToken) {
+    ) -> Result<Option<Followed>, EngineError> {
+        let Some(text) = self.text.as_mut().filter(|_| !self.request.end.contains(&chosen)) else {
             return Ok(None);
-        }
-        text.accept(chosen)?;
-        let n_left = match finish {
-            Some(_) => 0,
-            // Each of them needs a position.
-            None => (self.request.max_tokens - self.n_chosen)
-                .min(active.state.context.saturating_sub(active.tokens.len())),
         };
-        let forced = text.force(n_left, &self.request.end)?;
-        let is_open =
-            text.prepare(&mut self.row, &self.request.end, active.tokens.len() + forced.len(), n_vocab)?;
-        let (mut demand, mut finish) = (None, finish);
+        // This one is not counted yet. Each forced token needs a position.
+        let n_left = (self.request.max_tokens - self.n_chosen - 1).min(context.saturating_sub(n_tokens));
+        let is_over = self.n_chosen + 1 >= self.request.max_tokens || n_tokens > context;
+        let (n_left, end) = ((!is_over).then_some(n_left), &self.request.end);
+        text.follow(&mut self.row, end, (chosen, n_tokens), n_left, n_vocab).map(Some)
+    }
+
+    /// Appends and delivers the tokens that the grammar forces. A complete text ends the request, also at its last token.
+    fn append(
+        &mut self,
+        Followed { forced, is_open }: Followed,
+        active: &mut ActiveRequest,
+        (mut demand, mut finish): (Demand, Option<FinishReason>),
+    ) -> (Demand, Option<FinishReason>) {
         for token in forced {
             active.tokens.push(token);
             self.n_chosen += 1;
             let event = TokenEvent::Token { token, logprob: 0.0, top: Vec::new(), took: Duration::ZERO };
-            demand = Some(self.channel.push(Ok(event)));
+            demand = self.channel.push(Ok(event));
         }
         if finish.is_none() && self.n_chosen >= self.request.max_tokens {
             finish = Some(FinishReason::MaxTokens);
         }
-        if !is_open {
-            finish = Some(FinishReason::Complete);
-        }
-        Ok(Some((demand.unwrap_or_else(|| self.channel.demand()), finish)))
+        (demand, if is_open { finish } else { Some(FinishReason::Complete) })
     }
 
     /// Returns the sequence to its owner, and the channel for the last event.

@@ -190,7 +190,7 @@ fn request(model: &Model, prompt: &str, source: &GrammarSource, sampling: Sampli
 }
 
 /// Requests with and without grammars share steps, are preempted, and write what they write alone.
-fn neighbours_do_not_matter(device: Device, n: u64, kv_tokens: usize) {
+fn neighbours_do_not_matter(device: Device, n: u64, kv_tokens: usize, max_tokens: usize) {
     let model = Model::builtin().unwrap();
     let service = |max_seqs, kv_tokens| {
         let session = SessionOptions { context: Some(128), reproducible: true, ..options(device.clone()) };
@@ -201,8 +201,9 @@ fn neighbours_do_not_matter(device: Device, n: u64, kv_tokens: usize) {
         let source = &cases()[i as usize % 4].0;
         let mut request = request(&model, "Once upon a time there was", source, hot(i));
         if i % 3 == 0 {
-            (request.constraint, request.max_tokens) = (None, 20);
+            request.constraint = None;
         }
+        request.max_tokens = max_tokens;
         request
     };
     let together = service(8, Some(kv_tokens));
@@ -225,12 +226,12 @@ fn neighbours_do_not_matter(device: Device, n: u64, kv_tokens: usize) {
 
 #[test]
 fn constrained_requests_share_steps_with_others_and_survive_preemption() {
-    neighbours_do_not_matter(cpu(), 16, 160);
+    neighbours_do_not_matter(cpu(), 16, 160, 50);
 }
 
 #[test]
 fn constrained_requests_share_replayed_steps_on_the_simulated_device() {
-    neighbours_do_not_matter(sim(), 4, 1024);
+    neighbours_do_not_matter(sim(), 3, 1024, 8);
 }
 
 #[test]
