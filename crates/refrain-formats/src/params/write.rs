@@ -149,10 +149,11 @@ impl ModelConfig {
         set("ssm.group_count", number(sizes.n_key_heads))?;
         set("ssm.time_step_rank", number(sizes.n_heads))?;
         set("ssm.inner_size", number(sizes.n_heads * sizes.value_dim))?;
-        // Pairs that rotate by time, height and width; for text all positions are equal.
+        // Pairs that rotate by time, height and width take turns; for text all three positions are equal. llama.cpp does
+        // not rotate a pair that no section has.
         let n_pairs = self.rope.dims / 2;
-        let third = n_pairs.div_ceil(3);
-        let sections = [third, third, n_pairs.saturating_sub(2 * third), 0];
+        let [time, height, width] = [2, 1, 0].map(|more| (n_pairs + more) / 3);
+        let sections = [time, height, width, 0];
         let sections = sections.map(|n| u32::try_from(n).unwrap_or(0)).into();
         set("rope.dimension_sections", MetadataValue::Array(Array::U32(sections)))
     }
