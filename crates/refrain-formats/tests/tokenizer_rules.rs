@@ -191,10 +191,9 @@ proptest! {
     }
 }
 
-/// The words and ids of `transformers`, over a small vocabulary (`tools/qwen35_tokens.py`).
-#[test]
-fn text_is_cut_as_qwen_3_5_does_with_marks_inside_of_words() {
-    let data: serde_json::Value = serde_json::from_str(include_str!("data/qwen35_tokens.json")).unwrap();
+/// Encodes recorded texts by the rules `own`, and returns how many of them the rules `other` encode differently.
+fn n_different(data: &str, own: &str, other: &str) -> usize {
+    let data: serde_json::Value = serde_json::from_str(data).unwrap();
     let list = |key: &str| -> Vec<String> {
         data[key].as_array().unwrap().iter().map(|text| text.as_str().unwrap().to_owned()).collect()
     };
@@ -208,7 +207,7 @@ fn text_is_cut_as_qwen_3_5_does_with_marks_inside_of_words() {
         };
         Tokenizer::from_spec(&spec).unwrap()
     };
-    let (own, others) = (tokenizer("qwen35"), tokenizer("qwen2"));
+    let (own, others) = (tokenizer(own), tokenizer(other));
     let mut n_different = 0;
     for case in data["cases"].as_array().unwrap() {
         let text = case["text"].as_str().unwrap();
@@ -217,5 +216,20 @@ fn text_is_cut_as_qwen_3_5_does_with_marks_inside_of_words() {
         assert_eq!(own.encode(text, false, false).unwrap(), want, "{text:?}");
         n_different += usize::from(others.encode(text, false, false).unwrap() != want);
     }
-    assert!(n_different > 0, "Qwen 2 cuts all of it alike");
+    n_different
+}
+
+/// The words and ids of `transformers`, over a small vocabulary (`tools/qwen35_tokens.py`).
+#[test]
+fn text_is_cut_as_qwen_3_5_does_with_marks_inside_of_words() {
+    let data = include_str!("data/qwen35_tokens.json");
+    assert!(n_different(data, "qwen35", "qwen2") > 0, "Qwen 2 cuts all of it alike");
+}
+
+/// The words and ids of `tiktoken` with the pattern of gpt-oss, over a small vocabulary (`tools/o200k_tokens.py`).
+#[test]
+fn text_is_cut_as_o200k_does_with_case_inside_of_words() {
+    let data = include_str!("data/o200k_tokens.json");
+    assert!(n_different(data, "gpt-4o", "tekken") > 0, "Tekken cuts all of it alike");
+    assert!(n_different(data, "gpt-4o", "llama-bpe") > 0, "Llama 3 cuts all of it alike");
 }

@@ -191,6 +191,18 @@ fn damaged_metadata_of_experts_is_refused_with_the_numbers() {
 }
 
 #[test]
+fn every_rotated_pair_is_in_a_section_of_the_written_file() {
+    for (dims, want) in [(8_u32, [2, 1, 1, 0]), (32, [6, 5, 5, 0]), (64, [11, 11, 10, 0])] {
+        let c = qwen35moe(&[("attention.key_length", 64u32.into()), ("rope.dimension_count", dims.into())]);
+        let mut w = GgufWriter::new();
+        c.unwrap().write_gguf(&mut w).unwrap();
+        let written = read(w.to_vec()).unwrap();
+        let sections = written.metadata().get("qwen35moe.rope.dimension_sections").cloned();
+        assert_eq!(sections, Some(MetadataValue::Array(Array::U32(want.into()))));
+    }
+}
+
+#[test]
 fn a_llama_is_read() {
     let c = config(&llama_metadata()).unwrap();
     assert_eq!(c.arch, Arch::Llama);
