@@ -21,7 +21,7 @@ import llama_cpp
 import numpy as np
 
 CONTEXT = 512
-TYPES = "Q2_K,Q3_K_S,Q3_K_M,Q3_K_L,Q4_0,Q4_1,IQ4_NL,IQ4_XS,Q4_K_S,Q4_K_M,Q5_0,Q5_1,Q5_K_S,Q5_K_M,Q6_K,Q8_0"
+TYPES = "Q2_K,Q3_K_S,Q3_K_M,Q3_K_L,Q4_0,Q4_1,IQ4_NL,IQ4_XS,MXFP4,Q4_K_S,Q4_K_M,Q5_0,Q5_1,Q5_K_S,Q5_K_M,Q6_K,Q8_0"
 
 
 def windows_of(llama, text: str, n_windows: int) -> list[list[int]]:
@@ -41,22 +41,26 @@ def log_probabilities(path: str, text: str, n_windows: int) -> tuple[np.ndarray,
         llama.eval(part)
         logits = np.asarray(llama.scores[: CONTEXT - 1], dtype=np.float32)[CONTEXT // 2 :]
         peak = logits.max(axis=1, keepdims=True)
-        rows.append(logits - peak - np.log(np.exp(logits - peak).sum(axis=1, keepdims=True, dtype=np.float64)))
+        total = np.exp(logits - peak).sum(axis=1, keepdims=True, dtype=np.float64)
+        rows.append((logits - (peak + np.log(total))).astype(np.float32))
         following.append(np.asarray(part[CONTEXT // 2 + 1 :]))
     llama.close()
     return np.concatenate(rows), np.concatenate(following)
 
 
 def divergence(base: np.ndarray, other: np.ndarray) -> np.ndarray:
-    return np.concatenate(
-        [(np.exp(p) * (p - q)).sum(axis=1) for p, q in zip(np.array_split(base, 64), np.array_split(other, 64))]
-    )
+    parts = zip(np.array_split(base, 64), np.array_split(other, 64))
+    return np.concatenate([(np.exp(p) * (p - q)).sum(axis=1, dtype=np.float64) for p, q in parts])
 
 
 def quantize_llama(source: str, out: str, name: str, imatrix: str | None, n_threads: int) -> float:
     params = llama_cpp.llama_model_quantize_default_params()
-    full = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}.get(name, name)
+    full = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M", "MXFP4": "MXFP4_MOE"}.get(name, name)
     params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{full}")
+    if name == "MXFP4":
+        # llama.cpp's file type is for experts; this makes all matrices MXFP4 but the output, as ours does.
+        params.pure = True
+        params.output_tensor_type = params.token_embedding_type = output_type(source)
     params.nthread = n_threads
     held = llama_imatrix(imatrix) if imatrix else None
     if held:
@@ -66,6 +70,14 @@ def quantize_llama(source: str, out: str, name: str, imatrix: str | None, n_thre
     if status != 0:
         raise SystemExit(f"llama.cpp cannot make {name}: status {status}")
     return time.process_time() - began
+
+
+def output_type(source: str) -> int:
+    """The type of the output matrix in mixes with few bits: Q6_K, or Q8_0 if its rows are not a multiple of 256."""
+    import gguf
+
+    row = next(int(t.shape[0]) for t in gguf.GGUFReader(source).tensors if t.name == "token_embd.weight")
+    return int(gguf.GGMLQuantizationType.Q8_0 if row % 256 else gguf.GGMLQuantizationType.Q6_K)
 
 
 def llama_imatrix(path: str):
@@ -145,10 +157,11 @@ def main() -> None:
             seconds = f"{row.get('llama_seconds', 0):6.2f} {row['refrain_seconds']:6.2f}"
             error = row.get("ratio_error", 0)
             print(f"{name:8} {theirs:9.5f} {ours:9.5f} {row['ratio']:7.3f}  {error:5.3f}  {sizes}  {seconds}", flush=True)
-    if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump(results, file, indent=1)
-            file.write("\n")
+            if args.json:
+                # After each type: a run takes long.
+                with open(args.json, "w", encoding="utf-8") as file:
+                    json.dump(results, file, indent=1)
+                    file.write("\n")
 
 
 if __name__ == "__main__":

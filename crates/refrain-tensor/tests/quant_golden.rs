@@ -1,7 +1,7 @@
 //! Compares decoding and encoding with the `gguf` package, bit for bit. tools/quant_goldens.py generates the data.
 
 use refrain_tensor::DType;
-use refrain_tensor::quant::{dequantize, quantize};
+use refrain_tensor::quant::{can_encode, dequantize, quantize, quantize_weighted};
 use safetensors::SafeTensors;
 
 static DATA: &[u8] = include_bytes!("data/quant.safetensors");
@@ -89,5 +89,31 @@ fn every_f16_and_bf16_pattern_decodes_to_its_value() {
             "{bits:04x}: {} is not {expected}",
             got[0]
         );
+    }
+}
+
+/// Made by tools/quant_roundtrip.py: blocks of `refrain quantize` and their values according to the `gguf` package.
+static ROUND_TRIP: &[u8] = include_bytes!("data/roundtrip.safetensors");
+
+#[test]
+fn searched_blocks_mean_the_same_to_the_gguf_package() {
+    let file = SafeTensors::deserialize(ROUND_TRIP).unwrap();
+    let (values, importance) = (golden_f32(&file, "values"), golden_f32(&file, "importance"));
+    let types: Vec<DType> = DType::ALL.into_iter().filter(|&d| d.is_quantized() && can_encode(d)).collect();
+    assert_eq!(types.len(), 13);
+    for dtype in types {
+        for (suffix, importance) in [("blocks", None), ("weighted", Some(&importance[..]))] {
+            let expected = golden_bytes(&file, &format!("{dtype}.{suffix}"));
+            let mut blocks = vec![0xaa; expected.len()];
+            quantize_weighted(dtype, &values, 512, importance, &mut blocks).unwrap();
+            assert!(
+                blocks == expected,
+                "{dtype} {suffix}: run tools/quant_roundtrip.py if the search changed"
+            );
+        }
+        let mut decoded = vec![f32::NAN; values.len()];
+        dequantize(dtype, golden_bytes(&file, &format!("{dtype}.blocks")), &mut decoded).unwrap();
+        let expected = golden_f32(&file, &format!("{dtype}.values"));
+        assert!(decoded.iter().zip(&expected).all(|(a, b)| a.to_bits() == b.to_bits()), "{dtype}");
     }
 }

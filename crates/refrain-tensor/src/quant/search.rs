@@ -596,8 +596,9 @@ impl Moments {
         let slope = fixed.w * yq - fixed.y * q;
         let scale = slope / det;
         let line = Line { scale, offset: (fixed.y - scale * q) / fixed.w };
-        let is_flat = !(det > FLAT * (fixed.w * qq));
-        if !is_flat && !(is_below_zero && low + line.offset > 0.0) {
+        let has_slope = det > FLAT * (fixed.w * qq);
+        let is_above = is_below_zero && low + line.offset > 0.0;
+        if has_slope && !is_above {
             return (line, slope * scale / fixed.w);
         }
         if !is_below_zero {

@@ -3,6 +3,7 @@
 //! The search is that of `refrain_tensor::quant::search`, computed for 16 sub-blocks at a time, one per lane. All
 //! arithmetic is that of the simple version in the same order, so the bytes are the same at every level; tests compare
 //! them.
+#![allow(clippy::needless_range_loop, reason = "iterators are not reliably inlined, see `SimdKernel`")]
 
 mod group; // 16 sub-blocks, scaled and weighed
 mod scale; // types without minima
