@@ -9,10 +9,10 @@ type Field = (&'static str, &'static str);
 
 const SAMPLING: &[Field] = &[
     ("temperature", "number 0"),
-    ("top_p", "number 0 1"),
+    ("top_p", "share"),
     ("top_k", "integer -1 4294967295"),
     ("min_p", "number 0 1"),
-    ("repetition_penalty", "number 0.0001"),
+    ("repetition_penalty", "positive"),
     ("presence_penalty", "number"),
     ("frequency_penalty", "number"),
     ("seed", "integer -9223372036854775808 9223372036854775807"),
@@ -51,7 +51,7 @@ const MESSAGES: &[Field] = &[
     ("max_tokens", "integer 1"),
     ("stop_sequences", "strings"),
     ("stream", "boolean"),
-    ("thinking", "object"),
+    ("thinking", "thinking"),
     ("tools", "array"),
     ("tool_choice", "object"),
     ("metadata", "object"),
@@ -112,7 +112,7 @@ const POSTS: &[Endpoint] = &[
     Endpoint {
         path: "/v1/messages/count_tokens",
         summary: "Counts the tokens of a conversation (Anthropic)",
-        fields: &[&[("messages", "messages"), ("system", ""), ("tools", "array"), ("thinking", "object")]],
+        fields: &[&[("messages", "messages"), ("system", ""), ("tools", "array"), ("thinking", "thinking")]],
         required: &["messages"],
     },
     Endpoint {
@@ -208,6 +208,13 @@ fn shape(kind: &str, is_required: bool) -> Value {
         "tokens" => tokens(),
         "strings" => strings(),
         "stop" => json!({ "anyOf": [{ "type": "string", "minLength": 1 }, strings()] }),
+        "share" => json!({ "type": "number", "exclusiveMinimum": 0, "maximum": 1 }),
+        "positive" => json!({ "type": "number", "exclusiveMinimum": 0 }),
+        "thinking" => json!({
+            "type": "object",
+            "required": ["type"],
+            "properties": { "type": { "type": "string", "enum": ["enabled", "adaptive", "disabled"] } },
+        }),
         "encoding" => json!({ "type": "string", "enum": ["float", "base64"] }),
         "biases" => json!({
             "type": "object",
@@ -229,8 +236,11 @@ fn shape(kind: &str, is_required: bool) -> Value {
                     { "type": "string" },
                     { "type": "array", "minItems": 1, "items": {
                         "type": "object",
-                        "required": ["type"],
-                        "properties": { "type": { "type": "string" }, "text": { "type": "string" } },
+                        "required": ["type", "text"],
+                        "properties": {
+                            "type": { "type": "string", "enum": ["text"] },
+                            "text": { "type": "string" },
+                        },
                     } },
                 ] },
             },
