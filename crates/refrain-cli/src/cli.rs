@@ -1,6 +1,7 @@
 //! The command line: commands, global flags, logging.
 
 use crate::interrupt::Interrupt;
+use crate::serve::LogFormat;
 use crate::{
     batch, bench, chat, compare, completions, convert, doctor, embed, finetune, imatrix, inspect, list,
     merge, perplexity, plan, pull, quantize, reference, rm, run, serve, show, tokenize, train, trial, worker,
@@ -129,11 +130,17 @@ impl Cli {
             _ if self.global.quiet => "error",
             // The doctor provokes failures on purpose and reports them itself.
             (Command::Doctor(_), _) => "off",
-            // Replaced workers and who connects to what are for whoever reads a server's log.
-            (Command::Serve(_), _) => "info",
+            // Replaced workers are for whoever reads a server's log, single requests for who evaluates it.
+            (Command::Serve(args), _) if args.log_format() == LogFormat::Json => "info",
+            (Command::Serve(_), _) => "info,refrain_server::requests=warn",
             _ => "warn",
         };
-        log_to_stderr(env.log.as_deref().unwrap_or(usual_log), self.global.verbose > 1);
+        let format = match &self.command {
+            Command::Serve(args) => args.log_format(),
+            Command::Worker(args) => args.log_format(),
+            _ => LogFormat::Text,
+        };
+        log_to_stderr(env.log.as_deref().unwrap_or(usual_log), self.global.verbose > 1, format);
         tracing::debug!(
             version = env!("CARGO_PKG_VERSION"),
             home = %env.refrain_home.display(),
@@ -183,12 +190,16 @@ impl Cli {
 }
 
 /// Starts the log. Module names appear only in the verbose log.
-fn log_to_stderr(filter: &str, with_modules: bool) {
-    let lines = tracing_subscriber::fmt::layer()
-        .with_writer(std::io::stderr)
-        .with_ansi(crate::out::stderr_has_colour())
-        .without_time()
-        .with_target(with_modules);
+fn log_to_stderr(filter: &str, with_modules: bool, format: LogFormat) {
+    let lines = tracing_subscriber::fmt::layer().with_writer(std::io::stderr);
+    let lines = match format {
+        LogFormat::Text => {
+            lines.with_ansi(crate::out::stderr_has_colour()).without_time().with_target(with_modules).boxed()
+        }
+        LogFormat::Json => {
+            lines.json().flatten_event(true).with_current_span(false).with_span_list(false).boxed()
+        }
+    };
     // A filter of the layer lets other crates skip disabled levels. A subscriber that is already set belongs to a test.
     let _ = tracing_subscriber::registry().with(lines.with_filter(log_filter(filter))).try_init();
 }

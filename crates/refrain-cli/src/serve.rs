@@ -33,6 +33,7 @@ Examples:
   refrain serve
   refrain serve smollm2 --port 9000
   refrain serve small=smollm2 big=./model.gguf --seqs 64
+  refrain serve chat=smollm2 embed=./all-MiniLM-L6-v2
   refrain serve ./model.gguf --host 0.0.0.0 --api-key-file keys.txt
   curl http://127.0.0.1:8080/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{\"messages\": [{\"role\": \"user\", \"content\": \"Hello\"}]}'")]
@@ -49,7 +50,8 @@ pub(crate) struct Args {
     /// Key that clients must send; REFRAIN_API_KEY does the same without showing it in the list of processes
     #[arg(long, value_name = "KEY", help_heading = "Network")]
     api_key: Option<String>,
-    /// File with a key per line, each followed by settings: name=WORD concurrent=N no-prefix-cache
+    /// File with a key per line, each followed by settings: name=WORD concurrent=N requests-per-minute=N
+    /// tokens-per-minute=N no-prefix-cache
     #[arg(long, value_name = "FILE", help_heading = "Network")]
     api_key_file: Option<PathBuf>,
     /// PEM file with a certificate: serves HTTPS
@@ -58,6 +60,13 @@ pub(crate) struct Args {
     /// PEM file with the key of the certificate
     #[arg(long, value_name = "FILE", requires = "tls_cert", help_heading = "Network")]
     tls_key: Option<PathBuf>,
+    /// Let web pages of this origin send requests and read the answers, such as https://example.com; * is any; may be
+    /// repeated
+    #[arg(long, value_name = "ORIGIN", help_heading = "Network")]
+    cors: Vec<String>,
+    /// How the log is written to standard error; json has a line for each request as well, without prompts
+    #[arg(long, value_name = "FORMAT", default_value = "text", help_heading = "Network")]
+    log: LogFormat,
     /// Serve an address that other machines can reach without any key
     #[arg(long, help_heading = "Network")]
     unprotected: bool,
@@ -83,7 +92,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value = "1024", help_heading = "Workers")]
     max_requests: NonZeroUsize,
     /// Context size in tokens, prompt and reply of a request together [default: the smaller of 4096 and the model's
-    /// limit]
+    /// limit]. Embedding models take texts as long as their files recommend
     #[arg(short, long, value_name = "N", help_heading = "Workers")]
     context: Option<usize>,
     /// Tokens in the KV cache for all running requests [default: --seqs times -c, at most 32768]
@@ -104,6 +113,15 @@ pub(crate) struct Args {
     device: DeviceOpts,
 }
 
+/// How the log is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum LogFormat {
+    /// Lines to read
+    Text,
+    /// A JSON object per line
+    Json,
+}
+
 /// A model with its name for clients.
 pub(crate) struct NamedModel {
     pub(crate) name: String,
@@ -113,6 +131,19 @@ pub(crate) struct NamedModel {
 }
 
 impl Args {
+    pub(crate) fn log_format(&self) -> LogFormat {
+        self.log
+    }
+
+    /// Says what the server is doing.
+    fn say(&self, context: &CliContext, text: &str) {
+        match self.log {
+            _ if context.quiet => {}
+            LogFormat::Text => talk!("{text}"),
+            LogFormat::Json => tracing::info!("{text}"),
+        }
+    }
+
     pub(crate) fn n_workers(&self) -> usize {
         self.workers.get()
     }
@@ -218,7 +249,7 @@ pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {
     let named = args.models(context)?;
     let mut served = Vec::with_capacity(named.len());
     for model in &named {
-        let opened = ServedModel::new(&model.name, model.found.open()?);
+        let opened = ServedModel::new(&model.name, model.found.open()?)?;
         served.push(match &model.base {
             Some(base) => opened.with_base(base),
             None => opened,
@@ -262,6 +293,7 @@ async fn serve(
     if let (Some(cert), Some(key)) = (&args.tls_cert, &args.tls_key) {
         options.tls = Some(TlsFiles { cert: cert.clone(), key: key.clone() });
     }
+    options.cors.clone_from(&args.cors);
     options.max_body_bytes = args.max_body.get() << 20;
     options.max_connections = args.max_connections.get();
     options.drain = Duration::from_secs(args.drain);
@@ -269,10 +301,8 @@ async fn serve(
     let backend: Arc<dyn TokenBackend> = pool.clone();
     let server = Server::bind(served, backend, options).await.map_err(refused)?;
     let (addr, replacer) = (server.addr(), server.key_replacer());
-    if !context.quiet {
-        let scheme = if args.tls_cert.is_some() { "https" } else { "http" };
-        talk!("serving {} at {scheme}://{addr}", names.join(", "));
-    }
+    let scheme = if args.tls_cert.is_some() { "https" } else { "http" };
+    args.say(context, &format!("serving {} at {scheme}://{addr}", names.join(", ")));
     let (mut term, mut int, mut hup) =
         (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?, signal(SignalKind::hangup())?);
     let mut failed = None;
@@ -296,7 +326,7 @@ async fn serve(
                 ready = ready => match ready {
                     Ok(()) => {
                         started = None;
-                        say_ready(&*pool, context);
+                        say_ready(&*pool, args, context);
                     }
                     Err(refusal) => {
                         failed = Some(refusal);
@@ -305,8 +335,8 @@ async fn serve(
                 },
             }
         }
-        if failed.is_none() && !context.quiet {
-            talk!("stopping: open requests have {} s to end", args.drain);
+        if failed.is_none() {
+            args.say(context, &format!("stopping: open requests have {} s to end", args.drain));
         }
     };
     let n_cut = server.run(stop).await;
@@ -319,13 +349,11 @@ async fn serve(
     Ok(n_cut)
 }
 
-fn say_ready(backend: &dyn TokenBackend, context: &CliContext) {
+fn say_ready(backend: &dyn TokenBackend, args: &Args, context: &CliContext) {
     let status = backend.status();
     let Some(worker) = status.workers.iter().find(|worker| !worker.backend.is_empty()) else { return };
-    if !context.quiet {
-        let holds = worker.models.first().map(|load| format!(", context {}", thousands(load.context)));
-        talk!("ready on {}{}", worker.backend, holds.unwrap_or_default());
-    }
+    let holds = worker.models.first().map(|load| format!(", context {}", thousands(load.context)));
+    args.say(context, &format!("ready on {}{}", worker.backend, holds.unwrap_or_default()));
 }
 
 fn pool_options(args: &Args, context: &CliContext, names: Vec<String>) -> anyhow::Result<PoolOptions> {

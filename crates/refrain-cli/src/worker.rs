@@ -1,7 +1,7 @@
 //! `refrain __worker`: the process that owns a device for `refrain serve`.
 
 use crate::cli::CliContext;
-use crate::serve;
+use crate::serve::{self, LogFormat};
 use refrain::{Device, GuessSource, ServiceOptions, SessionOptions, SpeculationOptions};
 use refrain_worker::fake::{FakeOptions, FakeShelf};
 use refrain_worker::{ModelShelf, ModelSpec, WorkerOptions, run_worker};
@@ -22,6 +22,12 @@ pub(crate) struct Args {
     worker_idx: u32,
     #[command(flatten)]
     serve: serve::Args,
+}
+
+impl Args {
+    pub(crate) fn log_format(&self) -> LogFormat {
+        self.serve.log_format()
+    }
 }
 
 pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {

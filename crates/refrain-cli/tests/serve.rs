@@ -2,10 +2,13 @@
 
 mod common;
 
-use common::Cli;
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD as BASE64;
+use common::{Cli, encoder};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Mutex;
 use std::sync::mpsc::{Receiver, channel};
@@ -26,7 +29,10 @@ struct Served {
 
 impl Served {
     fn start(flags: &[&str]) -> Served {
-        let cli = Cli::new();
+        Served::start_in(Cli::new(), flags)
+    }
+
+    fn start_in(cli: Cli, flags: &[&str]) -> Served {
         let args = [&["serve", "--port", "0", "--threads", "1"], flags].concat();
         let mut process = cli.command(&args).stderr(Stdio::piped()).spawn().expect("the server starts");
         let stderr = BufReader::new(process.stderr.take().expect("a pipe"));
@@ -34,7 +40,8 @@ impl Served {
         thread::spawn(move || stderr.lines().map_while(Result::ok).try_for_each(|line| sender.send(line)));
         let mut served = Served { _cli: cli, process, url: String::new(), log: Mutex::new(log) };
         let line = served.line("http://");
-        served.url = line[line.find("http://").expect("an address")..].to_owned();
+        let url = &line[line.find("http://").expect("an address")..];
+        served.url = url.split('"').next().unwrap_or(url).to_owned();
         served
     }
 
@@ -352,4 +359,180 @@ fn a_constrained_reply_survives_the_death_of_its_worker() {
     });
     assert_eq!(status, 200, "{reply}");
     assert_eq!(reply["choices"][0]["text"], undisturbed["choices"][0]["text"]);
+}
+
+/// The built-in model with a small encoder beside it, and the encoder's folder.
+fn with_encoder(flags: &[&str]) -> (Served, PathBuf) {
+    let cli = Cli::new();
+    let folder = encoder(&cli);
+    let model = format!("embed={}", folder.display());
+    let served = Served::start_in(cli, &[&["stories", &model], flags].concat());
+    served.line("ready on");
+    (served, folder)
+}
+
+fn floats(value: &Value) -> Vec<f32> {
+    serde_json::from_value(value.clone()).expect("a vector")
+}
+
+#[test]
+fn an_encoder_beside_a_generating_model_embeds_texts_and_tokens() {
+    let (served, folder) = with_encoder(&[]);
+    let path = "/v1/embeddings";
+    let texts = ["A cat sleeps.", "a kitten naps.", "", "a cat"];
+    let (status, reply) = served.post(path, &json!({ "model": "embed", "input": texts }));
+    assert_eq!(status, 200, "{reply}");
+    let data = reply["data"].as_array().expect("a list");
+    assert_eq!(
+        (data.len(), &reply["model"], &reply["usage"]["prompt_tokens"]),
+        (4, &json!("embed"), &json!(18))
+    );
+    let ran = Command::new(env!("CARGO_BIN_EXE_refrain"))
+        .args(["embed", folder.to_str().expect("UTF-8"), "--threads", "1", "--quiet"])
+        .args(texts)
+        .output()
+        .expect("the binary runs");
+    let lines = String::from_utf8(ran.stdout).expect("UTF-8");
+    for (idx, (item, line)) in data.iter().zip(lines.lines()).enumerate() {
+        let (got, want) = (floats(&item["embedding"]), serde_json::from_str::<Vec<f32>>(line).expect("JSON"));
+        assert_eq!((&item["index"], got.len()), (&json!(idx), 48));
+        assert!(got.iter().zip(&want).all(|(a, b)| (a - b).abs() < 1e-6), "{idx}: {got:?} {want:?}");
+    }
+    // The same in base64, from tokens, by the only model that can.
+    let (_, packed) = served.post(path, &json!({ "input": [[2, 4, 5, 3]], "encoding_format": "base64" }));
+    let bytes = BASE64.decode(packed["data"][0]["embedding"].as_str().expect("base64")).expect("base64");
+    let unpacked: Vec<f32> =
+        bytes.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().expect("4"))).collect();
+    assert_eq!(unpacked, floats(&data[3]["embedding"]));
+    let (_, one) = served.post(path, &json!({ "input": "a cat", "dimensions": 48 }));
+    assert_eq!(one["data"][0]["embedding"], data[3]["embedding"]);
+    let (_, cut) = served.post(path, &json!({ "input": ["cat ".repeat(40)], "truncate_prompt_tokens": -1 }));
+    assert_eq!(cut["usage"]["total_tokens"], 16);
+    let (_, models) = served.get("/v1/models");
+    let told = |idx: usize| {
+        (models["data"][idx]["embeddings"].clone(), models["data"][idx]["max_model_len"].clone())
+    };
+    assert_eq!((told(0).0, told(1)), (json!(false), (json!(true), json!(16))));
+    // Both models serve from then on.
+    assert_eq!(served.post("/v1/completions", &json!({ "prompt": "A cat", "max_tokens": 3 })).0, 200);
+    let counted = "refrain_worker_prompt_tokens_total{worker=\"0\",model=\"embed\"} ";
+    wait_until("the count of its tokens", || {
+        served.get("/metrics").1.as_str().is_some_and(|text| text.contains(counted))
+    });
+}
+
+#[test]
+fn embeddings_are_refused_by_name_and_with_a_hint() {
+    let (served, _) = with_encoder(&[]);
+    let cases = [
+        (json!({ "input": "a", "dimensions": 12 }), "dimensions", "have 48 elements"),
+        (json!({ "input": "a", "encoding_format": "int8" }), "encoding_format", "must be"),
+        (json!({ "input": "cat ".repeat(40) }), "input", "42 tokens, embed takes at most 16"),
+        (json!({ "input": ["a", "cat ".repeat(15)] }), "input", "input[1] has 17 tokens"),
+        (json!({ "input": [] }), "input", "0 texts, must have 1 to 2048"),
+        (json!({ "input": vec!["a"; 2049] }), "input", "2049 texts"),
+        (json!({ "input": [[]] }), "input", "input[0] has no tokens"),
+        (json!({ "input": [1, 100_000] }), "input", "token ids are from 0 to 127"),
+        (json!({ "input": [1, "a"] }), "input", "a string in it"),
+        (json!({ "input": ["a", 1] }), "input", "input[1] is a number"),
+        (json!({ "input": { "text": "a" } }), "input", "must be a text"),
+        (json!({ "model": "embed" }), "input", "missing"),
+        (json!({ "input": "a", "truncate_prompt_tokens": 0 }), "truncate_prompt_tokens", "is 0"),
+        (json!({ "input": "a", "imput": "b" }), "imput", "did you mean input?"),
+        (json!({ "input": "a", "model": "stories" }), "model", "hint: use the model embed"),
+    ];
+    for (body, field, want) in cases {
+        let (status, reply) = served.post("/v1/embeddings", &body);
+        let message = reply["error"]["message"].as_str().unwrap_or_default();
+        assert_eq!((status, &reply["error"]["param"]), (400, &json!(field)), "{reply}");
+        assert!(message.contains(want), "{message}, expected {want}");
+    }
+    for (path, body) in [
+        ("/v1/completions", json!({ "prompt": "a", "model": "embed" })),
+        (
+            "/v1/chat/completions",
+            json!({ "messages": [{ "role": "user", "content": "a" }], "model": "embed" }),
+        ),
+    ] {
+        let (status, reply) = served.post(path, &body);
+        let message = reply["error"]["message"].as_str().unwrap_or_default();
+        assert!(status == 400 && message.contains("hint: use /v1/embeddings"), "{path}: {reply}");
+    }
+}
+
+#[test]
+fn embeddings_survive_a_killed_worker_and_fit_the_memory_budget() {
+    // The encoder has 0.4 MB of weights: the budget has room for one of both models at a time.
+    let (served, _) = with_encoder(&["--memory", "20", "--kv-tokens", "512", "-c", "512"]);
+    let texts: Vec<String> = (0..2000).map(|n| "cat ".repeat(n % 12 + 1)).collect();
+    let body = json!({ "input": texts });
+    let (status, undisturbed) = served.post("/v1/embeddings", &body);
+    assert_eq!(status, 200);
+    let pid = served.worker_pid().expect("a worker");
+    let replies: Vec<_> = thread::scope(|scope| {
+        let clients: Vec<_> = (0..4).map(|_| scope.spawn(|| served.post("/v1/embeddings", &body))).collect();
+        wait_until("the start of the requests", || served.get("/status").1["n_open"] == 4);
+        Served::signal(pid, "-KILL");
+        clients.into_iter().map(|client| client.join().expect("a reply")).collect()
+    });
+    let all = |reply: &Value| -> Vec<Vec<f32>> {
+        reply["data"].as_array().expect("a list").iter().map(|item| floats(&item["embedding"])).collect()
+    };
+    let want = all(&undisturbed);
+    for (status, reply) in replies {
+        assert_eq!(status, 200);
+        let got = all(&reply);
+        // The place of a text in its step shows in the last bits.
+        let is_near =
+            |(got, want): (&Vec<f32>, &Vec<f32>)| got.iter().zip(want).all(|(a, b)| (a - b).abs() < 1e-5);
+        assert!(got.len() == want.len() && got.iter().zip(&want).all(is_near), "other vectors");
+    }
+    assert_eq!(served.get("/status").1["backend"]["workers"][0]["n_restarts"], 1);
+}
+
+#[test]
+fn the_log_in_json_has_a_line_for_each_request_and_no_prompt() {
+    let served = Served::start(&["stories", "--log", "json"]);
+    let (status, _) = served.post("/v1/completions", &json!({ "prompt": "secret words", "max_tokens": 3 }));
+    assert_eq!(status, 200);
+    let (log, mut fields) = (served.log.lock().expect("no thread panicked"), Vec::new());
+    while fields.len() < 2 {
+        let line = log.recv_timeout(PATIENCE).expect("a line");
+        assert!(!line.contains("secret"), "{line}");
+        let line: Value = serde_json::from_str(&line).unwrap_or_else(|_| panic!("{line} is not JSON"));
+        if line["target"] == "refrain_server::requests" {
+            fields.push(line);
+        }
+    }
+    let ended = fields.iter().find(|line| line["message"] == "ended").expect("the end of the reply");
+    assert_eq!((&ended["reply_tokens"], &ended["model"]), (&json!(3), &json!("stories")));
+    let answered = fields.iter().find(|line| line["message"] == "answered").expect("the answer");
+    assert_eq!((&answered["endpoint"], &answered["status"]), (&json!("/v1/completions"), &json!(200)));
+}
+
+/// Flags of `refrain serve` in a text.
+fn flags_in(text: &str) -> Vec<String> {
+    let words = text.split(|c: char| c.is_whitespace() || matches!(c, '"' | ',' | '[' | ']' | '='));
+    words.filter(|word| word.starts_with("--") && word.len() > 2).map(str::to_owned).collect()
+}
+
+#[test]
+fn the_unit_and_the_container_use_flags_that_exist() {
+    let cli = Cli::new();
+    let help = cli.run(&["serve", "--help"]).ok();
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tools/serve");
+    let mut n_flags = 0;
+    for (name, starts) in
+        [("refrain.service", &["ExecStart="][..]), ("Containerfile", &["ENTRYPOINT", "CMD"])]
+    {
+        let text = std::fs::read_to_string(folder.join(name)).expect(name);
+        let line = |start: &&str| text.lines().find_map(|line| line.strip_prefix(*start)).expect("a command");
+        let command: String = starts.iter().map(line).collect();
+        assert!(command.contains("/usr/local/bin/refrain") && command.contains("serve"), "{name}: {command}");
+        for flag in flags_in(&command) {
+            n_flags += 1;
+            assert!(help.contains(&format!("{flag} ")), "{name} has {flag}, which is not in the help");
+        }
+    }
+    assert!(n_flags >= 3, "{n_flags} flags");
 }

@@ -50,11 +50,12 @@ export class Api {
     this.#key = key;
   }
 
-  /** Served models: `{ id, context }`. */
+  /** Served models that generate text: `{ id, context }`. */
   async models({ signal } = {}) {
     const body = await this.#json("v1/models", { signal });
     const list = Array.isArray(body?.data) ? body.data : [];
-    return list.filter((model) => typeof model?.id === "string").map((model) => ({
+    const chats = (model) => typeof model?.id === "string" && model.embeddings !== true;
+    return list.filter(chats).map((model) => ({
       id: model.id,
       context: [model.max_model_len, model.context_length].find(Number.isFinite) ?? null,
     }));

@@ -17,12 +17,16 @@ use bytes::Bytes;
 use http_body_util::{BodyExt, LengthLimitError, Limited};
 use refrain_worker::TokenBackend;
 use serde_json::Value;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// Bodies above this size are parsed where they may block.
 const LARGE_BODY_BYTES: usize = 16 << 10;
+
+/// The part of the log with a line for each request.
+pub(crate) const REQUEST_LOG: &str = "refrain_server::requests";
 
 /// What all requests share.
 pub(crate) struct App {
@@ -49,6 +53,15 @@ pub(crate) struct Limits {
 #[derive(Clone)]
 pub(crate) struct Caller(pub(crate) Option<Arc<ApiKey>>);
 
+impl Caller {
+    /// Identifies the user that a request names, for fairness between users. Users of different keys are different.
+    pub(crate) fn user(&self, named: Option<&str>) -> u64 {
+        let mut hasher = DefaultHasher::new();
+        (named, self.0.as_ref().map(|key| key.name())).hash(&mut hasher);
+        hasher.finish()
+    }
+}
+
 pub(crate) fn router(app: Arc<App>) -> Router {
     let routes = Router::new()
         .route("/v1/chat/completions", post(api::chat::serve))
@@ -56,7 +69,7 @@ pub(crate) fn router(app: Arc<App>) -> Router {
         .route("/v1/messages", post(api::messages::serve))
         .route("/v1/messages/count_tokens", post(api::messages::count_tokens))
         .route("/v1/responses", post(api::responses::serve))
-        .route("/v1/embeddings", post(api::info::embeddings))
+        .route("/v1/embeddings", post(api::embeddings::serve))
         .route("/tokenize", post(api::tokens::tokenize))
         .route("/detokenize", post(api::tokens::detokenize))
         .route("/v1/models", get(api::info::models))
@@ -120,7 +133,10 @@ async fn gate(State(app): State<Arc<App>>, mut request: Request, next: Next) -> 
     let path = request.uri().path();
     let (endpoint, needs_key) = endpoint(path);
     let is_anthropic = endpoint.starts_with("/v1/messages");
-    let response = match admit(&app, &request, needs_key) {
+    let (began, method) = (Instant::now(), request.method().clone());
+    let admitted = admit(&app, &request, needs_key);
+    let key = admitted.as_ref().ok().and_then(|caller| caller.0.clone());
+    let mut response = match admitted {
         Ok(caller) => {
             request.extensions_mut().insert(caller);
             next.run(request).await
@@ -128,6 +144,21 @@ async fn gate(State(app): State<Arc<App>>, mut request: Request, next: Next) -> 
         Err(error) => error.into_response(),
     };
     app.metrics.responded(endpoint, response.status().as_u16());
+    if let Some(key) = &key {
+        key.write_limits(response.headers_mut());
+    }
+    let error = response.extensions().get::<ApiError>();
+    // What a request says is not logged.
+    tracing::info!(
+        target: REQUEST_LOG,
+        method = method.as_str(),
+        endpoint,
+        status = response.status().as_u16(),
+        ms = began.elapsed().as_secs_f64() * 1e3,
+        key = key.as_ref().map(|key| key.name()),
+        error = error.and_then(|error| error.code),
+        "answered"
+    );
     match response.extensions().get::<ApiError>() {
         Some(error) if is_anthropic => {
             let error = error.clone();
@@ -252,6 +283,10 @@ pub(crate) struct OpenGuard {
 }
 
 impl OpenGuard {
+    pub(crate) fn elapsed(&self) -> Duration {
+        self.since.elapsed()
+    }
+
     pub(crate) fn n_open(&self) -> usize {
         self.metrics.n_open.load(Ordering::Relaxed)
     }

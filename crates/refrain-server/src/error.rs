@@ -54,6 +54,12 @@ pub enum ServeError {
         /// What is wrong.
         reason: String,
     },
+    /// An origin that no browser sends.
+    #[error("{origin:?} is not the origin of a web page")]
+    Origin {
+        /// What was given.
+        origin: String,
+    },
     /// Two served models have the same name.
     #[error("two served models are named {name}")]
     SameName {
@@ -74,11 +80,12 @@ impl ServeError {
             ServeError::Unprotected { .. } => "set an API key, or listen on 127.0.0.1".into(),
             ServeError::Read { .. } => "check the path and its permissions".into(),
             ServeError::KeyLine { .. } => {
-                "a line is a key, then settings such as: name=ci concurrent=4 no-prefix-cache".into()
+                "a line is a key, then settings: name=ci concurrent=4 requests-per-minute=60 tokens-per-minute=9000 no-prefix-cache".into()
             }
             ServeError::Tls { .. } => {
                 "give a PEM file with the certificate chain, and one with its key".into()
             }
+            ServeError::Origin { .. } => "give scheme and host, such as https://example.com, or * for any".into(),
             ServeError::SameName { .. } => "give each model a name of its own: NAME=MODEL".into(),
         })
     }

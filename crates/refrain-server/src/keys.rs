@@ -1,11 +1,15 @@
-//! API keys: who may send requests, and how many at once.
+//! API keys: who may send requests, and how many.
+
+mod rate; // what a key may send per minute
 
 use crate::error::{ApiError, ServeError};
 use axum::http::{HeaderMap, StatusCode, header};
+use rate::{KeyRates, Limit};
 use sha2::{Digest, Sha256};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
 use subtle::ConstantTimeEq;
 
 /// Maximum size of a key file.
@@ -27,7 +31,9 @@ pub(crate) struct ApiKey {
     max_open: Option<usize>,
     /// Whether its requests share KV blocks with others.
     pub(crate) shares_prefix: bool,
-    n_open: AtomicUsize,
+    per_minute: KeyRates,
+    /// Outlives the key if the file is read again.
+    n_open: Arc<AtomicUsize>,
 }
 
 fn digest(key: &[u8]) -> [u8; 32] {
@@ -47,7 +53,8 @@ impl ApiKeys {
             name: name.to_owned(),
             max_open: None,
             shares_prefix: true,
-            n_open: AtomicUsize::new(0),
+            per_minute: KeyRates::default(),
+            n_open: Arc::default(),
         };
         self.keys.push(Arc::new(key));
     }
@@ -70,6 +77,19 @@ impl ApiKeys {
             self.keys.push(Arc::new(read_line(line, path, idx + 1)?));
         }
         Ok(())
+    }
+
+    /// Continues the counts of the same keys in `old`.
+    pub(crate) fn continues(self, old: &ApiKeys) -> ApiKeys {
+        let continued = |key: Arc<ApiKey>| {
+            let Some(before) = old.keys.iter().find(|before| before.digest == key.digest) else { return key };
+            // Nobody else has it yet.
+            let Ok(mut key) = Arc::try_unwrap(key) else { return before.clone() };
+            key.n_open = before.n_open.clone();
+            key.per_minute.continues(&before.per_minute);
+            Arc::new(key)
+        };
+        ApiKeys { keys: self.keys.into_iter().map(continued).collect() }
     }
 
     /// Finds the key of a request.
@@ -119,15 +139,19 @@ fn read_line(line: &str, path: &Path, line_number: usize) -> Result<ApiKey, Serv
         name: format!("line {line_number}"),
         max_open: None,
         shares_prefix: true,
-        n_open: AtomicUsize::new(0),
+        per_minute: KeyRates::default(),
+        n_open: Arc::default(),
     };
     for word in words {
+        let number = |n: &str| match n.parse::<u32>() {
+            Ok(n) if n > 0 => Ok(n),
+            _ => Err(wrong(format!("{word} is not a number from 1 to {}", u32::MAX))),
+        };
         match word.split_once('=') {
             Some(("name", name)) => read.name = name.to_owned(),
-            Some(("concurrent", n)) => match n.parse() {
-                Ok(n) if n > 0 => read.max_open = Some(n),
-                _ => return Err(wrong(format!("concurrent={n} is not a number of 1 or more"))),
-            },
+            Some(("concurrent", n)) => read.max_open = Some(number(n)? as usize),
+            Some(("requests-per-minute", n)) => read.per_minute.requests = Some(Limit::new(number(n)?)),
+            Some(("tokens-per-minute", n)) => read.per_minute.tokens = Some(Limit::new(number(n)?)),
             None if word == "no-prefix-cache" => read.shares_prefix = false,
             _ => return Err(wrong(format!("the setting {word:?} is not known"))),
         }
@@ -144,22 +168,35 @@ impl ApiKey {
     pub(crate) fn name(&self) -> &str {
         &self.name
     }
+
+    /// Writes the headers that say what is left of its limits.
+    pub(crate) fn write_limits(&self, headers: &mut HeaderMap) {
+        self.per_minute.write_headers(headers, Instant::now());
+    }
+}
+
+fn limited(message: String, hint: &str, retry_after: Duration) -> ApiError {
+    let error = ApiError::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_exceeded", message);
+    ApiError { retry_after: Some(retry_after), ..error }.hint(hint)
 }
 
 impl KeyUse {
-    /// Takes one of the key's places.
-    pub(crate) fn open(key: &Arc<ApiKey>) -> Result<KeyUse, ApiError> {
+    /// Takes one of the key's places for a request with this many tokens, and counts both.
+    pub(crate) fn open(key: &Arc<ApiKey>, n_tokens: usize) -> Result<KeyUse, ApiError> {
         let n_before = key.n_open.fetch_add(1, Ordering::Relaxed);
         let used = KeyUse { key: key.clone() };
-        match key.max_open {
-            Some(max) if n_before >= max => {
-                let message =
-                    format!("the key {} has {n_before} open requests, the maximum is {max}", key.name);
-                let error = ApiError::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_exceeded", message);
-                let retry_after = Some(std::time::Duration::from_secs(1));
-                Err(ApiError { retry_after, ..error }.hint("wait until one of them has ended"))
-            }
-            _ => Ok(used),
+        if let Some(max) = key.max_open.filter(|max| n_before >= *max) {
+            let message = format!("the key {} has {n_before} open requests, the maximum is {max}", key.name);
+            return Err(limited(message, "wait until one of them has ended", Duration::from_secs(1)));
+        }
+        key.per_minute.take(&key.name, n_tokens, Instant::now())?;
+        Ok(used)
+    }
+
+    /// Counts tokens of the reply.
+    pub(crate) fn count(&self, n_tokens: usize) {
+        if let Some(tokens) = &self.key.per_minute.tokens {
+            tokens.charge(n_tokens, Instant::now());
         }
     }
 }
@@ -203,11 +240,22 @@ mod tests {
         keys.read(&path).unwrap();
         let key = keys.check(&headers("x-api-key", "secret-key-1")).unwrap().unwrap();
         assert!(!key.shares_prefix);
-        let open = KeyUse::open(&key).unwrap_or_else(|error| panic!("{error}"));
-        assert_eq!(KeyUse::open(&key).err().unwrap().status, StatusCode::TOO_MANY_REQUESTS);
+        let open = KeyUse::open(&key, 1).unwrap_or_else(|error| panic!("{error}"));
+        assert_eq!(KeyUse::open(&key, 1).err().unwrap().status, StatusCode::TOO_MANY_REQUESTS);
+        // Reading the file again does not forget what is open.
+        let mut again = ApiKeys::default();
+        again.read(&path).unwrap();
+        let again = again.continues(&keys);
+        let reread = again.check(&headers("x-api-key", "secret-key-1")).unwrap().unwrap();
+        assert_eq!(KeyUse::open(&reread, 1).err().unwrap().status, StatusCode::TOO_MANY_REQUESTS);
         drop(open);
-        assert!(KeyUse::open(&key).is_ok());
-        for line in ["secret-key-2 concurrent=0", "secret-key-2 speed=9", "short"] {
+        assert!(KeyUse::open(&key, 1).is_ok());
+        for line in [
+            "secret-key-2 concurrent=0",
+            "secret-key-2 tokens-per-minute=-1",
+            "secret-key-2 speed=9",
+            "short",
+        ] {
             std::fs::write(&path, line).unwrap();
             let error = ApiKeys::default().read(&path).unwrap_err().to_string();
             assert!(error.contains("line 1") && !error.contains("secret"), "{error}");

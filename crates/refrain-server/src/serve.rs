@@ -1,5 +1,7 @@
 //! Connections: accepting them, their limits, and draining.
 
+mod cors; // which web pages may send requests
+
 use crate::app::{App, Limits, router};
 use crate::error::ServeError;
 use crate::keys::ApiKeys;
@@ -21,6 +23,7 @@ use tokio_rustls::TlsAcceptor;
 use tokio_rustls::rustls;
 use tokio_rustls::rustls::pki_types::pem::PemObject;
 use tokio_rustls::rustls::pki_types::{self, CertificateDer, PrivateKeyDer};
+use tower_http::cors::CorsLayer;
 
 /// Headers of a request, in all.
 const MAX_HEADER_BYTES: usize = 64 << 10;
@@ -37,6 +40,8 @@ pub struct ServerOptions {
     pub unprotected: bool,
     /// Serves HTTPS.
     pub tls: Option<TlsFiles>,
+    /// Origins whose web pages may send requests and read the answers; `*` is any.
+    pub cors: Vec<String>,
     /// Maximum size of a request's body.
     pub max_body_bytes: usize,
     /// Time for the headers of a request, which is also how long an idle connection stays open.
@@ -59,6 +64,7 @@ impl ServerOptions {
             keys: ApiKeys::default(),
             unprotected: false,
             tls: None,
+            cors: Vec::new(),
             max_body_bytes: 16 << 20,
             header_timeout: Duration::from_secs(30),
             body_timeout: Duration::from_secs(60),
@@ -102,6 +108,7 @@ pub struct Server {
     listener: TcpListener,
     addr: SocketAddr,
     tls: Option<TlsAcceptor>,
+    cors: Option<CorsLayer>,
     options: ServerOptions,
 }
 
@@ -112,9 +119,10 @@ pub struct KeyReplacer {
 }
 
 impl KeyReplacer {
-    /// Requests from now on need one of these keys.
+    /// Requests from now on need one of these keys. Keys that stay keep their counts.
     pub fn replace(&self, keys: ApiKeys) {
-        *crate::metrics::lock(&self.app.keys) = Arc::new(keys);
+        let mut current = crate::metrics::lock(&self.app.keys);
+        *current = Arc::new(keys.continues(&current));
     }
 }
 
@@ -131,6 +139,7 @@ impl Server {
             return Err(ServeError::Unprotected { addr });
         }
         let models = Models::new(models)?;
+        let cors = cors::layer(&options.cors)?;
         let tls = options.tls.as_ref().map(TlsFiles::acceptor).transpose()?;
         let bind = |source| ServeError::Bind { addr, source };
         let listener = TcpListener::bind(addr).await.map_err(bind)?;
@@ -149,7 +158,7 @@ impl Server {
             limits,
             is_draining: AtomicBool::new(false),
         });
-        Ok(Server { app, listener, addr, tls, options })
+        Ok(Server { app, listener, addr, tls, cors, options })
     }
 
     /// The address, with the port that was taken.
@@ -166,7 +175,12 @@ impl Server {
     pub async fn run(self, stop: impl Future<Output = ()>) -> usize {
         let (stopping, stopped) = watch::channel(false);
         let places = Arc::new(Semaphore::new(self.options.max_connections));
-        let service = TowerToHyperService::new(router(self.app.clone()));
+        let routes = router(self.app.clone());
+        // Outside of everything else: a browser asks without the key whether it may send one.
+        let service = TowerToHyperService::new(match self.cors {
+            Some(cors) => routes.layer(cors),
+            None => routes,
+        });
         let mut connections = JoinSet::new();
         let metrics = self.app.metrics.clone();
         let mut second = tokio::time::interval(Duration::from_secs(1));

@@ -3,7 +3,7 @@
 use crate::error::{ApiError, ServeError};
 use crate::ids;
 use axum::http::StatusCode;
-use refrain::{ChatTemplate, Message, Model, RenderOptions, SamplingParams, Tokenizer};
+use refrain::{ChatTemplate, EmbeddingUse, Message, Model, RenderOptions, SamplingParams, Tokenizer};
 use refrain_worker::BackendStatus;
 use std::sync::Arc;
 
@@ -15,13 +15,16 @@ pub struct ServedModel {
     base: Option<String>,
     /// Replaces the model's own template.
     template: Option<ChatTemplate>,
+    /// How it embeds texts, if it does that instead of generating some.
+    embedding: Option<EmbeddingUse>,
     created: u64,
 }
 
 impl ServedModel {
     /// A model by name.
-    pub fn new(name: impl Into<String>, model: Model) -> ServedModel {
-        ServedModel { name: name.into(), model, base: None, template: None, created: ids::unix_seconds() }
+    pub fn new(name: impl Into<String>, model: Model) -> Result<ServedModel, refrain::Error> {
+        let (embedding, created) = (model.embedding()?, ids::unix_seconds());
+        Ok(ServedModel { name: name.into(), model, base: None, template: None, embedding, created })
     }
 
     /// The model with an adapter; tokenizer and template are those of the base.
@@ -53,6 +56,25 @@ impl ServedModel {
         self.model.tokenizer()
     }
 
+    /// How it embeds texts; `None` if it generates text.
+    pub(crate) fn embedding(&self) -> Option<EmbeddingUse> {
+        self.embedding
+    }
+
+    /// Refuses a model that generates no text.
+    pub(crate) fn check_generates(&self) -> Result<(), ApiError> {
+        if self.embedding.is_none() {
+            return Ok(());
+        }
+        let message = format!("the model {} turns texts into vectors and generates no text", self.name);
+        Err(ApiError::invalid("model", message).hint("use /v1/embeddings for it, or name another model"))
+    }
+
+    /// Elements of a vector of a text.
+    pub(crate) fn n_elements(&self) -> usize {
+        self.model.config().hidden
+    }
+
     pub(crate) fn n_vocab(&self) -> usize {
         self.model.config().n_vocab
     }
@@ -66,7 +88,8 @@ impl ServedModel {
     pub(crate) fn context(&self, status: &BackendStatus) -> usize {
         let loads = status.workers.iter().flat_map(|worker| &worker.models);
         let of_workers = loads.filter(|load| load.model == self.name && load.context > 0);
-        of_workers.map(|load| load.context).min().unwrap_or(self.model.config().n_context)
+        let own = self.embedding.map_or(self.model.config().n_context, |how| how.max_tokens);
+        of_workers.map(|load| load.context).min().unwrap_or(own)
     }
 
     /// Whether conversations can be rendered.
@@ -76,6 +99,7 @@ impl ServedModel {
 
     /// Renders a conversation. Blocks.
     pub(crate) fn render(&self, messages: &[Message], options: &RenderOptions) -> Result<String, ApiError> {
+        self.check_generates()?;
         let rendered = match &self.template {
             Some(template) => template.render(messages, options).map_err(refrain::Error::from),
             None => self.model.render(messages, options),
@@ -100,7 +124,7 @@ impl ServedModel {
         Ok(self.model.text_tokens(text)?)
     }
 
-    fn check_length(&self, text: &str, context: usize) -> Result<(), ApiError> {
+    pub(crate) fn check_length(&self, text: &str, context: usize) -> Result<(), ApiError> {
         self.model.check_length(text.len(), context).map_err(|error| ApiError {
             code: Some("context_length_exceeded"),
             ..ApiError::from(error).hint("shorten the prompt")
@@ -137,10 +161,34 @@ impl Models {
         self.all.iter().map(|model| model.name.as_str()).collect()
     }
 
-    /// A model by name; the first one if a request names none.
+    /// A model that embeds texts, by name; the first one if a request names none.
+    pub(crate) fn find_embedding(
+        &self,
+        name: Option<&str>,
+    ) -> Result<(Arc<ServedModel>, EmbeddingUse), ApiError> {
+        let first = || self.all.iter().find(|model| model.embedding.is_some()).cloned();
+        let found = match name {
+            Some(_) => self.find(name)?,
+            None => first().map_or_else(|| self.find(None), Ok)?,
+        };
+        if let Some(how) = found.embedding {
+            return Ok((found, how));
+        }
+        let message =
+            format!("the model {} generates text, and its files do not say how it embeds texts", found.name);
+        let hint = match first() {
+            Some(model) => format!("use the model {}", model.name),
+            None => {
+                "serve an embedding model beside it: refrain serve chat=MODEL embed=all-MiniLM-L6-v2".into()
+            }
+        };
+        Err(ApiError::invalid("model", message).hint(hint))
+    }
+
+    /// A model by name; the first one that generates text if a request names none.
     pub(crate) fn find(&self, name: Option<&str>) -> Result<Arc<ServedModel>, ApiError> {
         let found = match name {
-            None => self.all.first(),
+            None => self.all.iter().find(|model| model.embedding.is_none()).or(self.all.first()),
             Some(name) => self.all.iter().find(|model| model.name == name),
         };
         found.cloned().ok_or_else(|| {

@@ -78,7 +78,9 @@ fn fields_that_are_not_supported_are_refused_by_name() {
         reply["error"]["message"].as_str().unwrap().ends_with("hint: did you mean temperature?"),
         "{reply}"
     );
-    assert_eq!(served.post("/v1/embeddings", &json!({ "input": "x" })).0, 501);
+    let (status, reply) = served.post("/v1/embeddings", &json!({ "input": "x" }));
+    let message = reply["error"]["message"].as_str().unwrap();
+    assert!(status == 400 && message.contains("do not say how it embeds texts; hint: serve"), "{reply}");
     let (status, reply) = served.post("/v1/completions", &json!({ "prompt": "A", "model": "gpt-9" }));
     assert_eq!((status, &reply["error"]["code"]), (404, &json!("model_not_found")));
     assert!(served.requests().is_empty(), "nothing was generated");
@@ -375,6 +377,75 @@ fn a_key_has_at_most_its_number_of_open_requests() {
 }
 
 #[test]
+fn a_key_has_limits_per_minute_and_is_told_what_is_left() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("keys");
+    std::fs::write(&path, "sk-one-12345 requests-per-minute=2\nsk-two-12345 tokens-per-minute=100\n")
+        .unwrap();
+    let served = Served::start(|setup| setup.key_file = Some(path.clone()));
+    let send = |key: &str, body: Value| {
+        let auth = format!("Authorization: Bearer {key}\r\n");
+        served.exchange("/v1/completions", &auth, &body.to_string()).to_lowercase()
+    };
+    let short = json!({ "prompt": "A" });
+    let first = send("sk-one-12345", short.clone());
+    assert!(
+        first.starts_with("http/1.1 200") && first.contains("x-ratelimit-remaining-requests: 1"),
+        "{first}"
+    );
+    assert!(send("sk-one-12345", short.clone()).contains("x-ratelimit-remaining-requests: 0"));
+    let refused = send("sk-one-12345", short.clone());
+    assert!(
+        refused.starts_with("http/1.1 429") && refused.contains("used its 2 requests per minute"),
+        "{refused}"
+    );
+    assert!(refused.contains("retry-after: 30") || refused.contains("retry-after: 29"), "{refused}");
+    // A reply is never cut: its tokens are missed by the next request.
+    served.reply(Reply::text(&"word ".repeat(200)));
+    let long = send("sk-two-12345", json!({ "prompt": "A", "max_tokens": 200 }));
+    assert!(long.contains("\"completion_tokens\":200"), "{long}");
+    let refused = send("sk-two-12345", short);
+    assert!(
+        refused.starts_with("http/1.1 429") && refused.contains("x-ratelimit-remaining-tokens: 0"),
+        "{refused}"
+    );
+    let large = send("sk-two-12345", json!({ "prompt": vec![1; 101] }));
+    assert!(large.starts_with("http/1.1 400") && large.contains("101 tokens"), "{large}");
+}
+
+#[test]
+fn web_pages_of_other_origins_are_served_only_if_they_are_named() {
+    let preflight = |served: &Served, origin: &str| {
+        let mut stream = served.connect();
+        write!(
+            stream,
+            "OPTIONS /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nOrigin: {origin}\r\n\
+             Access-Control-Request-Method: POST\r\nAccess-Control-Request-Headers: authorization,content-type\r\n\r\n"
+        )
+        .unwrap();
+        lines_of(&mut stream).to_lowercase()
+    };
+    let closed = Served::start(|setup| setup.key = Some("sk-12345678"));
+    assert!(!preflight(&closed, "https://a.example").contains("access-control-"));
+    let open = Served::start(|setup| {
+        setup.key = Some("sk-12345678");
+        setup.cors = vec!["https://a.example".into(), "http://localhost:3000".into()];
+    });
+    let allowed = preflight(&open, "https://a.example");
+    assert!(allowed.starts_with("http/1.1 200"), "{allowed}");
+    assert!(allowed.contains("access-control-allow-origin: https://a.example"), "{allowed}");
+    assert!(allowed.contains("access-control-allow-headers: authorization,content-type"), "{allowed}");
+    assert!(!preflight(&open, "https://b.example").contains("access-control-allow-origin"));
+    let auth = "Authorization: Bearer sk-12345678\r\nOrigin: https://a.example\r\n";
+    let answer = open.exchange("/v1/completions", auth, &json!({ "prompt": "A" }).to_string()).to_lowercase();
+    assert!(answer.contains("access-control-allow-origin: https://a.example"), "{answer}");
+    assert!(
+        answer.contains("access-control-expose-headers:") && answer.starts_with("http/1.1 200"),
+        "{answer}"
+    );
+}
+
+#[test]
 fn hostile_requests_are_refused_and_others_are_served() {
     let served = Served::start(|setup| setup.max_body_bytes = 1 << 20);
     let json_type = "Content-Type: application/json\r\n";
@@ -518,7 +589,8 @@ fn every_field_of_the_description_is_read_and_every_endpoint_exists() {
         let schema = &methods["post"]["requestBody"]["content"]["application/json"]["schema"];
         for (field, kind) in schema["properties"].as_object().unwrap() {
             // A value of the wrong type: the answer names the field, unless any type is possible.
-            let wrong = if kind["type"] == "object" { json!(7) } else { json!({ "x": 1 }) };
+            let is_object = |kind: &Value| kind["type"] == "object" || kind["anyOf"][0]["type"] == "object";
+            let wrong = if is_object(kind) { json!(7) } else { json!({ "x": 1 }) };
             let mut body =
                 json!({ "messages": hello(), "prompt": "A", "input": "A", "tokens": [1], "max_tokens": 5 });
             let of_endpoint = schema["properties"].as_object().unwrap();

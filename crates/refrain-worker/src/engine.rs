@@ -3,12 +3,15 @@
 //! The traits separate a worker from what chooses its tokens. [`ModelShelf`] is the real shelf; [`fake`](crate::fake) has
 //! one without models, to measure and to test with.
 
+use crate::embedder::EmbedEngine;
 use crate::grammars::GrammarThread;
 use crate::protocol::LastWords;
-use crate::tokens::{FinishedBy, LoadStatus, Refusal, RefusalKind, StepCounts, TokenRequest, TokenUpdate};
+use crate::tokens::{
+    EmbedRequest, FinishedBy, LoadStatus, Refusal, RefusalKind, StepCounts, TokenRequest, TokenUpdate,
+};
 use refrain::{
-    Builtin, Constraint, CudaError, EngineError, FinishReason, LoadListener, Model, Request, SamplingParams,
-    Service, ServiceOptions, StepKind, Stopped, TokenEvent, TokenStream,
+    Builtin, Constraint, CudaError, Embedder, EngineError, FinishReason, Ledger, LoadListener, Model,
+    Request, SamplingParams, Service, ServiceOptions, StepKind, Stopped, TokenEvent, TokenStream,
 };
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -41,6 +44,14 @@ pub trait TokenEngine: Send + Sync + 'static {
         n_delivered: usize,
     ) -> Result<Box<dyn TokenSource>, EngineFailure>;
 
+    /// Submits texts to embed, given as tokens. Must not wait for a step.
+    fn embed(&self, request: EmbedRequest) -> Result<Box<dyn VectorSource>, EngineFailure> {
+        Err(invalid(
+            format!("{} generates text, and its files do not say how it embeds texts", request.model),
+            "serve an embedding model beside it: refrain serve chat=MODEL embed=all-MiniLM-L6-v2",
+        ))
+    }
+
     /// Name of the backend.
     fn backend(&self) -> &str;
 
@@ -52,6 +63,12 @@ pub trait TokenEngine: Send + Sync + 'static {
 pub trait TokenSource: Send {
     /// The next update; `None` after the end. The waker must not block.
     fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<TokenUpdate, EngineFailure>>>;
+}
+
+/// The vectors of one request. Dropping it cancels the request.
+pub trait VectorSource: Send {
+    /// The vector of the next text; `None` after the last. The waker must not block.
+    fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Vec<f32>, EngineFailure>>>;
 }
 
 /// Why an engine did not do what it was asked for.
@@ -144,7 +161,12 @@ impl Shelf for ModelShelf {
     fn needs(&mut self, model_idx: usize) -> Result<u64, EngineFailure> {
         let (model, spec) =
             self.open(model_idx).map_err(|error| not_loaded(&self.specs[model_idx], &error))?;
-        Service::memory_needs(&model, &spec.options).map_err(|error| not_loaded(spec, &error))
+        let needs = match model.embedding() {
+            Ok(Some(_)) => Ok(Embedder::memory_needs(&model)),
+            Ok(None) => Service::memory_needs(&model, &spec.options),
+            Err(error) => Err(error),
+        };
+        needs.map_err(|error| not_loaded(spec, &error))
     }
 
     fn load(&mut self, model_idx: usize, progress: &Progress) -> Result<Arc<dyn TokenEngine>, EngineFailure> {
@@ -153,6 +175,11 @@ impl Shelf for ModelShelf {
         progress.advance(1);
         let (mut options, loading) = (spec.options.clone(), progress.clone());
         options.session.on_load = LoadListener::new(move |_| loading.advance(1));
+        if model.embedding().map_err(refused)?.is_some() {
+            // Its files say how long its texts may be: the context is that of models that generate text.
+            options.session.context = None;
+            return Ok(Arc::new(EmbedEngine::new(&model, options.session).map_err(refused)?));
+        }
         let service = Service::new(&model, &options).map_err(refused)?;
         let grammars = GrammarThread::start(model.clone(), progress.clone()).map_err(|error| {
             let message = format!("the thread for grammars cannot be started: {error}");
@@ -204,19 +231,7 @@ impl TokenEngine for ServiceEngine {
 
     fn load(&self) -> Result<LoadStatus, EngineFailure> {
         let load = self.service.load().map_err(|error| failure(&error))?;
-        let ledger = self.service.ledger().map_err(|error| failure(&error))?;
-        let mut steps = StepCounts::default();
-        for tally in StepKind::ALL.map(|kind| ledger.tally(kind)) {
-            steps.replayed += tally.replayed;
-            steps.eager += tally.eager;
-            steps.failed += tally.failed;
-            for (label, n, _) in tally.reasons() {
-                match steps.reasons.iter_mut().find(|(other, _)| other == label) {
-                    Some((_, sum)) => *sum += n,
-                    None => steps.reasons.push((label.to_owned(), n)),
-                }
-            }
-        }
+        let steps = counts(&self.service.ledger().map_err(|error| failure(&error))?);
         Ok(LoadStatus {
             model: String::new(),
             context: self.service.context(),
@@ -247,6 +262,23 @@ fn open(
         }
         Err(error) => Err(failure(&error)),
     }
+}
+
+/// How the steps of a ledger ran.
+pub(crate) fn counts(ledger: &Ledger) -> StepCounts {
+    let mut steps = StepCounts::default();
+    for tally in StepKind::ALL.map(|kind| ledger.tally(kind)) {
+        steps.replayed += tally.replayed;
+        steps.eager += tally.eager;
+        steps.failed += tally.failed;
+        for (label, n, _) in tally.reasons() {
+            match steps.reasons.iter_mut().find(|(other, _)| other == label) {
+                Some((_, sum)) => *sum += n,
+                None => steps.reasons.push((label.to_owned(), n)),
+            }
+        }
+    }
+    steps
 }
 
 /// The request that goes on where another one was interrupted.

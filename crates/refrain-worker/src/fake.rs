@@ -2,9 +2,9 @@
 //!
 //! It serves to measure what server and worker cost by themselves, and to test how failures are survived.
 
-use crate::engine::{EngineFailure, Progress, Shelf, Title, TokenEngine, TokenSource};
+use crate::engine::{EngineFailure, Progress, Shelf, Title, TokenEngine, TokenSource, VectorSource};
 use crate::protocol::LastWords;
-use crate::tokens::{FinishedBy, LoadStatus, StepCounts, TokenRequest, TokenUpdate};
+use crate::tokens::{EmbedRequest, FinishedBy, LoadStatus, StepCounts, TokenRequest, TokenUpdate};
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
@@ -25,9 +25,9 @@ pub struct FakeOptions {
     pub context: usize,
     /// Time of a step, which makes one token for each request.
     pub step: Duration,
-    /// A request whose prompt starts with this token makes the engine fail.
+    /// A request whose prompt starts with this token makes the engine fail. So does a text to embed.
     pub poison: Option<u32>,
-    /// A request whose prompt starts with this token stops all steps.
+    /// A request whose prompt starts with this token stops all steps. A text to embed gets no vector.
     pub brake: Option<u32>,
 }
 
@@ -95,6 +95,12 @@ pub fn fake_token(seed: u64, position: usize, n_vocab: u32) -> u32 {
     ((x ^ (x >> 31)) % u64::from(n_vocab.max(1))) as u32
 }
 
+/// The vector of a text.
+pub fn fake_vector(tokens: &[u32]) -> Vec<f32> {
+    let sum: u64 = tokens.iter().map(|token| u64::from(*token)).sum();
+    vec![tokens.len() as f32, sum as f32, tokens.first().map_or(0.0, |token| *token as f32)]
+}
+
 struct FakeShared {
     state: Mutex<FakeState>,
     arrived: Condvar,
@@ -142,10 +148,7 @@ impl FakeShared {
         if starts_with(options.brake) {
             std::thread::sleep(Duration::from_secs(3600));
         }
-        let failure = starts_with(options.poison).then(|| {
-            let message = "the request was poisoned".into();
-            EngineFailure::Unusable(LastWords { lost_device: true, message, hint: None })
-        });
+        let failure = starts_with(options.poison).then(poisoned);
         let mut n_made = 0;
         for stream in &streams {
             let mut stream = lock(stream);
@@ -164,6 +167,11 @@ impl FakeShared {
         }
         true
     }
+}
+
+fn poisoned() -> EngineFailure {
+    let message = "the request was poisoned".into();
+    EngineFailure::Unusable(LastWords { lost_device: true, message, hint: None })
 }
 
 impl FakeStream {
@@ -220,6 +228,10 @@ impl TokenEngine for FakeEngine {
         Ok(Box::new(FakeSource { stream }))
     }
 
+    fn embed(&self, request: EmbedRequest) -> Result<Box<dyn VectorSource>, EngineFailure> {
+        Ok(Box::new(FakeVectors { texts: request.inputs.into(), options: self.options.clone() }))
+    }
+
     fn backend(&self) -> &str {
         "fake"
     }
@@ -257,5 +269,25 @@ impl TokenSource for FakeSource {
 impl Drop for FakeSource {
     fn drop(&mut self) {
         lock(&self.stream).is_over = true;
+    }
+}
+
+struct FakeVectors {
+    texts: VecDeque<Vec<u32>>,
+    options: FakeOptions,
+}
+
+impl VectorSource for FakeVectors {
+    fn poll_next(&mut self, _: &mut Context<'_>) -> Poll<Option<Result<Vec<f32>, EngineFailure>>> {
+        let Some(first) = self.texts.front().map(|text| text.first().copied()) else {
+            return Poll::Ready(None);
+        };
+        if first.is_some() && first == self.options.brake {
+            return Poll::Pending;
+        }
+        if first.is_some() && first == self.options.poison {
+            return Poll::Ready(Some(Err(poisoned())));
+        }
+        Poll::Ready(self.texts.pop_front().map(|text| Ok(fake_vector(&text))))
     }
 }

@@ -9,26 +9,30 @@
 //! The pool holds every open request with its delivered tokens, so a worker holds nothing that cannot be replaced. One
 //! thread supervises all workers: it reads their events, replaces those that fail, and never waits for a client.
 
-mod ledger; // open requests: who serves them, what was delivered
+mod ledger; // open requests: who serves them
+mod open; // one of them: what it asks for, what was delivered
 mod options; // how many workers, deadlines, pauses
 mod process; // one process: start, connection, end
 mod slot; // one worker over all of its processes
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+pub(crate) use tests::request as test_request;
 
 use crate::error::WorkerError;
-use crate::protocol::{MAX_GRAMMAR_BYTES, MAX_PROMPT_TOKENS};
+use crate::protocol::{MAX_GRAMMAR_BYTES, MAX_PROMPT_TOKENS, MAX_TEXTS, WireId};
 use crate::tokens::{
     BackendStatus, EmbedRequest, Refusal, RefusalKind, TokenBackend, TokenGrammar, TokenReply, TokenRequest,
-    WorkerState, token_reply,
+    VectorReply, WorkerState, token_reply, vector_reply,
 };
 use ledger::PoolState;
+use open::Work;
 pub use options::{Backoff, Deadlines, PoolOptions, WorkerCommand};
 use process::{Failure, Launch, Notice, SocketFolder};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 
 /// When a refused request may be tried again, if nothing better is known.
@@ -123,15 +127,9 @@ impl Drop for WorkerPool {
     }
 }
 
-fn stopping() -> Refusal {
-    let message = "the server is stopping".into();
-    let hint = Some("send the request to another server, or again when this one is back".into());
-    Refusal { kind: RefusalKind::Unavailable, message, hint, retry_after: Some(RETRY) }
-}
-
-impl TokenBackend for WorkerPool {
-    fn submit(&self, request: TokenRequest) -> Result<TokenReply, Refusal> {
-        check(&request, &self.shared.options)?;
+impl WorkerPool {
+    /// Opens a request. `make` gets what its reply calls when it is dropped.
+    fn open<R>(&self, make: impl FnOnce(Box<dyn FnOnce() + Send>) -> (Work, R)) -> Result<R, Refusal> {
         let mut state = self.shared.lock();
         if *self.stop.borrow() {
             return Err(stopping());
@@ -148,28 +146,39 @@ impl TokenBackend for WorkerPool {
         if let Some(refusal) = state.crash_loop(Instant::now()) {
             return Err(refusal);
         }
-        let id = state.next_id();
+        let id: WireId = state.next_id();
         let shared: Weak<PoolShared> = Arc::downgrade(&self.shared);
-        let (sender, reply) = token_reply(move || {
+        let (work, reply) = make(Box::new(move || {
             if let Some(shared) = shared.upgrade() {
                 shared.lock().cancel(id);
             }
-        });
-        state.add(id, request, sender);
+        }));
+        state.add(id, work);
         Ok(reply)
     }
+}
 
-    fn embed(&self, request: EmbedRequest) -> oneshot::Receiver<Result<Vec<Vec<f32>>, Refusal>> {
-        let (sender, receiver) = oneshot::channel();
-        let refusal = Refusal {
-            kind: RefusalKind::Invalid,
-            message: format!("model {} cannot embed texts here yet", request.model),
-            hint: Some("use a server for embedding models".into()),
-            retry_after: None,
-        };
-        // Nobody waits for the answer if the receiver is gone.
-        let _ = sender.send(Err(refusal));
-        receiver
+fn stopping() -> Refusal {
+    let message = "the server is stopping".into();
+    let hint = Some("send the request to another server, or again when this one is back".into());
+    Refusal { kind: RefusalKind::Unavailable, message, hint, retry_after: Some(RETRY) }
+}
+
+impl TokenBackend for WorkerPool {
+    fn submit(&self, request: TokenRequest) -> Result<TokenReply, Refusal> {
+        check(&request, &self.shared.options)?;
+        self.open(|on_cancel| {
+            let (sender, reply) = token_reply(on_cancel);
+            (Work::tokens(request, sender), reply)
+        })
+    }
+
+    fn embed(&self, request: EmbedRequest) -> Result<VectorReply, Refusal> {
+        check_embed(&request, &self.shared.options)?;
+        self.open(|on_cancel| {
+            let (sender, reply) = vector_reply(on_cancel);
+            (Work::vectors(request, sender), reply)
+        })
     }
 
     fn status(&self) -> Arc<BackendStatus> {
@@ -177,19 +186,40 @@ impl TokenBackend for WorkerPool {
     }
 }
 
+fn invalid(message: String, hint: &str) -> Result<(), Refusal> {
+    Err(Refusal { kind: RefusalKind::Invalid, message, hint: Some(hint.to_owned()), retry_after: None })
+}
+
+fn check_model(model: &str, options: &PoolOptions) -> Result<(), Refusal> {
+    if options.models.iter().any(|served| served == model) {
+        return Ok(());
+    }
+    Err(Refusal {
+        kind: RefusalKind::UnknownModel,
+        message: format!("no worker serves a model {model}"),
+        hint: Some(format!("served models: {}", options.models.join(", "))),
+        retry_after: None,
+    })
+}
+
+/// Refuses texts that no worker could embed.
+fn check_embed(request: &EmbedRequest, options: &PoolOptions) -> Result<(), Refusal> {
+    check_model(&request.model, options)?;
+    let n_texts = request.inputs.len();
+    if n_texts == 0 || n_texts > MAX_TEXTS {
+        return invalid(format!("the request has {n_texts} texts, must have 1 to {MAX_TEXTS}"), "split it");
+    }
+    let n_tokens: usize = request.inputs.iter().map(Vec::len).sum();
+    if n_tokens > MAX_PROMPT_TOKENS {
+        let message = format!("the texts have {n_tokens} tokens, the maximum is {MAX_PROMPT_TOKENS}");
+        return invalid(message, "split the request");
+    }
+    Ok(())
+}
+
 /// Refuses what no worker could serve.
 fn check(request: &TokenRequest, options: &PoolOptions) -> Result<(), Refusal> {
-    let invalid = |message: String, hint: &str| {
-        Err(Refusal { kind: RefusalKind::Invalid, message, hint: Some(hint.to_owned()), retry_after: None })
-    };
-    if !options.models.contains(&request.model) {
-        return Err(Refusal {
-            kind: RefusalKind::UnknownModel,
-            message: format!("no worker serves a model {}", request.model),
-            hint: Some(format!("served models: {}", options.models.join(", "))),
-            retry_after: None,
-        });
-    }
+    check_model(&request.model, options)?;
     if request.prompt.len() > MAX_PROMPT_TOKENS {
         let message =
             format!("the prompt has {} tokens, the maximum is {MAX_PROMPT_TOKENS}", request.prompt.len());

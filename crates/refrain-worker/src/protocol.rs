@@ -9,19 +9,24 @@
 //! before anything is allocated for it. All events of an engine's step for all requests travel in one frame: a token costs
 //! a dozen bytes and no system call of its own.
 
-use crate::tokens::{LoadStatus, Refusal, TokenRequest, TokenUpdate};
+use crate::tokens::{
+    EmbedRequest, LoadStatus, Refusal, TokenRequest, TokenUpdate, Update as _, VectorUpdate,
+};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
 
 /// Version of the messages. A change of any type that travels needs a new one; a test holds the bytes of this one.
-pub const PROTOCOL_VERSION: u16 = 2;
+pub const PROTOCOL_VERSION: u16 = 3;
 /// Maximum size of a message to a worker: a prompt of three million tokens.
 pub(crate) const MAX_TO_WORKER_BYTES: usize = 16 << 20;
 /// Maximum size of a message from a worker. Workers send smaller ones: see [`FULL_FRAME_BYTES`].
 pub(crate) const MAX_FROM_WORKER_BYTES: usize = 1 << 20;
-/// Maximum number of tokens of a prompt, or of a prompt and its delivered tokens. A token takes at most five bytes.
+/// Maximum number of tokens of a prompt and its delivered tokens, or of all texts to embed. A token takes at most five
+/// bytes.
 pub const MAX_PROMPT_TOKENS: usize = 3_000_000;
+/// Maximum number of texts of a request for embeddings.
+pub const MAX_TEXTS: usize = 2048;
 /// Maximum size of a grammar's source. With the longest prompt it fits into a frame.
 pub(crate) const MAX_GRAMMAR_BYTES: usize = 256 << 10;
 /// A worker starts another frame of events from this size on.
@@ -42,7 +47,6 @@ pub(crate) fn build() -> &'static str {
 pub(crate) type WireId = u64;
 
 /// A message to a worker.
-#[expect(clippy::large_enum_variant, reason = "a message lives while it is handled, and none is stored")]
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) enum ToWorker<'a> {
     /// Serve a request.
@@ -58,6 +62,13 @@ pub(crate) enum ToWorker<'a> {
     Cancel {
         /// The request.
         id: WireId,
+    },
+    /// Embed texts.
+    Embed {
+        /// Names the request in events.
+        id: WireId,
+        /// The request, without the texts whose vectors an earlier worker delivered.
+        request: Cow<'a, EmbedRequest>,
     },
 }
 
@@ -91,12 +102,18 @@ pub(crate) enum WireEvent {
     Update(TokenUpdate),
     /// The request has ended with an error.
     Refused(Refusal),
+    /// The vector of the next text.
+    Vector(VectorUpdate),
 }
 
 impl WireEvent {
     /// Whether no event of the request follows.
     pub(crate) fn is_last(&self) -> bool {
-        matches!(self, WireEvent::Update(TokenUpdate::End(_)) | WireEvent::Refused(_))
+        match self {
+            WireEvent::Update(update) => update.is_last(),
+            WireEvent::Vector(update) => update.is_last(),
+            WireEvent::Refused(_) => true,
+        }
     }
 }
 
@@ -319,7 +336,12 @@ mod tests {
         encode(&message, MAX_FROM_WORKER_BYTES, &mut bytes).unwrap();
         let event = [1, 1, 5, 0, 1, 0xac, 2, 0, 0, 0x80, 0xbf, 1, 1, 0, 0, 0, 0x3f];
         assert_eq!(bytes, [&[17, 0, 0, 0], &event[..]].concat());
-        assert_eq!(hello("a"), *b"RFRW\x02\0\x01a");
+        assert_eq!(hello("a"), *b"RFRW\x03\0\x01a");
+        let mut bytes = Vec::new();
+        let vector = VectorUpdate { vector: vec![0.5], is_last: true };
+        encode(&FromWorker::Events(vec![(5, WireEvent::Vector(vector))]), MAX_FROM_WORKER_BYTES, &mut bytes)
+            .unwrap();
+        assert_eq!(bytes, [10, 0, 0, 0, 1, 1, 5, 2, 1, 0, 0, 0, 0x3f, 1]);
     }
 
     #[test]
@@ -343,7 +365,62 @@ mod tests {
         assert!(buffer.spare().len() <= 2 * READ_BYTES);
     }
 
+    /// A frame of each kind of message.
+    fn frames() -> (Vec<u8>, Vec<u8>) {
+        let (mut to, mut from) = (Vec::new(), Vec::new());
+        let embed = EmbedRequest { model: "m".into(), inputs: vec![vec![1, 300], vec![7]], user: 9 };
+        let request = crate::pool::test_request(&[1, 2], 3);
+        for message in [
+            ToWorker::Submit { id: 1, n_delivered: 1, request: Cow::Owned(request) },
+            ToWorker::Cancel { id: 1 },
+            ToWorker::Embed { id: 2, request: Cow::Owned(embed) },
+        ] {
+            encode(&message, MAX_TO_WORKER_BYTES, &mut to).unwrap();
+        }
+        let vector = VectorUpdate { vector: vec![0.5; 4], is_last: true };
+        let update = TokenUpdate::Token { token: 3, logprob: -1.0, top: vec![(1, 0.5)] };
+        let load = LoadStatus { model: "m".into(), ..LoadStatus::default() };
+        for message in [
+            FromWorker::Ready { backend: "cpu".into() },
+            FromWorker::Events(vec![(1, WireEvent::Update(update)), (2, WireEvent::Vector(vector))]),
+            FromWorker::Heartbeat { progress: 1, is_loading: false, models: vec![load] },
+            FromWorker::Failed(LastWords { lost_device: true, message: "m".into(), hint: None }),
+        ] {
+            encode(&message, MAX_FROM_WORKER_BYTES, &mut from).unwrap();
+        }
+        (to, from)
+    }
+
+    fn decode_to_worker(bytes: &[u8]) -> Result<usize, ProtocolError> {
+        let (mut buffer, mut n) = (FrameBuffer::new(MAX_TO_WORKER_BYTES), 0);
+        for piece in bytes.chunks(READ_BYTES) {
+            buffer.spare()[..piece.len()].copy_from_slice(piece);
+            buffer.filled(piece.len());
+            while buffer.next::<ToWorker<'static>>()?.is_some() {
+                n += 1;
+            }
+        }
+        Ok(n)
+    }
+
     proptest! {
+        #[test]
+        fn damaged_frames_are_messages_or_errors(
+            damage in proptest::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..4),
+            cut in any::<prop::sample::Index>(),
+        ) {
+            let (mut to, mut from) = frames();
+            prop_assert_eq!(decode_to_worker(&to), Ok(3));
+            prop_assert_eq!(decode_all(&from, 9).map(|all| all.len()), Ok(4));
+            for (at, value) in damage {
+                let (to_idx, from_idx) = (at.index(to.len()), at.index(from.len()));
+                (to[to_idx], from[from_idx]) = (value, value);
+            }
+            let _ = decode_to_worker(&to);
+            let _ = decode_all(&from, 9);
+            let _ = decode_all(&from[..cut.index(from.len())], 50);
+        }
+
         #[test]
         fn arbitrary_bytes_are_messages_or_errors(bytes in proptest::collection::vec(any::<u8>(), 0..400)) {
             let mut framed = (bytes.len() as u32).to_le_bytes().to_vec();

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
-use tokio::sync::{Notify, oneshot};
+use tokio::sync::Notify;
 
 /// A request for tokens after a prompt.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -108,6 +108,15 @@ pub enum TokenUpdate {
     End(FinishedBy),
 }
 
+/// A vector of a reply, in the order of the texts.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct VectorUpdate {
+    /// The vector.
+    pub vector: Vec<f32>,
+    /// Whether it is that of the last text; no update follows.
+    pub is_last: bool,
+}
+
 /// Why a request ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum FinishedBy {
@@ -157,8 +166,9 @@ pub trait TokenBackend: Send + Sync + 'static {
     /// Submits a request. What is known at once is refused here; later errors arrive through the reply. Must not block.
     fn submit(&self, request: TokenRequest) -> Result<TokenReply, Refusal>;
 
-    /// Submits texts to embed; one vector per input comes back. Dropping the receiver cancels the request. Must not block.
-    fn embed(&self, request: EmbedRequest) -> oneshot::Receiver<Result<Vec<Vec<f32>>, Refusal>>;
+    /// Submits texts to embed; one vector per text comes back. What is known at once is refused here; later errors arrive
+    /// through the reply. Must not block.
+    fn embed(&self, request: EmbedRequest) -> Result<VectorReply, Refusal>;
 
     /// A snapshot of the workers. Must not block.
     fn status(&self) -> Arc<BackendStatus>;
@@ -267,54 +277,101 @@ pub struct StepCounts {
     pub reasons: Vec<(String, u64)>,
 }
 
+/// What replies consist of.
+pub trait Update: sealed::Sealed {
+    /// Whether no update follows.
+    fn is_last(&self) -> bool;
+}
+
+mod sealed {
+    pub trait Sealed {}
+}
+
+impl sealed::Sealed for TokenUpdate {}
+
+impl Update for TokenUpdate {
+    fn is_last(&self) -> bool {
+        matches!(self, TokenUpdate::End(_))
+    }
+}
+
+impl sealed::Sealed for VectorUpdate {}
+
+impl Update for VectorUpdate {
+    fn is_last(&self) -> bool {
+        self.is_last
+    }
+}
+
 /// The updates of one request, for the API. Dropping it cancels the request.
-pub struct TokenReply {
-    shared: Arc<ReplyQueue>,
+pub struct Reply<U> {
+    shared: Arc<ReplyQueue<U>>,
 }
 
-/// The other end of a [`TokenReply`], for whoever serves the request. Clones write to the same reply.
-#[derive(Clone)]
-pub struct ReplySender {
-    shared: Arc<ReplyQueue>,
+/// The reply to a request for tokens.
+pub type TokenReply = Reply<TokenUpdate>;
+
+/// The reply to a request for embeddings.
+pub type VectorReply = Reply<VectorUpdate>;
+
+/// The other end of a [`Reply`], for whoever serves the request. Clones write to the same reply.
+pub struct ReplySender<U = TokenUpdate> {
+    shared: Arc<ReplyQueue<U>>,
 }
 
-/// Makes a reply and its sender. `on_cancel` is called once, when the reply is dropped before its end; it must not block.
+impl<U> Clone for ReplySender<U> {
+    fn clone(&self) -> Self {
+        ReplySender { shared: self.shared.clone() }
+    }
+}
+
+/// Makes a reply to a request for tokens, and its sender. `on_cancel` is called once, when the reply is dropped before its
+/// end; it must not block.
 pub fn token_reply(on_cancel: impl FnOnce() + Send + 'static) -> (ReplySender, TokenReply) {
+    reply(on_cancel)
+}
+
+/// Makes a reply to a request for embeddings, as [`token_reply`] does for tokens.
+pub fn vector_reply(on_cancel: impl FnOnce() + Send + 'static) -> (ReplySender<VectorUpdate>, VectorReply) {
+    reply(on_cancel)
+}
+
+fn reply<U>(on_cancel: impl FnOnce() + Send + 'static) -> (ReplySender<U>, Reply<U>) {
     let state = ReplyState { updates: VecDeque::new(), is_over: false, on_cancel: Some(Box::new(on_cancel)) };
     let shared =
         Arc::new(ReplyQueue { state: Mutex::new(state), arrived: Notify::new(), over: Notify::new() });
-    (ReplySender { shared: shared.clone() }, TokenReply { shared })
+    (ReplySender { shared: shared.clone() }, Reply { shared })
 }
 
-/// Unread updates. Their number is bounded by the tokens of the request, so the sender never waits for the reader.
-struct ReplyQueue {
-    state: Mutex<ReplyState>,
+/// Unread updates. Their number is bounded by the tokens or texts of the request, so the sender never waits for the reader.
+struct ReplyQueue<U> {
+    state: Mutex<ReplyState<U>>,
     arrived: Notify,
     over: Notify,
 }
 
-struct ReplyState {
-    updates: VecDeque<Result<TokenUpdate, Refusal>>,
+struct ReplyState<U> {
+    updates: VecDeque<Result<U, Refusal>>,
     /// The end or an error was sent.
     is_over: bool,
     on_cancel: Option<Box<dyn FnOnce() + Send>>,
 }
 
-impl ReplyQueue {
-    fn lock(&self) -> MutexGuard<'_, ReplyState> {
+impl<U> ReplyQueue<U> {
+    fn lock(&self) -> MutexGuard<'_, ReplyState<U>> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl ReplySender {
+impl<U: Update> ReplySender<U> {
     /// Delivers updates in order. Nothing is delivered after an end or an error.
-    pub fn send(&self, updates: impl IntoIterator<Item = Result<TokenUpdate, Refusal>>) {
+    pub fn send(&self, updates: impl IntoIterator<Item = Result<U, Refusal>>) {
         let mut state = self.shared.lock();
         for update in updates {
             if state.is_over {
                 break;
             }
-            state.is_over = matches!(update, Ok(TokenUpdate::End(_)) | Err(_));
+            state.is_over = update.as_ref().map_or(true, Update::is_last);
             state.updates.push_back(update);
         }
         let is_over = state.is_over;
@@ -326,9 +383,9 @@ impl ReplySender {
     }
 }
 
-impl TokenReply {
+impl<U> Reply<U> {
     /// The next update; `None` after the end or an error. Safe to cancel: no update is lost.
-    pub async fn next(&mut self) -> Option<Result<TokenUpdate, Refusal>> {
+    pub async fn next(&mut self) -> Option<Result<U, Refusal>> {
         loop {
             let arrived = self.shared.arrived.notified();
             {
@@ -352,12 +409,12 @@ impl TokenReply {
     }
 
     /// The updates that have arrived, without waiting.
-    pub fn ready(&mut self) -> VecDeque<Result<TokenUpdate, Refusal>> {
+    pub fn ready(&mut self) -> VecDeque<Result<U, Refusal>> {
         std::mem::take(&mut self.shared.lock().updates)
     }
 }
 
-impl Drop for TokenReply {
+impl<U> Drop for Reply<U> {
     fn drop(&mut self) {
         let on_cancel = {
             let mut state = self.shared.lock();

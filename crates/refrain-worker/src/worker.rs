@@ -17,7 +17,7 @@ use crate::engine::{EngineFailure, Progress, Shelf};
 use crate::error::WorkerError;
 use crate::protocol::{self, FrameBuffer, FromWorker, LastWords, MAX_FROM_WORKER_BYTES, ToWorker, WireEvent};
 use crate::tokens::FinishedBy;
-use models::Models;
+use models::{Models, Work};
 use pump::Pump;
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -95,7 +95,10 @@ fn serve(
         while let Some(message) = buffer.next::<ToWorker<'static>>()? {
             match message {
                 ToWorker::Submit { id, n_delivered, request } => {
-                    models.submit(id, request.into_owned(), n_delivered);
+                    models.submit(id, Work::Tokens { request: request.into_owned(), n_delivered });
+                }
+                ToWorker::Embed { id, request } => {
+                    models.submit(id, Work::Vectors { request: request.into_owned() });
                 }
                 ToWorker::Cancel { id } => match models.cancel_waiting(id) {
                     true => {

@@ -1,6 +1,7 @@
 //! Runs the real binary, with its own store and no network.
 #![allow(dead_code)] // Each test file uses only some of it.
 
+use serde_json::{Value, json};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
@@ -72,6 +73,51 @@ impl Cli {
         self.file("tiny/tokenizer_config.json", config.to_string());
         self.home.path().join("tiny")
     }
+}
+
+/// A small encoder with a WordPiece vocabulary, which takes texts of 16 tokens.
+pub(crate) fn encoder(cli: &Cli) -> PathBuf {
+    let folder = cli.home.path().join("encoder");
+    std::fs::create_dir_all(folder.join("1_Pooling")).expect("a folder");
+    for name in ["config.json", "model.safetensors"] {
+        std::fs::copy(golden("bert").join(name), folder.join(name)).expect("a copy");
+    }
+    let special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"];
+    let words = ["a", "cat", "kitten", "sleeps", "naps", "##s", "."];
+    let vocab: serde_json::Map<String, Value> =
+        special.iter().chain(&words).map(|word| word.to_string()).zip((0..).map(Value::from)).collect();
+    let added = |(id, content): (usize, &&str)| {
+        json!({ "id": id, "content": content, "special": true, "single_word": false, "lstrip": false,
+                "rstrip": false, "normalized": false })
+    };
+    let piece = |text: &str| json!({ "SpecialToken": { "id": text, "type_id": 0 } });
+    let around = json!({ "type": "TemplateProcessing",
+        "single": [piece("[CLS]"), { "Sequence": { "id": "A", "type_id": 0 } }, piece("[SEP]")],
+        "pair": [piece("[CLS]"), { "Sequence": { "id": "A", "type_id": 0 } }, piece("[SEP]")],
+        "special_tokens": {
+            "[CLS]": { "id": "[CLS]", "ids": [2], "tokens": ["[CLS]"] },
+            "[SEP]": { "id": "[SEP]", "ids": [3], "tokens": ["[SEP]"] },
+        } });
+    let tokenizer = json!({
+        "version": "1.0", "truncation": null, "padding": null,
+        "added_tokens": special.iter().enumerate().map(added).collect::<Vec<_>>(),
+        "normalizer": { "type": "BertNormalizer", "clean_text": true, "handle_chinese_chars": true,
+                        "strip_accents": null, "lowercase": true },
+        "pre_tokenizer": { "type": "BertPreTokenizer" },
+        "post_processor": around,
+        "decoder": { "type": "WordPiece", "prefix": "##", "cleanup": true },
+        "model": { "type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##",
+                   "max_input_chars_per_word": 100, "vocab": vocab },
+    });
+    let write =
+        |name: &str, value: &Value| std::fs::write(folder.join(name), value.to_string()).expect("a file");
+    write("tokenizer.json", &tokenizer);
+    write(
+        "1_Pooling/config.json",
+        &json!({ "pooling_mode_cls_token": true, "pooling_mode_mean_tokens": false }),
+    );
+    write("sentence_bert_config.json", &json!({ "max_seq_length": 16 }));
+    folder
 }
 
 pub(crate) fn ended(output: Output) -> Ended {

@@ -1,7 +1,7 @@
 //! From a checked request to the choices of its reply.
 
 use super::params::Params;
-use crate::app::{App, Caller, OpenGuard};
+use crate::app::{App, Caller, OpenGuard, REQUEST_LOG};
 use crate::error::ApiError;
 use crate::ids;
 use crate::keys::KeyUse;
@@ -11,8 +11,6 @@ use crate::tools::{ToolCall, ToolFormat};
 use refrain::ThinkFilter;
 use refrain_worker::TokenRequest;
 use serde_json::{Value, json};
-use std::collections::hash_map::DefaultHasher;
-use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -38,7 +36,24 @@ pub(crate) struct Generation {
     pub(crate) n_choices: usize,
     pub(crate) usage: Usage,
     open: OpenGuard,
-    _key: Option<KeyUse>,
+    key: Option<KeyUse>,
+}
+
+impl Drop for Generation {
+    fn drop(&mut self) {
+        let Usage { n_prompt, n_reply, n_reasoning } = self.usage;
+        tracing::info!(
+            target: REQUEST_LOG,
+            id = self.id,
+            model = self.model.name(),
+            choices = self.n_choices,
+            prompt_tokens = n_prompt,
+            reply_tokens = n_reply,
+            reasoning_tokens = n_reasoning,
+            ms = self.open.elapsed().as_secs_f64() * 1e3,
+            "ended"
+        );
+    }
 }
 
 /// Tokens of a request.
@@ -50,7 +65,7 @@ pub(crate) struct Usage {
 }
 
 impl Usage {
-    pub(crate) fn add(&mut self, delta: &Delta) {
+    fn add(&mut self, delta: &Delta) {
         self.n_reply += delta.n_tokens;
         self.n_reasoning += delta.n_reasoning;
     }
@@ -75,10 +90,11 @@ impl Job {
             let message = format!("{n_choices} choices are asked for, the maximum is {MAX_REPLIES}");
             return Err(ApiError::invalid("n", message));
         }
-        let key = caller.0.as_ref().map(KeyUse::open).transpose()?;
+        model.check_generates()?;
         let context = model.context(&app.backend.status());
         check_lengths(&prompts, context)?;
         let n_prompt = prompts.iter().map(Vec::len).sum();
+        let key = caller.0.as_ref().map(|key| KeyUse::open(key, n_prompt)).transpose()?;
         let own = if params.ignore_eos { &[] } else { model.tokenizer().end_of_generation() };
         let end: Vec<u32> = own.iter().chain(&params.stop_ids).copied().collect();
         let rules = Arc::new(TextRules {
@@ -94,9 +110,7 @@ impl Job {
             single_call,
             logprobs: params.n_top.is_some(),
         });
-        let mut hasher = DefaultHasher::new();
-        (params.user.as_deref(), caller.0.as_ref().map(|key| key.name())).hash(&mut hasher);
-        let user = hasher.finish();
+        let user = caller.user(params.user.as_deref());
         let share_prefix = caller.0.as_ref().is_none_or(|key| key.shares_prefix);
         let open = app.open();
         let mut replies = Vec::with_capacity(n_choices);
@@ -128,7 +142,7 @@ impl Job {
             n_choices,
             usage: Usage { n_prompt, ..Usage::default() },
             open,
-            _key: key,
+            key,
         })
     }
 }
@@ -164,12 +178,20 @@ impl Generation {
         self.open.n_open()
     }
 
+    /// Counts the tokens of a delta.
+    pub(crate) fn count(&mut self, delta: &Delta) {
+        self.usage.add(delta);
+        if let Some(key) = &self.key {
+            key.count(delta.n_tokens);
+        }
+    }
+
     /// Waits for all choices.
     pub(crate) async fn collect(mut self) -> Result<(Vec<WholeChoice>, Generation), ApiError> {
         let mut whole: Vec<WholeChoice> = (0..self.n_choices).map(|_| WholeChoice::default()).collect();
         while let Some((idx, delta)) = self.choices.next().await {
             let delta = delta?;
-            self.usage.add(&delta);
+            self.count(&delta);
             let choice = &mut whole[idx];
             choice.reasoning.push_str(&delta.reasoning);
             choice.text.push_str(&delta.text);

@@ -23,6 +23,7 @@ fn model_json(model: &ServedModel, status: &BackendStatus) -> Value {
         "parent": model.base(),
         "max_model_len": model.context(status),
         "chat": model.has_template(),
+        "embeddings": model.embedding().is_some(),
     })
 }
 
@@ -38,13 +39,6 @@ pub(crate) async fn model(
 ) -> Result<Json<Value>, ApiError> {
     let model = app.models.find(Some(&name))?;
     Ok(Json(model_json(&model, &app.backend.status())))
-}
-
-/// Says why there are no embeddings: clients ask for them by this address.
-pub(crate) async fn embeddings() -> ApiError {
-    let message = "embeddings are not served yet";
-    let error = ApiError::new(StatusCode::NOT_IMPLEMENTED, "unsupported", message);
-    error.hint("use a server for embedding models")
 }
 
 pub(crate) async fn version() -> Json<Value> {

@@ -3,30 +3,31 @@
 use axum::Json;
 use serde_json::{Map, Value, json};
 
-/// Name and JSON type of a field; an empty type is any.
+/// Name and type of a field. A type is a JSON type, with the smallest and the largest value for numbers; a name of
+/// [`shape`]; or empty for any.
 type Field = (&'static str, &'static str);
 
 const SAMPLING: &[Field] = &[
-    ("temperature", "number"),
-    ("top_p", "number"),
-    ("top_k", "integer"),
-    ("min_p", "number"),
-    ("repetition_penalty", "number"),
+    ("temperature", "number 0"),
+    ("top_p", "share"),
+    ("top_k", "integer -1 4294967295"),
+    ("min_p", "number 0 1"),
+    ("repetition_penalty", "positive"),
     ("presence_penalty", "number"),
     ("frequency_penalty", "number"),
-    ("seed", "integer"),
-    ("logit_bias", "object"),
+    ("seed", "integer -9223372036854775808 9223372036854775807"),
+    ("logit_bias", "biases"),
 ];
 const SHARED: &[Field] = &[
-    ("n", "integer"),
-    ("stop", ""),
-    ("stop_token_ids", "array"),
+    ("n", "integer 1 128"),
+    ("stop", "stop"),
+    ("stop_token_ids", "tokens"),
     ("include_stop_str_in_output", "boolean"),
     ("skip_special_tokens", "boolean"),
-    ("min_tokens", "integer"),
-    ("max_tokens", "integer"),
+    ("min_tokens", "integer 0 4294967295"),
+    ("max_tokens", "integer 1"),
     ("ignore_eos", "boolean"),
-    ("priority", "integer"),
+    ("priority", "integer -2147483647 2147483647"),
     ("user", "string"),
     ("stream", "boolean"),
     ("stream_options", "object"),
@@ -34,10 +35,10 @@ const SHARED: &[Field] = &[
     ("structured_outputs", "object"),
 ];
 const CHAT: &[Field] = &[
-    ("messages", "array"),
-    ("max_completion_tokens", "integer"),
+    ("messages", "messages"),
+    ("max_completion_tokens", "integer 1"),
     ("logprobs", "boolean"),
-    ("top_logprobs", "integer"),
+    ("top_logprobs", "integer 0 20"),
     ("tools", "array"),
     ("tool_choice", ""),
     ("parallel_tool_calls", "boolean"),
@@ -45,14 +46,14 @@ const CHAT: &[Field] = &[
     ("add_generation_prompt", "boolean"),
     ("reasoning_effort", "string"),
 ];
-const PLAIN: &[Field] = &[("prompt", ""), ("echo", "boolean"), ("logprobs", "integer")];
+const PLAIN: &[Field] = &[("prompt", "texts"), ("echo", "boolean"), ("logprobs", "integer 0 20")];
 const MESSAGES: &[Field] = &[
-    ("messages", "array"),
+    ("messages", "messages"),
     ("system", ""),
-    ("max_tokens", "integer"),
-    ("stop_sequences", "array"),
+    ("max_tokens", "integer 1"),
+    ("stop_sequences", "strings"),
     ("stream", "boolean"),
-    ("thinking", "object"),
+    ("thinking", "thinking"),
     ("tools", "array"),
     ("tool_choice", "object"),
     ("metadata", "object"),
@@ -60,13 +61,20 @@ const MESSAGES: &[Field] = &[
 const RESPONSES: &[Field] = &[
     ("input", ""),
     ("instructions", "string"),
-    ("max_output_tokens", "integer"),
+    ("max_output_tokens", "integer 1"),
     ("stream", "boolean"),
     ("reasoning", "object"),
     ("text", "object"),
     ("tools", "array"),
     ("tool_choice", ""),
     ("parallel_tool_calls", "boolean"),
+    ("user", "string"),
+];
+const EMBEDDINGS: &[Field] = &[
+    ("input", "texts"),
+    ("encoding_format", "encoding"),
+    ("dimensions", "integer 1"),
+    ("truncate_prompt_tokens", "integer -1"),
     ("user", "string"),
 ];
 
@@ -106,15 +114,21 @@ const POSTS: &[Endpoint] = &[
     Endpoint {
         path: "/v1/messages/count_tokens",
         summary: "Counts the tokens of a conversation (Anthropic)",
-        fields: &[&[("messages", "array"), ("system", ""), ("tools", "array"), ("thinking", "object")]],
+        fields: &[&[("messages", "messages"), ("system", ""), ("tools", "array"), ("thinking", "thinking")]],
         required: &["messages"],
+    },
+    Endpoint {
+        path: "/v1/embeddings",
+        summary: "Turns texts into vectors (OpenAI)",
+        fields: &[EMBEDDINGS],
+        required: &["input"],
     },
     Endpoint {
         path: "/tokenize",
         summary: "Token ids of a text or a conversation (vLLM)",
         fields: &[&[
             ("prompt", "string"),
-            ("messages", "array"),
+            ("messages", "messages"),
             ("add_special_tokens", "boolean"),
             ("return_token_strs", "boolean"),
         ]],
@@ -123,7 +137,7 @@ const POSTS: &[Endpoint] = &[
     Endpoint {
         path: "/detokenize",
         summary: "Text of token ids (vLLM)",
-        fields: &[&[("tokens", "array")]],
+        fields: &[&[("tokens", "tokens")]],
         required: &["tokens"],
     },
 ];
@@ -152,14 +166,9 @@ fn description() -> Value {
     }
     for endpoint in POSTS {
         let mut properties = Map::new();
-        properties.insert("model".into(), json!({ "type": "string" }));
+        properties.insert("model".into(), shape("string", false));
         for (name, kind) in endpoint.fields.iter().copied().flatten() {
-            let schema = match *kind {
-                "" => json!({}),
-                "array" => json!({ "type": "array", "items": {} }),
-                kind => json!({ "type": kind }),
-            };
-            properties.insert((*name).into(), schema);
+            properties.insert((*name).into(), shape(kind, endpoint.required.contains(name)));
         }
         let schema = json!({
             "type": "object",
@@ -186,4 +195,65 @@ fn description() -> Value {
         "security": [{ "key": [] }, {}],
         "paths": paths,
     })
+}
+
+/// The schema of a field. `null` counts as absent.
+fn shape(kind: &str, is_required: bool) -> Value {
+    let tokens =
+        || json!({ "type": "array", "items": { "type": "integer", "minimum": 0, "maximum": u32::MAX } });
+    let strings =
+        || json!({ "type": "array", "items": { "type": "string", "minLength": 1 }, "maxItems": 32 });
+    let mut words = kind.split(' ');
+    let of = match words.next().unwrap_or_default() {
+        "" => return json!({}),
+        "array" => json!({ "type": "array", "items": {} }),
+        "tokens" => tokens(),
+        "strings" => strings(),
+        "stop" => json!({ "anyOf": [{ "type": "string", "minLength": 1 }, strings()] }),
+        "share" => json!({ "type": "number", "exclusiveMinimum": 0, "maximum": 1 }),
+        "positive" => json!({ "type": "number", "exclusiveMinimum": 0 }),
+        "thinking" => json!({
+            "type": "object",
+            "required": ["type"],
+            "properties": { "type": { "type": "string", "enum": ["enabled", "adaptive", "disabled"] } },
+        }),
+        "encoding" => json!({ "type": "string", "enum": ["float", "base64"] }),
+        "biases" => json!({
+            "type": "object",
+            "propertyNames": { "pattern": "^[0-9]{1,9}$" },
+            "additionalProperties": { "type": "number", "minimum": -100, "maximum": 100 },
+        }),
+        "texts" => json!({ "anyOf": [
+            { "type": "string" },
+            { "type": "array", "items": { "type": "string" }, "minItems": 1, "maxItems": 256 },
+            { "type": "array", "items": { "type": "integer", "minimum": 0, "maximum": u32::MAX }, "minItems": 1 },
+            { "type": "array", "items": tokens(), "minItems": 1, "maxItems": 256 },
+        ] }),
+        "messages" => json!({ "type": "array", "minItems": 1, "items": {
+            "type": "object",
+            "required": ["role", "content"],
+            "properties": {
+                "role": { "type": "string", "enum": ["system", "user", "assistant"] },
+                "content": { "anyOf": [
+                    { "type": "string" },
+                    { "type": "array", "minItems": 1, "items": {
+                        "type": "object",
+                        "required": ["type", "text"],
+                        "properties": {
+                            "type": { "type": "string", "enum": ["text"] },
+                            "text": { "type": "string" },
+                        },
+                    } },
+                ] },
+            },
+        } }),
+        kind => {
+            let mut of = json!({ "type": kind });
+            for (word, name) in words.zip(["minimum", "maximum"]) {
+                of[name] = serde_json::from_str(word).unwrap_or_default();
+            }
+            of
+        }
+    };
+    if is_required { of } else { json!({ "anyOf": [of, { "type": "null" }] }) }
 }

@@ -120,7 +120,7 @@ impl<W: EventWriter> EventStream<W> {
         let mut out = Vec::with_capacity(512);
         match next {
             Some((choice, Ok(delta))) => {
-                self.generation.usage.add(&delta);
+                self.generation.count(&delta);
                 self.writer.delta(&self.generation, choice, delta, &mut out);
             }
             Some((_, Err(error))) => {

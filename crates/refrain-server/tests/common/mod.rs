@@ -5,7 +5,7 @@ use refrain::{Builtin, ChatTemplate, Model};
 use refrain_server::{ApiKeys, ServedModel, Server, ServerOptions, TlsFiles};
 use refrain_worker::{
     BackendStatus, EmbedRequest, FinishedBy, LoadStatus, Refusal, ReplySender, TokenBackend, TokenReply,
-    TokenRequest, TokenUpdate, WorkerState, WorkerStatus, token_reply,
+    TokenRequest, TokenUpdate, VectorReply, WorkerState, WorkerStatus, token_reply,
 };
 use serde_json::Value;
 use std::collections::VecDeque;
@@ -82,8 +82,8 @@ impl TokenBackend for Backend {
         Ok(out)
     }
 
-    fn embed(&self, _request: EmbedRequest) -> oneshot::Receiver<Result<Vec<Vec<f32>>, Refusal>> {
-        unreachable!("no endpoint asks for embeddings")
+    fn embed(&self, _request: EmbedRequest) -> Result<VectorReply, Refusal> {
+        unreachable!("no embedding model is served: the tests of `refrain serve` have one")
     }
 
     fn status(&self) -> Arc<BackendStatus> {
@@ -124,6 +124,7 @@ pub(crate) struct Setup {
     pub(crate) body_timeout: Duration,
     pub(crate) stall: Duration,
     pub(crate) tls: Option<TlsFiles>,
+    pub(crate) cors: Vec<String>,
 }
 
 pub(crate) struct Served {
@@ -143,10 +144,11 @@ impl Served {
             body_timeout: Duration::from_secs(30),
             stall: Duration::from_secs(60),
             tls: None,
+            cors: Vec::new(),
         };
         change(&mut setup);
         let model = Builtin::Chat.open().unwrap();
-        let mut served = ServedModel::new("chat", model.clone());
+        let mut served = ServedModel::new("chat", model.clone()).unwrap();
         if let Some(template) = &setup.template {
             served = served.with_template(ChatTemplate::new(template, Default::default()).unwrap());
         }
@@ -167,6 +169,7 @@ impl Served {
         options.body_timeout = setup.body_timeout;
         options.stall = setup.stall;
         options.tls = setup.tls.take();
+        options.cors.clone_from(&setup.cors);
         options.drain = Duration::from_millis(10);
         let (stop, stopped) = oneshot::channel();
         let (sender, receiver) = std::sync::mpsc::channel();

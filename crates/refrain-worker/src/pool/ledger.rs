@@ -3,16 +3,12 @@
 //! Everything here is pure: calls in, frames and updates out. A request whose workers failed [`MAX_DEATHS`] times without
 //! a token in between fails. From [`SUSPECT_DEATHS`] on it is sent while nothing else new is, so that it fails alone.
 
+use super::open::{OpenRequest, Taken, Work};
 use super::options::Backoff;
 use super::process::Failure;
 use super::slot::Slot;
-use crate::protocol::{
-    self, FromWorker, MAX_PROMPT_TOKENS, MAX_TO_WORKER_BYTES, ToWorker, WireEvent, WireId,
-};
-use crate::tokens::{
-    BackendStatus, LoadStatus, Refusal, RefusalKind, ReplySender, TokenRequest, TokenUpdate, WorkerState,
-};
-use std::borrow::Cow;
+use crate::protocol::{self, FromWorker, MAX_TO_WORKER_BYTES, ToWorker, WireEvent, WireId};
+use crate::tokens::{BackendStatus, LoadStatus, Refusal, RefusalKind, WorkerState};
 use std::collections::{HashMap, VecDeque};
 use std::time::Instant;
 
@@ -29,18 +25,6 @@ pub(super) struct PoolState {
     /// Requests that no worker serves, in order. Cancelled ones may be among them.
     waiting: VecDeque<WireId>,
     last_id: WireId,
-}
-
-struct OpenRequest {
-    /// Delivered tokens are appended to its prompt.
-    request: TokenRequest,
-    n_delivered: usize,
-    /// Prompt tokens that were reported as done by the current worker.
-    n_prompt_done: usize,
-    sender: ReplySender,
-    worker_idx: Option<usize>,
-    /// Failures of its workers since its last token.
-    n_deaths: u32,
 }
 
 impl PoolState {
@@ -68,10 +52,8 @@ impl PoolState {
     }
 
     /// Opens a request.
-    pub(super) fn add(&mut self, id: WireId, request: TokenRequest, sender: ReplySender) {
-        let open =
-            OpenRequest { request, n_delivered: 0, n_prompt_done: 0, sender, worker_idx: None, n_deaths: 0 };
-        self.requests.insert(id, open);
+    pub(super) fn add(&mut self, id: WireId, work: Work) {
+        self.requests.insert(id, OpenRequest { work, worker_idx: None, n_deaths: 0 });
         self.waiting.push_back(id);
         self.dispatch(Instant::now());
     }
@@ -107,7 +89,7 @@ impl PoolState {
             if let Some(idx) = open.worker_idx {
                 self.slots[idx].open.remove(&id);
             }
-            open.sender.send([Err(refusal.clone())]);
+            open.work.refuse(refusal.clone());
         }
     }
 
@@ -149,17 +131,15 @@ impl PoolState {
 
     fn send(&mut self, id: WireId, idx: usize, now: Instant) {
         let Some(open) = self.requests.get_mut(&id) else { return };
-        let (n_delivered, request) = (open.n_delivered, Cow::Borrowed(&open.request));
         let mut frame = Vec::new();
-        let message = ToWorker::Submit { id, n_delivered, request };
-        if let Err(error) = protocol::encode(&message, MAX_TO_WORKER_BYTES, &mut frame) {
+        if let Err(error) = protocol::encode(&open.work.message(id), MAX_TO_WORKER_BYTES, &mut frame) {
             let refusal = Refusal {
                 kind: RefusalKind::Invalid,
                 message: format!("the request cannot be sent to a worker: {error}"),
                 hint: Some("shorten the prompt".into()),
                 retry_after: None,
             };
-            open.sender.send([Err(refusal)]);
+            open.work.refuse(refusal);
             self.requests.remove(&id);
             if self.slots[idx].trial == Some(id) {
                 self.slots[idx].trial = None;
@@ -167,7 +147,7 @@ impl PoolState {
             return;
         }
         open.worker_idx = Some(idx);
-        open.n_prompt_done = 0;
+        open.work.starts();
         self.slots[idx].opens(id, frame, now);
     }
 
@@ -209,38 +189,27 @@ impl PoolState {
     /// Delivers events. Those of one request usually follow each other, and are delivered together.
     fn events(&mut self, idx: usize, events: Vec<(WireId, WireEvent)>) -> Result<(), &'static str> {
         let mut events = events.into_iter().peekable();
-        let mut updates = Vec::new();
+        let mut of_one = Vec::new();
         while let Some((id, event)) = events.next() {
-            let mut next = Some(event);
+            of_one.push(event);
+            while let Some((_, event)) = events.next_if(|(other, _)| *other == id) {
+                of_one.push(event);
+            }
             let open = self.requests.get_mut(&id).filter(|open| open.worker_idx == Some(idx));
             let Some(open) = open else {
                 // It was cancelled.
-                while events.next_if(|(other, _)| *other == id).is_some() {}
+                of_one.clear();
                 continue;
             };
-            let (mut n_tokens, mut is_over, mut broken) = (0, false, None);
-            while let Some(event) = next {
-                match open.accept(event) {
-                    Ok(Some(update)) => {
-                        n_tokens += usize::from(matches!(update, Ok(TokenUpdate::Token { .. })));
-                        is_over |= matches!(update, Ok(TokenUpdate::End(_)) | Err(_));
-                        updates.push(update);
-                    }
-                    Ok(None) => {}
-                    Err(how) => broken = Some(how),
-                }
-                let goes_on = !is_over && broken.is_none();
-                next = events.next_if(|(other, _)| goes_on && *other == id).map(|(_, event)| event);
-            }
-            open.sender.send(updates.drain(..));
-            if n_tokens > 0 {
+            let Taken { has_delivered, is_over, broken } = open.work.take(of_one.drain(..));
+            if has_delivered {
                 open.n_deaths = 0;
                 self.slots[idx].delivered();
             }
             if is_over {
                 self.requests.remove(&id);
                 self.closed(idx, id);
-            } else if n_tokens > 0 && self.slots[idx].trial == Some(id) {
+            } else if has_delivered && self.slots[idx].trial == Some(id) {
                 self.slots[idx].trial = None;
                 self.dispatch(Instant::now());
             }
@@ -268,7 +237,7 @@ impl PoolState {
                 open.n_deaths += 1;
             }
             if open.n_deaths >= MAX_DEATHS {
-                open.sender.send([Err(killer(open.n_deaths, failure))]);
+                open.work.refuse(killer(open.n_deaths, failure));
                 self.requests.remove(&id);
             } else {
                 self.waiting.push_front(id);
@@ -292,51 +261,17 @@ fn killer(n_deaths: u32, failure: &Failure) -> Refusal {
     }
 }
 
-impl OpenRequest {
-    /// Checks an event and notes what it delivers. `None` is nothing to pass on; an error names the broken rule.
-    fn accept(&mut self, event: WireEvent) -> Result<Option<Result<TokenUpdate, Refusal>>, &'static str> {
-        let update = match event {
-            WireEvent::Refused(refusal) => return Ok(Some(Err(refusal))),
-            WireEvent::Update(update) => update,
-        };
-        match &update {
-            TokenUpdate::Prompt { n_done, .. } => {
-                // Progress of an evaluation that a failure repeats is passed on once more; otherwise it only grows.
-                if *n_done <= self.n_prompt_done || *n_done > self.request.prompt.len() {
-                    return Ok(None);
-                }
-                self.n_prompt_done = *n_done;
-            }
-            TokenUpdate::Token { token, top, .. } => {
-                if self.request.max_tokens.is_some_and(|max| self.n_delivered >= max) {
-                    return Err("it sent more tokens than a request asked for");
-                }
-                if self.request.prompt.len() >= MAX_PROMPT_TOKENS {
-                    return Err("it sent more tokens than any context has");
-                }
-                if top.len() > self.request.n_top_logprobs {
-                    return Err("it sent more alternatives than a request asked for");
-                }
-                self.request.prompt.push(*token);
-                self.n_delivered += 1;
-            }
-            TokenUpdate::End(_) => {}
-        }
-        Ok(Some(Ok(update)))
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::pool::tests::request;
-    use crate::tokens::{TokenReply, token_reply};
+    use crate::tokens::{TokenReply, TokenUpdate, token_reply};
     use tokio::sync::mpsc;
 
     fn open(state: &mut PoolState) -> (WireId, TokenReply) {
         let id = state.next_id();
         let (sender, reply) = token_reply(|| {});
-        state.add(id, request(&[1], 100), sender);
+        state.add(id, Work::tokens(request(&[1], 100), sender));
         (id, reply)
     }
 

@@ -1,9 +1,9 @@
 //! The pool against workers that are threads of the test: scripted, hostile or fake. Their processes only sleep.
 
 use super::*;
-use crate::fake::{FakeOptions, FakeShelf, fake_token};
+use crate::fake::{FakeOptions, FakeShelf, fake_token, fake_vector};
 use crate::protocol::{self, FromWorker, MAX_FROM_WORKER_BYTES, ToWorker, WireEvent};
-use crate::tokens::{FinishedBy, TokenSampling, TokenUpdate};
+use crate::tokens::{FinishedBy, TokenSampling, TokenUpdate, VectorUpdate};
 use crate::worker::{WorkerOptions, run_worker};
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -35,7 +35,7 @@ fn scripted(play: impl Fn(&mut UnixStream, u64) + Send + Sync + 'static) -> Scri
             buffer.filled(n);
             is_greeted = is_greeted || buffer.next_hello(protocol::build()).unwrap();
             match is_greeted.then(|| buffer.next::<ToWorker<'static>>().unwrap()).flatten() {
-                Some(ToWorker::Submit { id, .. }) => break id,
+                Some(ToWorker::Submit { id, .. } | ToWorker::Embed { id, .. }) => break id,
                 _ if n == 0 => return,
                 _ => {}
             }
@@ -82,7 +82,7 @@ fn pool(n_workers: usize, scripts: Vec<Script>) -> WorkerPool {
     WorkerPool::start(options).unwrap()
 }
 
-pub(super) fn request(prompt: &[u32], n: usize) -> TokenRequest {
+pub(crate) fn request(prompt: &[u32], n: usize) -> TokenRequest {
     TokenRequest {
         model: "fake".into(),
         prompt: prompt.to_vec(),
@@ -283,4 +283,111 @@ async fn requests_go_to_the_least_loaded_worker_and_too_many_are_refused() {
         assert_eq!(read(reply).await.unwrap_err().kind, RefusalKind::Unavailable);
     }
     assert_eq!(pool.submit(request(&[1], 1)).err().unwrap().kind, RefusalKind::Unavailable);
+}
+
+fn texts(n: usize) -> EmbedRequest {
+    EmbedRequest { model: "fake".into(), inputs: (0..n as u32).map(|n| vec![n + 20; 3]).collect(), user: 0 }
+}
+
+fn vectors(request: &EmbedRequest) -> Vec<Vec<f32>> {
+    request.inputs.iter().map(|text| fake_vector(text)).collect()
+}
+
+fn vector_event(id: u64, vector: Vec<f32>, is_last: bool) -> (u64, WireEvent) {
+    (id, WireEvent::Vector(VectorUpdate { vector, is_last }))
+}
+
+async fn read_vectors(mut reply: VectorReply) -> Result<Vec<Vec<f32>>, Refusal> {
+    let mut vectors = Vec::new();
+    while let Some(update) =
+        tokio::time::timeout(Duration::from_secs(20), reply.next()).await.expect("an update")
+    {
+        vectors.push(update?.vector);
+    }
+    Ok(vectors)
+}
+
+#[tokio::test]
+async fn texts_continue_on_the_next_worker_after_their_delivered_vectors() {
+    let dies_after_two = scripted(|stream, id| {
+        let events = vectors(&texts(2)).into_iter().map(|vector| vector_event(id, vector, false)).collect();
+        send(stream, &FromWorker::Events(events));
+        stream.shutdown(std::net::Shutdown::Both).unwrap();
+    });
+    let dies_after_one_more = scripted(|stream, id| {
+        let third = vectors(&texts(3)).remove(2);
+        send(stream, &FromWorker::Events(vec![vector_event(id, third, false)]));
+        stream.shutdown(std::net::Shutdown::Both).unwrap();
+    });
+    let pool = pool(1, vec![dies_after_two, dies_after_one_more, fake(FakeOptions::default())]);
+    pool.started().await.unwrap();
+    let request = texts(6);
+    let reply = pool.embed(request.clone()).unwrap();
+    assert_eq!(read_vectors(reply).await.unwrap(), vectors(&request));
+    assert_eq!(pool.status().workers[0].n_restarts, 2);
+}
+
+#[tokio::test]
+async fn hostile_vectors_replace_the_worker_and_the_reply_is_whole() {
+    let event = |vectors: Vec<(Vec<f32>, bool)>| {
+        scripted(move |s, id| {
+            let events = vectors.iter().map(|(v, is_last)| vector_event(id, v.clone(), *is_last)).collect();
+            send(s, &FromWorker::Events(events));
+        })
+    };
+    let right = vectors(&texts(3));
+    let cases = [
+        (event(vec![(vec![f32::NAN; 3], false)]), "not finite"),
+        (event(vec![(Vec::new(), false)]), "an empty one"),
+        (event(vec![(right[0].clone(), false), (vec![1.0], false)]), "different lengths"),
+        (event(vec![(right[0].clone(), true)]), "more or fewer vectors"),
+        (event(right.iter().map(|v| (v.clone(), false)).collect()), "more or fewer vectors"),
+        (scripted(|s, id| send(s, &FromWorker::Events(vec![token_event(id, 1)]))), "tokens to a request"),
+    ];
+    for (script, want) in cases {
+        let pool = pool(1, vec![script, fake(FakeOptions::default())]);
+        let reply = pool.embed(texts(3)).unwrap();
+        assert_eq!(read_vectors(reply).await.unwrap(), right, "{want}");
+        let why = last_failure(&pool).await;
+        assert!(why.contains(want), "{why}, expected {want}");
+    }
+}
+
+#[tokio::test]
+async fn a_text_that_makes_workers_fail_or_hang_fails_alone() {
+    for (mark, want) in [
+        (FakeOptions { poison: Some(9), ..FakeOptions::default() }, "poisoned"),
+        (FakeOptions { brake: Some(9), ..FakeOptions::default() }, "no progress"),
+    ] {
+        let pool = pool(1, vec![fake(mark)]);
+        pool.started().await.unwrap();
+        let guilty = EmbedRequest { inputs: vec![vec![5], vec![9]], ..texts(1) };
+        let guilty = pool.embed(guilty).unwrap();
+        let innocent: Vec<_> = (0..4).map(|_| pool.embed(texts(5)).unwrap()).collect();
+        for reply in innocent {
+            assert_eq!(read_vectors(reply).await.unwrap(), vectors(&texts(5)));
+        }
+        let refusal = read_vectors(guilty).await.unwrap_err();
+        assert!(refusal.kind == RefusalKind::Failed && refusal.message.contains(want), "{refusal}");
+    }
+}
+
+#[tokio::test]
+async fn a_dropped_embedding_is_cancelled_and_wrong_ones_are_refused() {
+    let pool = pool(1, vec![fake(FakeOptions { brake: Some(9), ..FakeOptions::default() })]);
+    pool.started().await.unwrap();
+    let reply = pool.embed(EmbedRequest { inputs: vec![vec![9]], ..texts(1) }).unwrap();
+    while pool.shared.lock().slots[0].open.is_empty() {
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+    drop(reply);
+    assert_eq!(pool.shared.lock().n_open(), 0);
+    assert_eq!(read_vectors(pool.embed(texts(2)).unwrap()).await.unwrap(), vectors(&texts(2)));
+    assert_eq!(pool.status().workers[0].n_restarts, 0, "nothing was left to make progress with");
+    let refused = |request| pool.embed(request).err().unwrap().message;
+    assert!(refused(texts(0)).contains("0 texts, must have 1 to 2048"));
+    assert!(refused(texts(2049)).contains("2049 texts"));
+    let long = EmbedRequest { inputs: vec![vec![1; 2_000_000]; 2], ..texts(1) };
+    assert!(refused(long).contains("4000000 tokens"));
+    assert!(refused(EmbedRequest { model: "other".into(), ..texts(1) }).contains("no worker serves"));
 }

@@ -1,10 +1,10 @@
 //! The models of a worker: loaded on demand within a memory budget, unloaded when idle.
 
-use super::pump::Pump;
+use super::pump::{Pump, Source};
 use super::{Link, spawn};
 use crate::engine::{EngineFailure, Progress, Shelf, Title, TokenEngine, invalid};
 use crate::protocol::{FromWorker, LastWords, WireEvent, WireId};
-use crate::tokens::{FinishedBy, LoadStatus, Refusal, RefusalKind, TokenRequest, TokenUpdate};
+use crate::tokens::{EmbedRequest, FinishedBy, LoadStatus, Refusal, RefusalKind, TokenRequest, TokenUpdate};
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc;
@@ -48,8 +48,22 @@ enum ModelSlot {
 
 struct WaitingRequest {
     id: WireId,
-    request: TokenRequest,
-    n_delivered: usize,
+    work: Work,
+}
+
+/// What a request asks for.
+pub(super) enum Work {
+    Tokens { request: TokenRequest, n_delivered: usize },
+    Vectors { request: EmbedRequest },
+}
+
+impl Work {
+    fn model(&self) -> &str {
+        match self {
+            Work::Tokens { request, .. } => &request.model,
+            Work::Vectors { request } => &request.model,
+        }
+    }
 }
 
 impl Models {
@@ -79,13 +93,13 @@ impl Models {
     }
 
     /// Submits a request to its model's engine, after loading the model if necessary.
-    pub(super) fn submit(&self, id: WireId, request: TokenRequest, n_delivered: usize) {
+    pub(super) fn submit(&self, id: WireId, work: Work) {
         let mut models = self.lock();
-        let Some(idx) = models.iter().position(|model| model.name == request.model) else {
+        let Some(idx) = models.iter().position(|model| model.name == work.model()) else {
             drop(models);
-            return self.pump.report(id, WireEvent::Refused(unknown_model(&request.model)));
+            return self.pump.report(id, WireEvent::Refused(unknown_model(work.model())));
         };
-        let waiting = WaitingRequest { id, request, n_delivered };
+        let waiting = WaitingRequest { id, work };
         match &mut models[idx].slot {
             ModelSlot::Loaded { .. } => self.open(&mut models[idx], idx, waiting),
             ModelSlot::Loading { waiting: others } => others.push(waiting),
@@ -100,11 +114,20 @@ impl Models {
     /// Opens a request's stream on a loaded model.
     fn open(&self, model: &mut ModelState, idx: usize, request: WaitingRequest) {
         let ModelSlot::Loaded { engine, .. } = &model.slot else { return };
-        let WaitingRequest { id, request, n_delivered } = request;
-        if let Some(by) = finished(&request, n_delivered) {
-            return self.pump.report(id, WireEvent::Update(TokenUpdate::End(by)));
-        }
-        match engine.submit(request, n_delivered) {
+        let WaitingRequest { id, work } = request;
+        let source = match work {
+            Work::Tokens { request, n_delivered } => {
+                if let Some(by) = finished(&request, n_delivered) {
+                    return self.pump.report(id, WireEvent::Update(TokenUpdate::End(by)));
+                }
+                engine.submit(request, n_delivered).map(Source::Tokens)
+            }
+            Work::Vectors { request } => {
+                let n_left = request.inputs.len();
+                engine.embed(request).map(|vectors| Source::Vectors { vectors, n_left })
+            }
+        };
+        match source {
             Ok(source) => {
                 model.n_open += 1;
                 self.pump.add(id, idx, source);

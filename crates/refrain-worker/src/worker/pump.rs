@@ -2,11 +2,11 @@
 
 use super::models::Models;
 use super::{Link, spawn};
-use crate::engine::{EngineFailure, Progress, TokenSource};
+use crate::engine::{EngineFailure, Progress, TokenSource, VectorSource};
 use crate::protocol::{
     self, FULL_FRAME_BYTES, FromWorker, LastWords, MAX_FROM_WORKER_BYTES, WireEvent, WireId,
 };
-use crate::tokens::{FinishedBy, TokenUpdate};
+use crate::tokens::{FinishedBy, TokenUpdate, VectorUpdate};
 use std::collections::HashMap;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -44,7 +44,29 @@ struct Inbox {
 struct AddedStream {
     id: WireId,
     model_idx: usize,
-    source: Box<dyn TokenSource>,
+    source: Source,
+}
+
+/// Where the events of a stream come from.
+pub(super) enum Source {
+    Tokens(Box<dyn TokenSource>),
+    Vectors { vectors: Box<dyn VectorSource>, n_left: usize },
+}
+
+impl Source {
+    fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<WireEvent, EngineFailure>>> {
+        match self {
+            Source::Tokens(tokens) => {
+                tokens.poll_next(context).map(|item| item.map(|item| item.map(WireEvent::Update)))
+            }
+            Source::Vectors { vectors, n_left } => vectors.poll_next(context).map(|item| {
+                item.map(|vector| {
+                    *n_left = n_left.saturating_sub(1);
+                    Ok(WireEvent::Vector(VectorUpdate { vector: vector?, is_last: *n_left == 0 }))
+                })
+            }),
+        }
+    }
 }
 
 impl PumpShared {
@@ -90,7 +112,7 @@ impl Pump {
         let _ = self.shared.models.set(models);
     }
 
-    pub(super) fn add(&self, id: WireId, model_idx: usize, source: Box<dyn TokenSource>) {
+    pub(super) fn add(&self, id: WireId, model_idx: usize, source: Source) {
         self.shared.put(|inbox| {
             inbox.added.push(AddedStream { id, model_idx, source });
             inbox.ready.push(id);
@@ -116,7 +138,7 @@ impl Pump {
 /// A stream that the pump serves.
 struct PumpedStream {
     model_idx: usize,
-    source: Box<dyn TokenSource>,
+    source: Source,
     waker: Waker,
     wakes: Arc<StreamWaker>,
 }
@@ -207,11 +229,12 @@ impl Run {
                     self.end(id);
                     return Ok(());
                 }
-                Poll::Ready(Some(Ok(update))) => {
-                    if let (TokenUpdate::Token { .. }, Some(models)) = (&update, self.shared.models.get()) {
+                Poll::Ready(Some(Ok(event))) => {
+                    let is_token = matches!(event, WireEvent::Update(TokenUpdate::Token { .. }));
+                    if let (true, Some(models)) = (is_token, self.shared.models.get()) {
                         models.count_token(stream.model_idx);
                     }
-                    WireEvent::Update(update)
+                    event
                 }
                 Poll::Ready(Some(Err(failure))) => match self.link.event_of(failure) {
                     Some(event) => event,
@@ -277,6 +300,7 @@ fn size_of_event(event: &WireEvent) -> usize {
     match event {
         WireEvent::Update(TokenUpdate::Token { top, .. }) => 44 + 9 * top.len(),
         WireEvent::Update(_) => 32,
+        WireEvent::Vector(update) => 32 + size_of_val(&*update.vector),
         WireEvent::Refused(refusal) => {
             80 + refusal.message.len() + refusal.hint.as_ref().map_or(0, String::len)
         }
