@@ -202,7 +202,7 @@ fn an_object_discarded_on_another_thread_is_freed_once_by_the_owner_and_never_du
         let mut freed = gate.empty();
         gate.set_recording(true);
         assert_eq!(gate.discard(20, OWNER), None, "nothing is freed during a recording");
-        assert_eq!(gate.empty(), []);
+        assert_eq!(gate.empty(), [0; 0]);
         gate.set_recording(false);
         freed.extend(gate.empty());
         freed.extend(gate.discard(21, OWNER));
