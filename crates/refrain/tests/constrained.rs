@@ -78,7 +78,10 @@ fn is_date(text: &str) -> bool {
     parts == [4, 2, 2] && ["", " am", " pm"].contains(&suffix)
 }
 
-fn cases() -> [(GrammarSource, fn(&str) -> bool); 4] {
+/// A grammar, and whether a text follows it.
+type Case = (GrammarSource, fn(&str) -> bool);
+
+fn cases() -> [Case; 4] {
     [
         (GrammarSource::JsonSchema(PERSON.into()), is_person),
         (GrammarSource::JsonObject, |text| match serde_json::from_str::<Value>(text) {
@@ -200,7 +203,7 @@ fn neighbours_do_not_matter(device: Device, n: u64, kv_tokens: usize, max_tokens
     let make = |i: u64| {
         let source = &cases()[i as usize % 4].0;
         let mut request = request(&model, "Once upon a time there was", source, hot(i));
-        if i % 3 == 0 {
+        if i.is_multiple_of(3) {
             request.constraint = None;
         }
         request.max_tokens = max_tokens;

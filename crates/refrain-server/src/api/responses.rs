@@ -99,7 +99,7 @@ fn read(app: &App, body: Value) -> Result<Job, ApiError> {
     fields.finish()?;
     let context = model.context(&app.backend.status());
     let mut conversation = Conversation { messages, tools, tool_choice, options, ..Conversation::default() };
-    conversation.constrain(&mut params)?;
+    conversation.constrain(&params)?;
     let prompt = conversation.render(&model, context)?;
     params.grammar = params.grammar.or(prompt.call);
     Ok(Job {
