@@ -149,8 +149,8 @@ fn experts_that_tensor_cores_cannot_multiply_use_other_kernels_with_a_note() {
         backend.monitor().status().unfused.join("; ")
     };
     assert_eq!(
-        told([DType::Q3_K, DType::Q4_K], 256, false),
-        "gated runs without tensor cores: no kernel multiplies experts of Q3_K with 256 rows and 256 columns, and \
+        told([DType::Q2_K, DType::Q4_K], 256, false),
+        "gated runs without tensor cores: no kernel multiplies experts of Q2_K with 256 rows and 256 columns, and \
          of Q4_K"
     );
     assert_eq!(

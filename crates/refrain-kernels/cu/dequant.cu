@@ -85,6 +85,8 @@ DEQUANT(q5_0, dequant_packed, PackedQ5_0)
 DEQUANT(q5_1, dequant_packed, PackedQ5_1)
 // unit q8_0
 DEQUANT(q8_0, dequant_packed, PackedQ8_0)
+// unit q3_k
+DEQUANT(q3_k, dequant_packed, PackedQ3_K)
 // unit q4_k
 DEQUANT(q4_k, dequant_packed, PackedQ4_K)
 // unit q5_k
@@ -99,8 +101,6 @@ DEQUANT(iq4_xs, dequant_packed, PackedIQ4_XS)
 DEQUANT(mxfp4, dequant_packed, PackedMXFP4)
 // unit q2_k
 DEQUANT(q2_k, dequant, Q2_K)
-// unit q3_k
-DEQUANT(q3_k, dequant, Q3_K)
 // unit iq2_xxs
 DEQUANT(iq2_xxs, dequant, IQ2_XXS)
 // unit iq2_xs

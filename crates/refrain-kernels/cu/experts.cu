@@ -637,8 +637,6 @@ EXPERTS(f16, File<Plain<F16>>)
 EXPERTS(bf16, File<Plain<BF16>>)
 // unit q2_k
 EXPERTS(q2_k, File<Q2_K>)
-// unit q3_k
-EXPERTS(q3_k, File<Q3_K>)
 // unit iq2_xxs
 EXPERTS(iq2_xxs, File<IQ2_XXS>)
 // unit iq2_xs
@@ -659,6 +657,8 @@ EXPERTS(q5_0, Packed<PackedQ5_0>)
 EXPERTS(q5_1, Packed<PackedQ5_1>)
 // unit q8_0
 EXPERTS(q8_0, Packed<PackedQ8_0>)
+// unit q3_k
+EXPERTS(q3_k, Packed<PackedQ3_K>)
 // unit q4_k
 EXPERTS(q4_k, Packed<PackedQ4_K>)
 // unit q5_k

@@ -315,6 +315,8 @@ BOTH(q5_0, Q5_0)
 BOTH(q5_1, Q5_1)
 // unit q8_0
 BOTH(q8_0, Q8_0)
+// unit q3_k
+BOTH(q3_k, Q3_K)
 // unit q4_k
 BOTH(q4_k, Q4_K)
 // unit q5_k

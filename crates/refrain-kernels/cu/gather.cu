@@ -137,8 +137,6 @@ PLAIN(f16, F16)
 PLAIN(bf16, BF16)
 // unit q2_k
 QUANT(q2_k, Q2_K)
-// unit q3_k
-QUANT(q3_k, Q3_K)
 // unit iq2_xxs
 QUANT(iq2_xxs, IQ2_XXS)
 // unit iq2_xs
@@ -159,6 +157,8 @@ PACKED(q5_0, Q5_0)
 PACKED(q5_1, Q5_1)
 // unit packed_q8_0
 PACKED(q8_0, Q8_0)
+// unit packed_q3_k
+PACKED(q3_k, Q3_K)
 // unit packed_q4_k
 PACKED(q4_k, Q4_K)
 // unit packed_q5_k

@@ -185,6 +185,8 @@ ALL(q5_0, Quantised<PackedQ5_0>)
 ALL(q5_1, Quantised<PackedQ5_1>)
 // unit q8_0
 ALL(q8_0, Quantised<PackedQ8_0>)
+// unit q3_k
+ALL(q3_k, Quantised<PackedQ3_K>)
 // unit q4_k
 ALL(q4_k, Quantised<PackedQ4_K>)
 // unit q5_k

@@ -190,8 +190,6 @@ PLAIN(f16, F16)
 PLAIN(bf16, BF16)
 // unit q2_k
 QUANT(q2_k, Q2_K)
-// unit q3_k
-QUANT(q3_k, Q3_K)
 // unit iq2_xxs
 QUANT(iq2_xxs, IQ2_XXS)
 // unit iq2_xs

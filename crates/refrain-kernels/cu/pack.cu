@@ -111,6 +111,35 @@ struct FileQ6_K {
     }
 };
 
+struct FileQ3_K {
+    typedef PackedQ3_K Q;
+    static const u32 LEN = 256, BYTES = 110;
+    // Scale i of 16, plus 32.
+    inline static u32 scale_at(const u8* b, u32 i) {
+        return (u32)(b[96 + i % 8] >> (4 * (i / 8)) & 15) | (u32)(b[104 + i % 4] >> (2 * (i / 4)) & 3) << 4;
+    }
+    inline static void put(u8* unit, const u8* row, u32 sub, u32 c, u32 lane, bool there) {
+        const u8* b = row + (u64)(sub / 8) * BYTES;
+        u32 s = sub % 8, low[2] = {0, 0}, third = 0, scales = 0, d = 0;
+        if (there) {
+            const u8* q = b + 32 + 32 * (s / 4);
+            u32 shift = 2 * (s % 4);
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                low[0] |= (word_at(q + 4 * i) >> shift & 0x03030303u) << (2 * i);
+                low[1] |= (word_at(q + 16 + 4 * i) >> shift & 0x03030303u) << (2 * i);
+            }
+            for (int i = 0; i < 32; i++) third |= (u32)(b[i] >> s & 1) << i;
+            scales = (scale_at(b, 2 * s) - 32 & 0xffu) | (scale_at(b, 2 * s + 1) - 32 & 0xffu) << 8;
+            d = half_at(b + 108);
+        }
+        *(uint2*)(unit + 256 * c + 8 * lane) = make_uint2(low[0], low[1]);
+        *(u32*)(unit + 512 + 8 * lane + 4 * c) = third;
+        *(u16*)(unit + 768 + 4 * lane + 2 * c) = (u16)scales;
+        if (c == 0 && lane % TILE_SUBS == 0) *(u16*)(unit + 896 + lane / 2) = (u16)d;
+    }
+};
+
 // Loads four bytes at any address.
 inline u32 bytes_at(const u8* p) { return (u32)p[0] | (u32)p[1] << 8 | (u32)p[2] << 16 | (u32)p[3] << 24; }
 
@@ -190,6 +219,8 @@ PACK(q5_0, FileQ5_0)
 PACK(q5_1, FileQ5_1)
 // unit q8_0
 PACK(q8_0, FileQ8_0)
+// unit q3_k
+PACK(q3_k, FileQ3_K)
 // unit q4_k
 PACK(q4_k, FileQ4_K)
 // unit q5_k

@@ -16,6 +16,8 @@
 //   Q5_1  nibbles, fifth bits, then d and m
 //   Q4_K  nibbles of sub-block s, of s + 4; scale and minimum of both as bytes (4 bytes); then d and dmin per row
 //   Q5_K  nibbles twice, fifth bits of both (8 bytes), scales and minima, then d and dmin per row
+//   Q3_K  low two bits of sub-block s (8 bytes, in the order of Q6_K's upper bits), of s + 4; third bits of both (8
+//         bytes: bit e is element e), four signed scales (4 bytes), then d per row
 //   IQ4_NL, MXFP4
 //         nibbles, then the scale (2 bytes: f16, or BF16 for MXFP4, which has the exponents that it needs)
 //   IQ4_XS  nibbles twice, two signed scales (2 bytes), then d per row
@@ -194,6 +196,29 @@ struct PackedQ6_K {
             u32 a = w[i] << 2 & 0x3c3c3c3cu, b = w[i] >> 2 & 0x3c3c3c3cu;
             sub.q[i] = (a | (high.x >> (2 * i) & 0x03030303u) << 6) ^ 0x80808080u;
             sub.q[4 + i] = (b | (high.y >> (2 * i) & 0x03030303u) << 6) ^ 0x80808080u;
+        }
+        sub.scale[0] = __fmul_rn(d, (float)(i8)(scales & 0xffu));
+        sub.scale[1] = __fmul_rn(d, (float)(i8)(scales >> 8 & 0xffu));
+        sub.min = 0.0f;
+        return sub;
+    }
+};
+
+struct PackedQ3_K {
+    static const int COLS = 256, SUBS = 2, BYTES = 912, CENTRE = 0, HIGH = 0;
+    static const bool SIGNED = true;
+    inline static Sub load(const u8* unit, u32 c, u32 lane) {
+        uint2 low = plane8(unit, 256 * c, lane);
+        u32 third = *(const u32*)(unit + 512 + 8 * lane + 4 * c);
+        u32 scales = plane4(unit, 768, lane) >> (16 * c);
+        float d = f16_to_f32((u16)plane2(unit, 896, lane / TILE_SUBS)) * 0.03125f;
+        Sub sub;
+        // 32 times (q - 4): the three bits are shifted to the top of the byte and the sign bit is flipped.
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            u32 a = (low.x >> (2 * i) & 0x03030303u) << 5, b = (low.y >> (2 * i) & 0x03030303u) << 5;
+            sub.q[i] = (a | spread_bits(third, i) << 7) ^ 0x80808080u;
+            sub.q[4 + i] = (b | spread_bits(third, 4 + i) << 7) ^ 0x80808080u;
         }
         sub.scale[0] = __fmul_rn(d, (float)(i8)(scales & 0xffu));
         sub.scale[1] = __fmul_rn(d, (float)(i8)(scales >> 8 & 0xffu));

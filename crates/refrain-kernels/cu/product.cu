@@ -664,6 +664,7 @@ typedef Packed<PackedQ4_1, PRODUCT_128_UNITS, PRODUCT_128_WARPS> Q41;
 typedef Packed<PackedQ5_0, PRODUCT_128_UNITS, PRODUCT_128_WARPS> Q50;
 typedef Packed<PackedQ5_1, PRODUCT_128_UNITS, PRODUCT_128_WARPS> Q51;
 typedef Packed<PackedQ8_0, PRODUCT_Q8_0_UNITS, PRODUCT_Q8_0_WARPS> Q80;
+typedef Packed<PackedQ3_K, PRODUCT_256_UNITS, PRODUCT_256_WARPS> Q3K;
 typedef Packed<PackedQ4_K, PRODUCT_256_UNITS, PRODUCT_256_WARPS> Q4K;
 typedef Packed<PackedQ5_K, PRODUCT_256_UNITS, PRODUCT_256_WARPS> Q5K;
 typedef Packed<PackedQ6_K, PRODUCT_256_UNITS, PRODUCT_256_WARPS> Q6K;
@@ -685,6 +686,8 @@ ALL(q5_0, Q50)
 ALL(q5_1, Q51)
 // unit q8_0
 ALL(q8_0, Q80)
+// unit q3_k
+ALL(q3_k, Q3K)
 // unit q4_k
 ALL(q4_k, Q4K)
 // unit q5_k

@@ -44,33 +44,6 @@ struct Q2_K : Crumbs256 {
     }
 };
 
-// hmask[32], qs[64], scales[12], d: x = d (scale - 32) (q - 4)
-struct Q3_K : Crumbs256 {
-    static const int BYTES = 110;
-    struct Raw { u16 d; u32 q, mask; u8 low[2], high[2]; };
-    inline static Raw load(const u8* b, int p) {
-        int s = first(p) / 16, t = s + 2;
-        return Raw{*(const u16*)(b + 108),
-                   load_u32_by_2(b + 32 + 32 * h(p) + l(p)),
-                   load_u32_by_2(b + l(p)),
-                   {b[96 + s % 8], b[96 + t % 8]},
-                   {b[104 + s % 4], b[104 + t % 4]}};
-    }
-    inline static void decode(const Raw& raw, int p, float* out) {
-        float d = f16_to_f32(raw.d);
-#pragma unroll
-        for (int k = 0; k < 2; k++) {
-            int s = (first(p) + 32 * k) / 16;
-            u32 low = (u32)raw.low[k] >> (4 * (s / 8)) & 0xfu, high = (u32)raw.high[k] >> (2 * (s / 4)) & 3u;
-            float scale = __fmul_rn(d, (float)((int)(low | high << 4) - 32));
-            u32 bits = raw.q >> (2 * (g(p) + k)) & 0x03030303u;
-            bits |= (raw.mask >> (4 * h(p) + g(p) + k) & 0x01010101u) << 2;
-#pragma unroll
-            for (int i = 0; i < 4; i++) out[4 * k + i] = __fmul_rn(scale, byte_f32(bits, i) - 4.0f);
-        }
-    }
-};
-
 // Types of groups of eight elements: part p is group p. Magnitudes are points of a grid, grids.cuh.
 struct Groups256 {
     static const int LEN = 256;

@@ -15,12 +15,11 @@ use crate::vouch::Vouch;
 
 /// Dtypes of weights that are used in their file layout; other quantised dtypes are packed
 /// ([`crate::PACKED_DTYPES`]).
-pub const LINEAR_DTYPES: [DType; 10] = [
+pub const LINEAR_DTYPES: [DType; 9] = [
     DType::F32,
     DType::F16,
     DType::BF16,
     DType::Q2_K,
-    DType::Q3_K,
     DType::IQ2_XXS,
     DType::IQ2_XS,
     DType::IQ2_S,

@@ -17,12 +17,13 @@ use crate::twin::{count, fault};
 use crate::vouch::Vouch;
 
 /// Dtypes with a packed layout.
-pub const PACKED_DTYPES: [DType; 11] = [
+pub const PACKED_DTYPES: [DType; 12] = [
     DType::Q4_0,
     DType::Q4_1,
     DType::Q5_0,
     DType::Q5_1,
     DType::Q8_0,
+    DType::Q3_K,
     DType::Q4_K,
     DType::Q5_K,
     DType::Q6_K,
@@ -62,6 +63,7 @@ impl Unit {
             DType::Q5_0 => (128, 704, 512, 640, 704),
             DType::Q5_1 => (128, 768, 512, 640, 768),
             DType::Q8_0 => (128, 1088, 512, 1024, 1088),
+            DType::Q3_K => (256, 912, 512, 768, 896),
             DType::Q4_K => (256, 1184, 1024, 1024, 1152),
             DType::Q5_K => (256, 1440, 1024, 1280, 1408),
             DType::Q6_K => (256, 1680, 1024, 1536, 1664),
@@ -70,7 +72,6 @@ impl Unit {
             | DType::F16
             | DType::BF16
             | DType::Q2_K
-            | DType::Q3_K
             | DType::IQ2_XXS
             | DType::IQ2_XS
             | DType::IQ2_S
@@ -96,9 +97,9 @@ pub fn packed_bytes(dtype: DType, n: usize, k: usize) -> Option<usize> {
 /// One lane's part: a sub-block of 32 elements.
 #[derive(Clone, Copy, Debug, Default)]
 struct Sub {
-    /// Low four bits, two elements per byte (for Q8_0 eight bits, in all 32 bytes).
+    /// Low four bits, two elements per byte (for Q8_0 eight bits, in all 32 bytes; for Q3_K two bits, four per byte).
     low: [u8; 32],
-    /// Fifth bits, or the upper bits of Q6_K.
+    /// Third bits of Q3_K, fifth bits, or the upper bits of Q6_K.
     high: [u8; 8],
     /// d and m, scale and minimum, or two scales.
     scales: [u8; 4],
@@ -111,6 +112,18 @@ fn pair_nibbles(q: impl Fn(usize) -> u8) -> [u8; 32] {
     let mut low = [0; 32];
     (0..16).for_each(|i| low[i] = q(i) & 15 | (q(16 + i) & 15) << 4);
     low
+}
+
+/// Joins 32 numbers of two bits: bits 2 w of byte i are number 4 w + i, then 16 more.
+fn join_crumbs(of: impl Fn(usize) -> u8) -> [u8; 8] {
+    let mut bytes = [0; 8];
+    (0..32).for_each(|i| bytes[i / 16 * 4 + i % 4] |= of(i) << (2 * (i % 16 / 4)));
+    bytes
+}
+
+/// Number `i` of joined ones.
+fn crumb(bytes: &[u8], i: usize) -> u8 {
+    bytes[i / 16 * 4 + i % 4] >> (2 * (i % 16 / 4)) & 3
 }
 
 impl Sub {
@@ -145,6 +158,18 @@ impl Sub {
                 }
                 sub.low[..16].copy_from_slice(&block[size - 16..]);
             }
+            DType::Q3_K => {
+                let qs = &block[32 + 32 * (s / 4)..][..32];
+                sub.low[..8].copy_from_slice(&join_crumbs(|i| qs[i] >> (2 * (s % 4)) & 3));
+                let bits = (0..32).fold(0_u32, |bits, i| bits | u32::from(block[i] >> s & 1) << i);
+                sub.high[..4].copy_from_slice(&bits.to_le_bytes());
+                for (half, scale) in sub.scales[..2].iter_mut().enumerate() {
+                    let i = 2 * s + half;
+                    let low = block[96 + i % 8] >> (4 * (i / 8)) & 15;
+                    *scale = (low | (block[104 + i % 4] >> (2 * (i / 4)) & 3) << 4).wrapping_sub(32);
+                }
+                sub.row[..2].copy_from_slice(&block[108..]);
+            }
             DType::Q4_K | DType::Q5_K => {
                 sub.row.copy_from_slice(&block[..4]);
                 let packed = &block[4..16];
@@ -168,10 +193,7 @@ impl Sub {
                 let (half, j) = (s / 4, s % 4);
                 let (ql, qh) = (&block[64 * half..][..64], &block[128 + 32 * half..][..32]);
                 sub.low = pair_nibbles(|i| ql[32 * (j % 2) + i] >> (4 * (j / 2)));
-                for (i, byte) in qh.iter().enumerate() {
-                    let bits = byte >> (2 * j) & 3;
-                    sub.high[i / 16 * 4 + i % 4] |= bits << (2 * (i % 16 / 4));
-                }
+                sub.high = join_crumbs(|i| qh[i] >> (2 * j) & 3);
                 sub.scales[..2].copy_from_slice(&block[192 + 2 * s..][..2]);
                 sub.row[..2].copy_from_slice(&block[208..]);
             }
@@ -187,6 +209,12 @@ impl Sub {
                 set(16 * lane, &self.low[..16]);
                 set(at.high + 16 * lane, &self.low[16..]);
                 set(at.scales + 2 * lane, &self.scales[..2]);
+            }
+            DType::Q3_K => {
+                set(256 * c + 8 * lane, &self.low[..8]);
+                set(at.high + 8 * lane + 4 * c, &self.high[..4]);
+                set(at.scales + 4 * lane + 2 * c, &self.scales[..2]);
+                set(at.rows + 2 * (lane / SUBS), &self.row[..2]);
             }
             DType::Q4_K | DType::Q5_K => {
                 set(512 * c + 16 * lane, &self.low[..16]);
@@ -227,6 +255,12 @@ impl Sub {
                 get(&mut sub.low[..16], 16 * lane);
                 get(&mut sub.low[16..], at.high + 16 * lane);
                 get(&mut sub.scales[..2], at.scales + 2 * lane);
+            }
+            DType::Q3_K => {
+                get(&mut sub.low[..8], 256 * c + 8 * lane);
+                get(&mut sub.high[..4], at.high + 8 * lane + 4 * c);
+                get(&mut sub.scales[..2], at.scales + 4 * lane + 2 * c);
+                get(&mut sub.row[..2], at.rows + 2 * (lane / SUBS));
             }
             DType::Q4_K | DType::Q5_K => {
                 get(&mut sub.low[..16], 512 * c + 16 * lane);
@@ -280,11 +314,14 @@ impl Sub {
                 let scale = bf16::from_le_bytes([self.scales[0], self.scales[1]]).to_f32();
                 scale * f32::from(quant::MXFP4_VALUES[index(i)])
             }
+            DType::Q3_K => {
+                let q = crumb(&self.low, i) | ((bits >> i & 1) as u8) << 2;
+                d * f32::from(self.scales[i / 16] as i8) * (f32::from(q) - 4.0)
+            }
             DType::Q4_K => d * f32::from(self.scales[0]) * nibble(i) - dmin * f32::from(self.scales[1]),
             DType::Q5_K => d * f32::from(self.scales[0]) * fifth(i) - dmin * f32::from(self.scales[1]),
             _ => {
-                let upper = self.high[i / 16 * 4 + i % 4] >> (2 * (i % 16 / 4)) & 3;
-                let q = nibble(i) + f32::from(upper) * 16.0;
+                let q = nibble(i) + f32::from(crumb(&self.high, i)) * 16.0;
                 d * f32::from(self.scales[i / 16] as i8) * (q - 32.0)
             }
         })

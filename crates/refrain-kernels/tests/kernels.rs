@@ -324,7 +324,7 @@ fn same_bits_for_every_m(bed: &mut Bed) {
 
 /// Three products with enough columns for two per warp must equal each of them computed alone.
 fn same_bits_with_others(bed: &mut Bed) {
-    for dtype in [DType::F32, DType::BF16, DType::Q3_K, DType::IQ3_S] {
+    for dtype in [DType::F32, DType::BF16, DType::Q2_K, DType::IQ3_S] {
         let (k, ns) = (512, [2051, 7, 1030]);
         let n: usize = ns.iter().sum();
         let w = encode(dtype, &normals(n * k, 2));
@@ -598,7 +598,7 @@ fn a_launcher_refuses_what_its_kernel_cannot_do_and_names_op_dtype_and_shape() {
     let odd = large.slice(2, 1000).unwrap();
     let messages = [
         linear(DType::I32, 1, 2, 32, large, large),
-        linear(DType::Q3_K, 1, 2, 32, large, large),
+        linear(DType::Q2_K, 1, 2, 32, large, large),
         linear(DType::IQ2_XS, 1, 4, 256, small, large),
         linear(DType::F16, 1, 2, 32, odd, large),
         linear(DType::F16, 0, 2, 32, large, large),
@@ -608,7 +608,7 @@ fn a_launcher_refuses_what_its_kernel_cannot_do_and_names_op_dtype_and_shape() {
         messages,
         [
             "linear x I32 x [m=1, n=2, k=32]: no kernel supports this weight dtype",
-            "linear x Q3_K x [m=1, n=2, k=32]: k must be a multiple of the quantisation block, 256",
+            "linear x Q2_K x [m=1, n=2, k=32]: k must be a multiple of the quantisation block, 256",
             "linear x IQ2_XS x [m=1, n=4, k=256]: w has 64 bytes, needs 296",
             "linear x F16 x [m=1, n=2, k=32]: w starts at byte 2, must be 16-byte aligned",
             "linear x F16 x [m=0, n=2, k=32]: m is 0, must be at least 1",

@@ -70,7 +70,7 @@ pub fn products() -> Vec<Case> {
         cases.push(products_case(dtype, 1, &[9, 3, 4], 256));
         cases.push(products_case(dtype, 9, &[5, 1, 2, 6], 256));
     }
-    for dtype in [DType::F32, DType::BF16, DType::Q3_K, DType::IQ3_S] {
+    for dtype in [DType::F32, DType::BF16, DType::Q2_K, DType::IQ3_S] {
         // Products end between the two columns of a warp, and the last warps have no column.
         cases.push(products_case(dtype, 1, &[1533, 1540], 256));
     }
