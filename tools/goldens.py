@@ -240,6 +240,11 @@ GPT_OSS_SHOWS = {
     "rounded bounds of the rope scaling": rope(10_000.0, **GPT_OSS_ROPE | dict(truncate=True)),
 }
 
+QWEN35_EXPERTS = dict(
+    hidden_size=48, num_experts=9, num_experts_per_tok=2, moe_intermediate_size=20, shared_expert_intermediate_size=28
+)
+QWEN35_EXPERTS_SHOWS = {"choices": dict(num_experts_per_tok=3)}
+
 CASES = {
     "llama": (
         transformers.LlamaConfig,
@@ -525,9 +530,18 @@ CASES = {
     "gpt-oss": (transformers.GptOssConfig, GPT_OSS, 40, GPT_OSS_SHOWS),
     # Experts in the form of the published folders: blocks and scales, gate and up in alternating rows.
     "gpt-oss-mxfp4": (transformers.GptOssConfig, GPT_OSS | dict(num_hidden_layers=2, intermediate_size=64), 40, GPT_OSS_SHOWS),
+    # Every layer has routed experts and one that all tokens use, of another size.
+    "qwen35moe": (transformers.Qwen3_5MoeTextConfig, qwen35("lflf", **QWEN35_EXPERTS), 40, QWEN35_EXPERTS_SHOWS),
+    # All experts of a layer in one tensor, gate and up joined, as in the published folders.
+    "qwen35moe-joined": (
+        transformers.Qwen3_5MoeTextConfig,
+        qwen35("lf", **QWEN35_EXPERTS | dict(num_experts=4, num_experts_per_tok=4, linear_num_value_heads=2)),
+        40,
+        {},
+    ),
 }
 # Replacing any parameter of these kinds by its mean must show in the logits.
-NOTICED = ("norm", "bias", "sinks", "layer_scalar", "A_log", "conv1d", "conv.conv", "router.scale", "per_expert_scale")
+NOTICED = ("norm", "bias", "sinks", "layer_scalar", "A_log", "conv1d", "conv.conv", "router.scale", "per_expert_scale", "shared_expert_gate")
 
 
 def build(config_class, settings):
@@ -566,6 +580,14 @@ def write_mxfp4(folder):
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
+def joined_experts(tensors, model):
+    """The tensors of a file with the experts as the model has them."""
+    apart = [name for name in tensors if ".mlp.experts." in name]
+    joined = {name: p.detach().clone() for name, p in model.named_parameters() if ".mlp.experts." in name}
+    assert apart and not any(name in joined for name in apart)
+    return {name: tensor for name, tensor in tensors.items() if name not in apart} | joined
+
+
 def randomise(model, case, seed):
     # Architectures whose norms multiply by one plus the stored weight.
     less_one, gemma4 = case.startswith(("gemma2", "gemma3")), case.startswith("gemma4")
@@ -590,7 +612,7 @@ def randomise(model, case, seed):
                 p.copy_(normal(p.shape, 0.3))
             elif "norm" in name:
                 p.copy_(normal(p.shape, 0.3) + (0.0 if less_one else 1.0))
-            elif name.endswith(("router.scale", "per_expert_scale")):
+            elif name.endswith(("router.scale", "per_expert_scale", "shared_expert_gate")):
                 p.copy_(normal(p.shape, 0.3) + 1.0)
             elif name.endswith("bias"):
                 p.copy_(normal(p.shape, 0.5))
@@ -636,7 +658,7 @@ def v4_config(case, config):
         # Known only to transformers 5.
         old["rope_parameters"]["type"] = old["rope_parameters"].pop("rope_type")
         return old
-    if old["model_type"] == "qwen3_5_text":
+    if old["model_type"] in ("qwen3_5_text", "qwen3_5_moe_text"):
         old["full_attention_interval"] = old.pop("layer_types").index("full_attention") + 1
         return old
     if old["model_type"] == "lfm2":
@@ -718,6 +740,8 @@ def write_case(out, name, seed):
     model.save_pretrained(folder)
     if name == "gpt-oss-mxfp4":
         write_mxfp4(folder)
+    if name == "qwen35moe-joined":
+        save_file(joined_experts(load_file(folder / "model.safetensors"), model), folder / "model.safetensors")
     (folder / "generation_config.json").unlink(missing_ok=True)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config-v4.json").write_text(json.dumps(v4_config(name, config), indent=2) + "\n")

@@ -6,12 +6,17 @@ pub(crate) mod answers; // the file that holds the answers
 use crate::bars::Delayed;
 use crate::cli::CliContext;
 use crate::fail::{self, Hinted, Interrupted};
+use crate::grammar::GrammarOpts;
 use crate::opts::{DeviceOpts, LoraOpts, SamplingOpts};
 use crate::out::{counted, short_rate, short_time, talk, thousands};
 use crate::resolve;
+use crate::speculate::{self, SpeculateOpts};
 use answers::{AnswerFile, lines};
 use line::{BatchAnswer, BatchAsk, BatchLine};
-use refrain::{Generate, Model, Prompt, Reply, SamplingParams, Service, ServiceOptions};
+use refrain::{
+    Generate, Grammar, GrammarSource, Model, Prompt, Reply, SamplingParams, Service, ServiceOptions,
+    SessionOptions,
+};
 use std::collections::VecDeque;
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
@@ -28,7 +33,7 @@ const SUBMITTED_PER_ROW: usize = 4;
 ///
 /// Each line of IN is a JSON object: OpenAI's batch format (custom_id, url, body), or a plain line with a prompt or
 /// messages and optionally max_tokens, temperature, top_p, top_k, min_p, seed, stop, frequency_penalty,
-/// presence_penalty, repeat_penalty, logit_bias and id. OUT gets one line per line of IN, in the same order: text, finish
+/// presence_penalty, repeat_penalty, logit_bias, response_format (as in OpenAI's API) and id. OUT gets one line per line of IN, in the same order: text, finish
 /// and token counts, or an error. A line that cannot be answered does not stop the others. If OUT exists, the command
 /// continues after its last line. Blank lines are skipped.
 #[derive(clap::Args, Debug)]
@@ -69,12 +74,18 @@ pub(crate) struct Args {
     #[command(flatten)]
     sampling: SamplingOpts,
     #[command(flatten)]
+    speculate: SpeculateOpts,
+    #[command(flatten)]
+    grammar: GrammarOpts,
+    #[command(flatten)]
     device: DeviceOpts,
 }
 
 pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {
     args.device.session(args.context, context)?;
+    args.speculate.check(args.device.verify.is_some())?;
     resolve::check(&args.model, context)?;
+    let source = args.grammar.source()?;
     let n_lines = lines(&args.input)?.count() as u64;
     if n_lines == 0 {
         let message = format!("{} has no lines", args.input.display());
@@ -90,18 +101,25 @@ pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {
         return Ok(());
     }
     let model = args.lora.apply(resolve::find(Some(&args.model), context)?.open()?)?;
+    let speculation = args.speculate.options(context)?;
+    let mut grammars = Grammars::default();
+    if let Some(source) = &source {
+        // Refused here, not on every line.
+        grammars.compile(&model, source)?;
+    }
     let service = args.device.start_with(args.context, context, |session| {
         let (max_seqs, kv_tokens) = (args.seqs.get(), args.kv_tokens);
         let max_requests = SUBMITTED_PER_ROW * max_seqs;
-        Service::new(&model, &ServiceOptions { session: session.clone(), max_seqs, max_requests, kv_tokens })
+        let session = SessionOptions { speculation: speculation.clone(), ..session.clone() };
+        Service::new(&model, &ServiceOptions { session, max_seqs, max_requests, kv_tokens })
     })?;
     if !context.quiet {
         let (name, backend, holds) = (model.name(), service.backend(), thousands(service.context()));
         talk!("{name} on {backend}, {} at once, context {holds}", counted(args.seqs.get(), "sequence"));
     }
     let listening = context.interrupt.listen();
-    let mut work =
-        BatchRun { args, service, seed: args.sampling.params(&model).seed, cancel: listening.flag() };
+    let seed = args.sampling.params(&model).seed;
+    let mut work = BatchRun { args, service, source, grammars, seed, cancel: listening.flag() };
     let (began, bar) = (Instant::now(), Delayed::bar(n_lines, "answering"));
     let tally = work.answer_all(&mut out, began, &bar)?;
     drop(bar);
@@ -121,6 +139,9 @@ pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {
         };
         let (answered, took) = (counted(tally.n_answered, "line"), short_time(seconds));
         talk!("{answered} answered{failed}, {}, {rate} tok/s, {took}", counted(tally.n_tokens, "token"));
+        if let Some(line) = speculate::line(&work.service.ledger()?) {
+            talk!("{line}");
+        }
     }
     Ok(())
 }
@@ -135,9 +156,35 @@ struct BatchTally {
 struct BatchRun<'a> {
     args: &'a Args,
     service: Service,
+    /// What the flags demand of lines without a format of their own.
+    source: Option<GrammarSource>,
+    grammars: Grammars,
     /// Seed of the first line; it increases by one per line.
     seed: u64,
     cancel: Arc<AtomicBool>,
+}
+
+/// Compiled grammars. Many lines have the same.
+#[derive(Default)]
+struct Grammars {
+    /// The most recently used last.
+    known: Vec<Grammar>,
+}
+
+impl Grammars {
+    const MAX: usize = 32;
+
+    fn compile(&mut self, model: &Model, source: &GrammarSource) -> Result<Grammar, refrain::Error> {
+        let grammar = match self.known.iter().position(|grammar| grammar.source() == source) {
+            Some(idx) => self.known.remove(idx),
+            None => model.grammar(source)?,
+        };
+        if self.known.len() == Grammars::MAX {
+            self.known.remove(0);
+        }
+        self.known.push(grammar.clone());
+        Ok(grammar)
+    }
 }
 
 /// A submitted line, or the reason why it was not submitted.
@@ -187,7 +234,7 @@ impl BatchRun<'_> {
         }
     }
 
-    fn submit(&self, idx: usize, line: BatchLine) -> anyhow::Result<PendingLine> {
+    fn submit(&mut self, idx: usize, line: BatchLine) -> anyhow::Result<PendingLine> {
         let reply = match &line.ask {
             Ok(ask) => match self
                 .prepare(idx, ask)
@@ -202,15 +249,16 @@ impl BatchRun<'_> {
     }
 
     /// The prompt tokens of a line and its options.
-    fn prepare(&self, idx: usize, ask: &BatchAsk) -> Result<(Vec<u32>, Generate), refrain::Error> {
+    fn prepare(&mut self, idx: usize, ask: &BatchAsk) -> Result<(Vec<u32>, Generate), refrain::Error> {
         let model = self.service.model();
+        let source = ask.source.as_ref().or(self.source.as_ref());
         let is_chat = !self.args.raw && model.chat_template().is_some();
         let (tokens, is_raw) = match ask {
             BatchAsk { tokens: Some(tokens), .. } => (tokens.clone(), true),
             BatchAsk { text: Some(text), is_plain, .. } if !(is_chat && *is_plain) => {
                 (model.text_tokens(text)?, true)
             }
-            ask => (chat_tokens(model, &ask.turns())?, false),
+            ask => (chat_tokens(model, &ask.turns(), source.is_none())?, false),
         };
         let usual =
             SamplingParams { seed: self.seed.wrapping_add(idx as u64), ..self.args.sampling.params(model) };
@@ -219,12 +267,20 @@ impl BatchRun<'_> {
         options.max_tokens = ask.max_tokens.or(options.max_tokens);
         options.stop.extend(ask.stop.iter().cloned());
         options.cancel = Some(self.cancel.clone());
+        options.grammar = source.map(|source| self.grammars.compile(model, source)).transpose()?;
         Ok((tokens, options))
     }
 }
 
-fn chat_tokens(model: &Model, messages: &[refrain::Message]) -> Result<Vec<u32>, refrain::Error> {
-    let options = refrain::RenderOptions { add_generation_prompt: true, ..refrain::RenderOptions::default() };
+/// Text that follows a grammar has no room for thinking.
+fn chat_tokens(
+    model: &Model,
+    messages: &[refrain::Message],
+    may_think: bool,
+) -> Result<Vec<u32>, refrain::Error> {
+    let thinking = if may_think { None } else { Some(false) };
+    let options =
+        refrain::RenderOptions { add_generation_prompt: true, thinking, ..refrain::RenderOptions::default() };
     Ok(model.tokenizer().encode_chat(&model.render(messages, &options)?)?)
 }
 

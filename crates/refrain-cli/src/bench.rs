@@ -7,13 +7,14 @@ use crate::cli::CliContext;
 use crate::fail::Hinted;
 use crate::opts::DeviceOpts;
 use crate::out::{Stdout, counted, short_count, short_rate, short_time, talk, thousands};
-use crate::{profile, resolve, stats};
+use crate::speculate::{SpeculateArg, SpeculateOpts};
+use crate::{profile, resolve, speculate, stats};
 use refrain::train::{
     LoraBench, LoraSpec, Masters, Precision, Targets, TrainBench, TrainBenchReport, bench_steps,
 };
 use refrain::{
-    BenchOptions, BenchReport, BenchTarget, DType, DecodeReport, LoadEvent, LoadListener, NamedShape,
-    QuantMix, SHAPES, Samples, SessionOptions, bench,
+    BenchOptions, BenchReport, BenchTarget, DType, DecodeReport, DraftWeights, GuessSource, LoadEvent,
+    LoadListener, NamedShape, QuantMix, SHAPES, Samples, SessionOptions, SpeculationOptions, bench,
 };
 use refrain_hub::ByteSize;
 use serde_json::json;
@@ -40,6 +41,8 @@ Examples:
   refrain bench ./model.gguf -p 128 -n 64 -r 3 --json
   refrain bench smollm2 -p 0 --depth 16,512,2048       the cost of a longer context
   refrain bench --shape smollm2-135m -p 0 --seqs 1,8,32   several sequences at once
+  refrain bench smollm2 --speculate ngram                 guesses, and plain decoding for comparison
+  refrain bench --shape llama-3.1-8b --quant BF16 --draft-shape llama-3.2-1b --draft-acceptance 0.7 -p 0
   refrain bench smollm2 --load --rate 80% --html load.html   requests that arrive at random times
   refrain bench --load --url http://127.0.0.1:8080 --clients 32
   refrain bench --train llama-10m --batch 32 --context 256 --dtype bf16 --device cuda
@@ -103,6 +106,23 @@ pub(crate) struct Args {
     #[arg(long)]
     json: bool,
     #[command(flatten)]
+    speculate: SpeculateOpts,
+    /// Guess with random weights of a well-known shape, such as llama-3.2-1b
+    #[arg(long, value_name = "NAME", conflicts_with = "draft", help_heading = "Speculation")]
+    draft_shape: Option<String>,
+    /// Type of the weights of --draft-shape
+    #[arg(
+        long,
+        value_name = "TYPE",
+        default_value = "Q4_K_M",
+        requires = "draft_shape",
+        help_heading = "Speculation"
+    )]
+    draft_quant: String,
+    /// Keep each guess with this probability, whatever the model says: random weights agree on nothing
+    #[arg(long, value_name = "P", value_parser = parse_acceptance, help_heading = "Speculation")]
+    draft_acceptance: Option<f32>,
+    #[command(flatten)]
     load: load::LoadArgs,
     #[command(flatten)]
     device: DeviceOpts,
@@ -125,6 +145,10 @@ pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {
         }
         _ => {}
     });
+    if (args.train.is_some() || args.load.load) && (args.speculate.is_on() || args.draft_shape.is_some()) {
+        let message = "guesses are measured with one sequence and with --seqs, not with --train or --load";
+        return Err(Hinted::new(message, "remove --speculate, --draft and --draft-shape").into());
+    }
     if let Some(name) = &args.train {
         let shape = *find_shape(name)?;
         return measure_training(args, shape, on_load, &spinner, context);
@@ -132,9 +156,11 @@ pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {
     if args.load.load {
         return load::measure(args, on_load, spinner, context);
     }
+    let speculation = args.speculation(context)?;
     let options = BenchOptions {
         session: SessionOptions {
             on_load,
+            speculation,
             ..args.device.tried_session(args.context.map(NonZeroUsize::get), context)?
         },
         n_prompt: args.prompt_tokens,
@@ -176,6 +202,46 @@ pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {
         }
     }
     Ok(())
+}
+
+fn parse_acceptance(text: &str) -> Result<f32, String> {
+    let p = text.parse().ok().filter(|p| (0.0..=1.0).contains(p));
+    p.ok_or_else(|| "must be a probability from 0 to 1".to_owned())
+}
+
+impl Args {
+    /// The guesses to measure.
+    fn speculation(&self, context: &CliContext) -> anyhow::Result<SpeculationOptions> {
+        let mut options = match &self.draft_shape {
+            Some(name) => {
+                if self.speculate.speculate == SpeculateArg::Ngram {
+                    let hint = "remove --speculate ngram or --draft-shape";
+                    return Err(Hinted::new(
+                        "guesses come from n-grams or from a draft model, not from both",
+                        hint,
+                    )
+                    .into());
+                }
+                let draft = DraftWeights::random(find_shape(name)?, find_mix(&self.draft_quant)?)?;
+                let max_draft = self.speculate.draft_tokens;
+                SpeculationOptions {
+                    source: GuessSource::Model(draft),
+                    max_draft,
+                    ..SpeculationOptions::default()
+                }
+            }
+            None => {
+                self.speculate.check(self.device.verify.is_some())?;
+                self.speculate.options(context)?
+            }
+        };
+        options.forced_acceptance = self.draft_acceptance;
+        if self.draft_acceptance.is_some() && !options.is_on() {
+            let hint = "add --speculate ngram, --draft MODEL or --draft-shape NAME";
+            return Err(Hinted::new("--draft-acceptance keeps guesses, and nothing guesses", hint).into());
+        }
+        Ok(options)
+    }
 }
 
 /// Measures training.
@@ -367,6 +433,13 @@ fn print(out: &mut Stdout, report: &BenchReport, args: &Args) -> anyhow::Result<
             out.line(format_args!("         {by_host} and {kernels} per token"))?;
         }
         out.line(format_args!("         {}", report.decode_steps))?;
+        if let Some(verify) = &report.verify_steps {
+            out.line(format_args!("verify   {verify}"))?;
+        }
+        if let Some(speculation) = &report.speculation {
+            let drafting = speculation.drafting.as_secs_f64() * 1e3 / speculation.steps.max(1) as f64;
+            out.line(format_args!("guesses  {speculation}; {drafting:.3} ms of drafting per step"))?;
+        }
     }
     Ok(())
 }
@@ -384,6 +457,10 @@ fn print_decode(
     };
     let tokens = counted(args.max_tokens, "token");
     out.line(format_args!("decode   {tokens:>13}  {}{depth}", spread(&decode.speed)))?;
+    if let Some((plain, times)) = decode.plain.as_ref().zip(decode.speedup()) {
+        let plain = spread(plain);
+        out.line(format_args!("without guesses        {plain}; guessing is {times:.3} times as fast"))?;
+    }
     let (per_token, rate) = (decode.bytes_per_token as f64 / 1e9, decode.bandwidth() / 1e9);
     let who = if report.backend == "cpu" { "this machine" } else { "this GPU" };
     let best = report.read_bandwidth.zip(report.bandwidth_share(decode));
@@ -409,6 +486,8 @@ fn to_json(report: &BenchReport, args: &Args) -> serde_json::Value {
             "bytes_per_token": d.bytes_per_token,
             "bytes_per_second": d.bandwidth(),
             "read_bandwidth_share": report.bandwidth_share(d),
+            "plain_tokens_per_second": d.plain.as_ref().map(samples),
+            "speedup": d.speedup(),
         })
     };
     let memory = report.device.as_ref().map(|(status, _)| {
@@ -449,6 +528,8 @@ fn to_json(report: &BenchReport, args: &Args) -> serde_json::Value {
         "resident_bytes": report.resident.map(|r| r.now),
         "resident_bytes_at_most": report.resident.map(|r| r.most),
         "decode_steps": stats::tally_json(&report.decode_steps),
+        "verify_steps": report.verify_steps.as_ref().map(stats::tally_json),
+        "speculation": report.speculation.as_ref().map(speculate::tally_json),
         "memory": memory,
     })
 }

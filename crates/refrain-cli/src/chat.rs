@@ -5,14 +5,16 @@ mod settings;
 
 use crate::cli::CliContext;
 use crate::fail::Hinted;
+use crate::grammar::{self, GrammarOpts};
 use crate::opts::{DeviceOpts, LoraOpts, SamplingOpts, Think};
 use crate::out::{BOLD, DIM, Stdout, counted, talk};
 use crate::reply::{self, Show};
 use crate::run::say_context;
+use crate::speculate::SpeculateOpts;
 use crate::{fail, profile, resolve, stats};
 use clap::ValueEnum;
 use input::{ChatCommand, ChatInput, ChatLine};
-use refrain::{Builtin, Chat, ChatOptions, Finish, Message, Model, OnFull, RenderOptions, Role};
+use refrain::{Builtin, Chat, ChatOptions, Finish, Grammar, Message, Model, OnFull, RenderOptions, Role};
 use settings::Settings;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -67,6 +69,10 @@ pub(crate) struct Args {
     #[command(flatten)]
     pub(crate) sampling: SamplingOpts,
     #[command(flatten)]
+    pub(crate) speculate: SpeculateOpts,
+    #[command(flatten)]
+    pub(crate) grammar: GrammarOpts,
+    #[command(flatten)]
     pub(crate) device: DeviceOpts,
 }
 
@@ -80,6 +86,8 @@ pub(crate) enum OnFullArg {
 
 pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {
     args.device.session(args.context, context)?;
+    args.speculate.check(args.device.verify.is_some())?;
+    let (source, think) = (args.grammar.source()?, args.grammar.think(args.think)?);
     let began = Instant::now();
     let found = resolve::find_or(args.model.as_deref(), Builtin::Chat, context)?;
     let model = args.lora.apply(found.open()?)?;
@@ -90,7 +98,9 @@ pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {
             false => refrain::Error::NoChatTemplate { model: name }.into(),
         });
     }
-    let session = args.device.start(&model, args.context, context)?;
+    let guesses = args.speculate.options(context)?;
+    let grammar = grammar::compile(&model, source.as_ref())?;
+    let session = args.device.start_guessing(&model, args.context, &guesses, context)?;
     let load = began.elapsed();
     say_context(&session, &args.device, context);
     if args.model.is_none() && !context.quiet {
@@ -102,9 +112,9 @@ pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {
         OnFullArg::Shift => OnFull::Shift,
         OnFullArg::Stop => OnFull::Stop,
     };
-    let chat = Chat::new(session, ChatOptions { render: render_options(args.think), on_full })?;
+    let chat = Chat::new(session, ChatOptions { render: render_options(think), on_full })?;
     let settings = Settings::new(args.sampling.params(&model), args.sampling.max_tokens());
-    let mut conversation = Conversation { args, context, chat, settings, load, out: Stdout::new() };
+    let mut conversation = Conversation { args, context, chat, settings, grammar, load, out: Stdout::new() };
     conversation.chat.restart(args.system.as_deref());
     let mut input = ChatInput::open(&context.store.env().refrain_home)?;
     if input.is_terminal() && !context.quiet {
@@ -135,6 +145,7 @@ struct Conversation<'a> {
     context: &'a CliContext,
     chat: Chat,
     settings: Settings,
+    grammar: Option<Grammar>,
     load: Duration,
     out: Stdout,
 }
@@ -243,6 +254,7 @@ impl Conversation<'_> {
         let listening = self.context.interrupt.listen();
         // Each turn draws other random numbers, and the same conversation the same ones, because positions increase.
         let mut options = self.args.sampling.generate(self.settings.sampling.clone(), None);
+        options.grammar.clone_from(&self.grammar);
         (options.max_tokens, options.cancel) = (self.settings.max_tokens, Some(listening.flag()));
         let has_turns = self.chat.messages().iter().any(|m| Role::of(m) != Some(Role::System));
         let raise = raise_hint(self.chat.session());
@@ -273,6 +285,9 @@ impl Conversation<'_> {
             }
             Some(Finish::Cancelled) => talk!("{DIM}stopped; Ctrl-D or /exit leaves{DIM:#}"),
             _ => {}
+        }
+        if self.grammar.is_some() {
+            grammar::say_cut(reply.summary.finish);
         }
         if self.args.stats {
             stats::print(self.chat.session(), &reply, self.load, self.settings.sampling.seed);

@@ -213,6 +213,9 @@ fn library_hint(error: &refrain::Error) -> Option<String> {
         Error::TableOnDevice { .. } => {
             "keep the table in pinned memory with --ple pinned, or in the mapped file with --ple host".into()
         }
+        Error::ExpertsOnDevice { .. } => {
+            "keep the experts in pinned host memory with --experts host; `refrain plan` shows the cost".into()
+        }
         Error::Pool(refrain::PoolError::NoThreads) => "pass --threads with 1 or more, or omit it".into(),
         Error::Pool(refrain::PoolError::Spawn { .. }) => {
             "pass a smaller --threads, or raise the process limit".into()

@@ -3,6 +3,7 @@
 use crate::cli::CliContext;
 use crate::out::{Stdout, counted, one_line, short_count, thousands};
 use crate::resolve::{self, FoundModel};
+use crate::stats;
 use refrain::{Model, ModelConfig, ModelFiles, TensorInfo, TokenizerSummary};
 use refrain_hub::{ByteSize, Licence};
 use serde_json::{Map, Value, json};
@@ -148,6 +149,9 @@ impl ModelFacts<'_> {
                 format!("{dtype:<7}{:>11} in {}", ByteSize(bytes).to_string(), counted(n, "tensor")),
             );
         }
+        if let Some(told) = stats::quantized_line(self.files) {
+            lines.add("quantised", told);
+        }
         match &self.tokenizer {
             Ok(t) => lines.add("tokenizer", format!("{}, {} tokens", t.kind, thousands(t.n_tokens))),
             Err(because) => lines.add("tokenizer", because),
@@ -163,6 +167,18 @@ impl ModelFacts<'_> {
         lines.add("licence", licence);
         lines.add("path", self.files.path().display());
         lines.0
+    }
+
+    fn quantized_json(&self) -> Option<Value> {
+        let ModelFiles::Hf(folder) = self.files else { return None };
+        let told = folder.quantized()?;
+        Some(json!({
+            "stored_as": told.stored_as,
+            "weights": told.n_weights,
+            "file_bytes": told.file_bytes,
+            "memory_bytes": told.memory_bytes,
+            "dtypes": told.dtypes.iter().map(ToString::to_string).collect::<Vec<_>>(),
+        }))
     }
 
     pub(crate) fn to_json(&self) -> Value {
@@ -195,6 +211,7 @@ impl ModelFacts<'_> {
             "n_tensors": self.files.tensors().len(),
             "file_bytes": self.file_bytes(),
             "dtypes": dtypes,
+            "quantized": self.quantized_json(),
             "tokenizer": {
                 "kind": self.tokenizer.as_ref().ok().map(|t| &t.kind),
                 "vocab": self.tokenizer.as_ref().ok().map(|t| t.n_tokens),

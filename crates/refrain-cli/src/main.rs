@@ -11,7 +11,9 @@ mod opts; // flags shared by several commands
 mod prompt; // prompts from arguments, files and standard input
 mod reply; // streaming a reply
 mod resolve; // from a name to a model
+mod grammar; // text that follows a grammar
 mod profile; // profiles of a device
+mod speculate; // flags of guessed tokens
 mod stats; // measurements of a reply
 
 mod batch;

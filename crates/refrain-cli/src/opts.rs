@@ -8,8 +8,8 @@ use crate::stats;
 use crate::trial;
 use clap::{Args, ValueEnum};
 use refrain::{
-    DType, Device, FaultScript, Generate, GraphMode, LoadEvent, LoadListener, Method, Model, SamplingParams,
-    Session, SessionOptions, TablePlacement,
+    DType, Device, ExpertPlacement, FaultScript, Generate, GraphMode, LoadEvent, LoadListener, Method, Model,
+    SamplingParams, Session, SessionOptions, SpeculationOptions, TablePlacement,
 };
 use refrain_driver::DeviceKind;
 use refrain_driver::trial::MethodChoice;
@@ -57,6 +57,10 @@ pub(crate) struct DeviceOpts {
     /// Placement of the per-layer embedding table, in models that have one (Gemma 4 E2B and E4B)
     #[arg(long, value_name = "PLACE", default_value = "auto")]
     pub(crate) ple: PleArg,
+    /// Placement of the experts, in models that have some. In host memory they take none of the device's, but every
+    /// token reads its experts over the bus
+    #[arg(long, value_name = "PLACE", default_value = "device")]
+    pub(crate) experts: ExpertsArg,
     /// Element type of the KV cache
     #[arg(long, alias = "kv-dtype", value_name = "TYPE", default_value = "f16")]
     pub(crate) kv: KvArg,
@@ -105,6 +109,14 @@ pub(crate) enum PleArg {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ExpertsArg {
+    /// On the device
+    Device,
+    /// In pinned host memory, which the device reads over the bus
+    Host,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum MethodArg {
     /// Stream capture, unless a trial in a separate process showed that this driver loses its context; then nodes
     Auto,
@@ -141,6 +153,10 @@ impl DeviceOpts {
                 PleArg::Pinned => TablePlacement::Pinned,
                 PleArg::Host => TablePlacement::Host,
             },
+            experts: match self.experts {
+                ExpertsArg::Device => ExpertPlacement::Device,
+                ExpertsArg::Host => ExpertPlacement::Host,
+            },
             ..SessionOptions::default()
         })
     }
@@ -152,9 +168,22 @@ impl DeviceOpts {
         n_context: Option<usize>,
         context: &CliContext,
     ) -> anyhow::Result<Session> {
-        let session = self.start_with(n_context, context, |options| Session::new(model, options))?;
+        self.start_guessing(model, n_context, &SpeculationOptions::default(), context)
+    }
+
+    /// As [`DeviceOpts::start`], with guessed tokens.
+    pub(crate) fn start_guessing(
+        &self,
+        model: &Model,
+        n_context: Option<usize>,
+        speculation: &SpeculationOptions,
+        context: &CliContext,
+    ) -> anyhow::Result<Session> {
+        let session = self.start_with(n_context, context, |options| {
+            Session::new(model, &SessionOptions { speculation: speculation.clone(), ..options.clone() })
+        })?;
         if !context.quiet {
-            say_placement(&session, self.ple);
+            say_placement(&session, self.ple, self.experts);
         }
         Ok(session)
     }
@@ -289,12 +318,16 @@ impl DeviceOpts {
     }
 }
 
-/// Prints which parts of a model are not used, and where its per-layer embeddings are.
-fn say_placement(session: &Session, requested: PleArg) {
+/// Prints which parts of a model are not used, what quantised weights became, and where per-layer embeddings are.
+fn say_placement(session: &Session, requested: PleArg, experts: ExpertsArg) {
+    say_experts(session, experts);
     let left_out = &session.model().config().left_out;
     if !left_out.is_empty() {
         let parts = left_out.join(" and ");
         talk!("this runs the text part of {} only: {parts} cannot be read", session.model().name());
+    }
+    if let Some(line) = stats::quantized_line(session.model().files()) {
+        talk!("{line}");
     }
     match session.table_placement() {
         Some(TablePlacement::Pinned) => {
@@ -309,6 +342,25 @@ fn say_placement(session: &Session, requested: PleArg) {
             talk!("--ple is for CUDA devices: the CPU reads per-layer embeddings from the mapped file");
         }
         None => talk!("--ple has no effect: {} has no per-layer embeddings", session.model().name()),
+    }
+}
+
+/// Prints where the experts are, if they are not on the device or should not have been.
+fn say_experts(session: &Session, requested: ExpertsArg) {
+    match (requested, session.expert_placement()) {
+        (ExpertsArg::Device, _) => {}
+        (ExpertsArg::Host, Some(ExpertPlacement::Host)) => {
+            talk!("the experts are in pinned host memory: each token reads its own over the bus");
+        }
+        (ExpertsArg::Host, Some(ExpertPlacement::Device)) => {
+            talk!("--experts host has no effect: the device shares the host's memory");
+        }
+        (ExpertsArg::Host, None) if session.backend() == "cpu" => {
+            talk!("--experts is for CUDA devices: the CPU reads experts from host memory");
+        }
+        (ExpertsArg::Host, None) => {
+            talk!("--experts has no effect: {} has no experts", session.model().name());
+        }
     }
 }
 
@@ -500,6 +552,7 @@ impl SamplingOpts {
             stop: self.stop.clone(),
             ignore_end: false,
             cancel: None,
+            grammar: None,
         }
     }
 }

@@ -75,7 +75,8 @@ pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {
     let title =
         format!("{}, a step of {} on {}", planner.name(), counted(n_tokens, "token"), planner.backend());
     let kernels = planner.kernels(n_tokens)?;
-    let facts = facts(args, &planner, n_tokens, &kernels, bandwidth)?;
+    let mut facts = facts(args, &planner, n_tokens, &kernels, bandwidth)?;
+    facts.extend(stats::quantized_line(&files).map(|told| format!("weights  {told}")));
     let plan = &planner.plan(n_tokens)?;
     if let Some(path) = &args.dot {
         write(path, &plan.to_dot())?;
@@ -116,6 +117,9 @@ fn facts(
         facts.extend(cost::crossings(plan));
         if let Some((needs, place)) = planner.table() {
             facts.extend(cost::placements(&needs, place));
+        }
+        if let Some((needs, place)) = planner.experts() {
+            facts.extend(cost::expert_placements(&needs, place));
         }
         facts.extend(status.unfused.iter().map(|told| format!("unfused  {told}")));
         facts.push(format!("memory   {}", stats::memory_line(&status.memory)));

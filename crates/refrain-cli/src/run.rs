@@ -2,11 +2,13 @@
 
 use crate::cli::{Cli, CliContext};
 use crate::fail::{Hinted, Interrupted};
+use crate::grammar::{self, GrammarOpts};
 use crate::opts::{DeviceOpts, LoraOpts, SamplingOpts, Think};
 use crate::out::{DIM, Stdout, talk, thousands};
 use crate::prompt::Sources;
 use crate::reply::{self, Show, ShownReply};
 use crate::resolve;
+use crate::speculate::SpeculateOpts;
 use crate::{chat, out, profile, stats};
 use clap::CommandFactory;
 use clap::error::ErrorKind;
@@ -34,7 +36,9 @@ Examples:
   refrain run ./model.gguf -f question.txt --temp 0
   git diff | refrain run qwen3 \"Write a commit message for this:\"
   refrain run --raw --temp 0 -n 48 smollm2 \"The capital of France is\"
-  refrain run smollm2 \"Three colours, please\" --json | jq -r .text")]
+  refrain run smollm2 \"Three colours, please\" --json | jq -r .text
+  refrain run smollm2 \"Who is Ada?\" --json-schema person.json
+  refrain run smollm2 \"Is water wet?\" --regex \"(yes|no)\"")]
 pub(crate) struct Args {
     /// A path, a short name such as smollm2, or owner/repo[:QUANT]; the built-in story model by default
     #[arg(value_name = "MODEL")]
@@ -74,11 +78,18 @@ pub(crate) struct Args {
     #[command(flatten)]
     sampling: SamplingOpts,
     #[command(flatten)]
+    speculate: SpeculateOpts,
+    #[command(flatten)]
+    grammar: GrammarOpts,
+    #[command(flatten)]
     device: DeviceOpts,
 }
 
-pub(crate) fn run(args: Args, context: &CliContext) -> anyhow::Result<()> {
+pub(crate) fn run(mut args: Args, context: &CliContext) -> anyhow::Result<()> {
     args.device.session(args.context, context)?;
+    args.speculate.check(args.device.verify.is_some())?;
+    let source = args.grammar.source()?;
+    args.think = args.grammar.think(args.think)?;
     let (name, text) = args.model_and_prompt()?;
     if let Some(name) = &name {
         // A mistyped name is refused before waiting for standard input.
@@ -91,7 +102,9 @@ pub(crate) fn run(args: Args, context: &CliContext) -> anyhow::Result<()> {
     let began = Instant::now();
     let found = resolve::find(name.as_deref(), context)?;
     let model = args.lora.apply(found.open()?)?;
-    let mut session = args.device.start(&model, args.context, context)?;
+    let guesses = args.speculate.options(context)?;
+    let grammar = grammar::compile(&model, source.as_ref())?;
+    let mut session = args.device.start_guessing(&model, args.context, &guesses, context)?;
     let load = began.elapsed();
     say_context(&session, &args.device, context);
     let sampling = args.sampling.params(&model);
@@ -99,7 +112,8 @@ pub(crate) fn run(args: Args, context: &CliContext) -> anyhow::Result<()> {
     let mut out = Stdout::new();
     model.check_length(prompt.len(), session.context())?;
     let request = args.request(&model, &prompt, context)?;
-    let options = args.sampling.generate(sampling, request.usual_max_tokens);
+    let mut options = args.sampling.generate(sampling, request.usual_max_tokens);
+    options.grammar = grammar;
     let streams = (!args.json).then_some(&mut out);
     let reply = args.reply(&mut session, &request, &options, streams, context)?;
     // The partial reply of a device that was lost is worth keeping.
@@ -113,6 +127,9 @@ pub(crate) fn run(args: Args, context: &CliContext) -> anyhow::Result<()> {
     if reply.summary.finish == Some(Finish::ContextFull) && !context.quiet {
         let raise = if session.context() < model.config().n_context { " (-c raises it)" } else { "" };
         talk!("the context of {} tokens is full, the reply ends here{raise}", thousands(session.context()));
+    }
+    if options.grammar.is_some() && !context.quiet {
+        grammar::say_cut(reply.summary.finish);
     }
     profile::finish(&session, &args.device)?;
     if args.stats {
@@ -187,6 +204,8 @@ impl Args {
                     stats: self.stats,
                     lora: self.lora,
                     sampling: self.sampling,
+                    speculate: self.speculate,
+                    grammar: self.grammar,
                     device: self.device,
                 };
                 chat::run(&args, context)

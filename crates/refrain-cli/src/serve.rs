@@ -5,8 +5,9 @@ use crate::fail::{Hinted, Interrupted};
 use crate::opts::DeviceOpts;
 use crate::out::{counted, talk, thousands};
 use crate::resolve::{self, FoundModel};
+use crate::speculate::SpeculateOpts;
 use crate::worker;
-use refrain::{Builtin, ServiceOptions};
+use refrain::{Builtin, ServiceOptions, SessionOptions};
 use refrain_server::{ApiKeys, ServedModel, Server, ServerOptions, TlsFiles};
 use refrain_worker::{Deadlines, PoolOptions, Refusal, TokenBackend, WorkerPool};
 use std::ffi::OsString;
@@ -107,6 +108,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", hide = true)]
     fake_engine: Option<u64>,
     #[command(flatten)]
+    speculate: SpeculateOpts,
+    #[command(flatten)]
     device: DeviceOpts,
 }
 
@@ -156,7 +159,10 @@ impl Args {
     /// Device, context and cache of each model.
     pub(crate) fn service(&self, context: &CliContext) -> anyhow::Result<ServiceOptions> {
         Ok(ServiceOptions {
-            session: self.device.tried_session(self.context, context)?,
+            session: SessionOptions {
+                speculation: self.speculate.options(context)?,
+                ..self.device.tried_session(self.context, context)?
+            },
             max_seqs: self.seqs.get(),
             // The pool refuses first, with a better reason.
             max_requests: self.max_requests.get().saturating_mul(2),
@@ -229,6 +235,10 @@ fn served_name(text: &str) -> String {
 }
 
 pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {
+    args.speculate.check(args.device.verify.is_some())?;
+    if let Some(draft) = &args.speculate.draft {
+        resolve::check(draft, context)?;
+    }
     for name in &args.models {
         let bare = name.split_once('=').map_or(name.as_str(), |(_, model)| model);
         if !Path::new(name).exists() {

@@ -2,8 +2,12 @@
 
 use crate::out::{counted, short_rate, short_time, talk, thousands};
 use crate::reply::ShownReply;
+use crate::speculate;
 use refrain::trial::MethodChoice;
-use refrain::{Accounting, Finish, ProcessMemory, Session, Status, StepKind, Tally, Upload};
+use refrain::{
+    Accounting, DType, Finish, ModelFiles, ProcessMemory, QuantizedWeights, Session, Status, StepKind, Tally,
+    Upload,
+};
 use refrain_hub::ByteSize;
 use serde_json::{Value, json};
 use std::time::Duration;
@@ -12,6 +16,7 @@ use std::time::Duration;
 pub(crate) fn finish_word(finish: Option<&Finish>) -> &'static str {
     match finish {
         Some(Finish::EndOfTurn) => "end_of_turn",
+        Some(Finish::Complete) => "complete",
         Some(Finish::MaxTokens) => "max_tokens",
         Some(Finish::StopText) => "stop_text",
         Some(Finish::ContextFull) => "context_full",
@@ -26,7 +31,14 @@ pub(crate) fn print(session: &Session, reply: &ShownReply, load: Duration, seed:
     let read = bytes_per_token(session, reply);
     let ledger = session.ledger();
     let decode = ledger.tally(StepKind::Decode);
-    talk!("decode   {:>13}   {}{decode}", counted(summary.n_generated, "token"), speed(decode, read));
+    let rate = speculate::decode_rate(&ledger);
+    talk!("decode   {:>13}   {}{decode}", counted(summary.n_generated, "token"), speed(rate, read));
+    if let Some(verify) = speculate::verify_steps(&ledger) {
+        talk!("verify   {verify}");
+    }
+    if let Some(line) = speculate::line(&ledger) {
+        talk!("{line}");
+    }
     let prefill = summary.prefill.as_secs_f64();
     let rate = if prefill > 0.0 { summary.n_evaluated as f64 / prefill } else { 0.0 };
     let held = match summary.n_prompt - summary.n_evaluated {
@@ -52,6 +64,7 @@ pub(crate) fn print(session: &Session, reply: &ShownReply, load: Duration, seed:
     talk!("memory   {weights} of weights{resident}");
     let why = match summary.finish {
         Some(Finish::EndOfTurn) => "at the end of the turn",
+        Some(Finish::Complete) => "where the grammar is complete",
         Some(Finish::MaxTokens) => "at the limit of -n",
         Some(Finish::StopText) => "at a stop text",
         Some(Finish::ContextFull) => "with a full context",
@@ -120,6 +133,31 @@ pub(crate) fn upload_line(upload: &Upload) -> String {
     )
 }
 
+/// How the quantised weights of a folder are stored, and what they become in memory; `None` if there are none.
+pub(crate) fn quantized_line(files: &ModelFiles) -> Option<String> {
+    let ModelFiles::Hf(folder) = files else { return None };
+    let QuantizedWeights { stored_as, n_weights, file_bytes, memory_bytes, dtypes } = folder.quantized()?;
+    let (blocks, floats): (Vec<DType>, Vec<DType>) = dtypes.iter().partition(|dtype| dtype.is_quantized());
+    let named = |verb: &str, dtypes: &[DType]| {
+        let names: Vec<&str> = dtypes.iter().map(|dtype| dtype.name()).collect();
+        format!("{verb} {}", names.join(" and "))
+    };
+    let mut parts = Vec::new();
+    if !blocks.is_empty() {
+        parts.push(named("loaded as", &blocks));
+    }
+    if !floats.is_empty() {
+        parts.push(named("decoded to", &floats));
+    }
+    Some(format!(
+        "{} in {stored_as}, {}: {} in the files, {} in memory",
+        counted(*n_weights, "weight"),
+        parts.join(" and "),
+        ByteSize(*file_bytes),
+        ByteSize(*memory_bytes),
+    ))
+}
+
 /// Memory of a model on a device.
 pub(crate) fn memory_line(memory: &Accounting) -> String {
     let m = memory;
@@ -142,8 +180,8 @@ pub(crate) fn memory_line(memory: &Accounting) -> String {
     )
 }
 
-fn speed(decode: &Tally, bytes_per_token: usize) -> String {
-    let Some(rate) = decode.tokens_per_second() else { return String::new() };
+fn speed(rate: Option<f64>, bytes_per_token: usize) -> String {
+    let Some(rate) = rate else { return String::new() };
     let gigabytes = rate * bytes_per_token as f64 / 1e9;
     format!("{} tok/s  ({} each, {gigabytes:.1} GB/s)   ", short_rate(rate), short_time(1.0 / rate))
 }
@@ -182,9 +220,14 @@ pub(crate) fn to_json(session: &Session, reply: &ShownReply, name: &str, load: D
             "load_ms": ms(load),
             "prefill_ms": ms(summary.prefill),
             "decode_ms": ms(summary.decode),
-            "decode_tokens_per_second": decode.tokens_per_second(),
+            "decode_tokens_per_second": speculate::decode_rate(&ledger),
         },
-        "ledger": { "prefill": tally_json(prefill), "decode": tally_json(decode) },
+        "ledger": {
+            "prefill": tally_json(prefill),
+            "decode": tally_json(decode),
+            "verify": tally_json(ledger.tally(StepKind::Verify)),
+        },
+        "speculation": speculate::tally_json(ledger.speculation()),
         "graph_method": session.graph_choice().map(choice_json),
     })
 }

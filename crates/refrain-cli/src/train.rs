@@ -3,7 +3,7 @@
 use crate::bars::{Delayed, Phases};
 use crate::cli::CliContext;
 use crate::fail::{Hinted, Interrupted};
-use crate::opts::{self, DeviceArg, DeviceOpts, GraphArg, KvArg, MethodArg, PleArg};
+use crate::opts::{self, DeviceArg, DeviceOpts, ExpertsArg, GraphArg, KvArg, MethodArg, PleArg};
 use crate::out::{DIM, Stdout, counted, short_count, short_rate, talk, thousands};
 use crate::{profile, resolve};
 use refrain::graph::Ran;
@@ -395,6 +395,7 @@ impl TrainRequest<'_> {
             faults: faults.clone(),
             threads: *threads,
             ple: PleArg::Auto,
+            experts: ExpertsArg::Device,
             kv: KvArg::F16,
         };
         let files = config.from.as_deref().map(|name| open(name, context)).transpose()?;

@@ -2,7 +2,7 @@
 
 use crate::cli::CliContext;
 use crate::serve::{self, LogFormat};
-use refrain::Device;
+use refrain::{Device, GuessSource, ServiceOptions, SessionOptions, SpeculationOptions};
 use refrain_worker::fake::{FakeOptions, FakeShelf};
 use refrain_worker::{ModelShelf, ModelSpec, WorkerOptions, run_worker};
 use std::path::PathBuf;
@@ -61,8 +61,18 @@ fn specs(args: &Args, context: &CliContext) -> anyhow::Result<Vec<ModelSpec>> {
         .map(|(idx, model)| ModelSpec {
             source: model.found.source(),
             name: model.name,
+            // A draft model guesses for the first model and its adapters.
+            options: match (&options.session.speculation.source, &model.adapter) {
+                (GuessSource::Model(_), None) if idx > 0 => {
+                    let session = SessionOptions {
+                        speculation: SpeculationOptions::default(),
+                        ..options.session.clone()
+                    };
+                    ServiceOptions { session, ..options.clone() }
+                }
+                _ => options.clone(),
+            },
             adapter: model.adapter,
-            options: options.clone(),
             at_start: idx == 0,
         })
         .collect())

@@ -64,6 +64,30 @@ fn steps_ahead_outside_the_range_are_refused() {
 }
 
 #[test]
+fn guesses_that_cannot_work_are_refused_with_a_hint() {
+    let cli = Cli::new();
+    for n in ["0", "16", "100"] {
+        let said = cli.run(&["run", "A cat", "--speculate", "ngram", "--draft-tokens", n]).misused();
+        assert!(said.contains("from 1 to 15"), "{said}");
+    }
+    let said = cli.run(&["run", "A cat", "--draft-tokens", "4"]).refused();
+    assert!(said.contains("--speculate ngram or --draft"), "{said}");
+    let said = cli.run(&["run", "A cat", "--speculate", "ngram", "--draft", "stories"]).refused();
+    assert!(said.contains("not from both"), "{said}");
+    let verified = ["run", "A cat", "--speculate", "ngram", "--device", "sim", "--verify", "every:2"];
+    assert!(cli.run(&verified).refused().contains("remove --verify"));
+    let said = cli.run(&["run", "-m", "stories", "-p", "A cat", "--draft", "storeis"]).refused();
+    assert!(said.contains("did you mean `stories`?"), "{said}");
+    let said = cli.run(&["bench", "stories", "--draft-acceptance", "0.5"]).refused();
+    assert!(said.contains("nothing guesses"), "{said}");
+    let said = cli.run(&["bench", "stories", "--speculate", "ngram", "--draft-acceptance", "2"]).misused();
+    assert!(said.contains("from 0 to 1"), "{said}");
+    let ok =
+        cli.run(&["run", "A cat", "-n", "12", "--draft", "stories", "--draft-tokens", "3", "--json"]).ok();
+    assert!(ok.contains("\"acceptance\""), "{ok}");
+}
+
+#[test]
 fn zero_threads_are_refused() {
     let said = Cli::new().run(&["run", "A cat", "--threads", "0"]).misused();
     assert!(said.contains("at least 1 thread"), "{said}");
@@ -404,4 +428,26 @@ fn a_placement_without_effect_is_reported() {
     assert!(ended.stderr.contains("has no per-layer embeddings"), "{}", ended.stderr);
     let ended = cli.run(&["run", "stories", "Once", "-n", "2", "--device", "cpu"]);
     assert!(!ended.stderr.contains("--ple"), "{}", ended.stderr);
+}
+
+#[test]
+fn a_grammar_that_cannot_be_used_is_refused_with_its_place() {
+    let cli = Cli::new();
+    let run = |flags: &[&str]| cli.run(&[&["run", "stories", "A cat"], flags].concat());
+    let said = run(&["--json-schema", r#"{"properties": {"a": {"not": {}}}, "required": ["a"]}"#]).refused();
+    assert!(said.contains("cannot be used at #/properties/a") && said.contains("hint:"), "{said}");
+    let impossible = r#"{"type": "integer", "minimum": 5, "maximum": 3}"#;
+    assert!(
+        run(&["--json-schema", impossible]).refused().contains("no JSON value satisfies the schema at #")
+    );
+    assert!(run(&["--json-schema", "missing.json"]).refused().contains("cannot read missing.json"));
+    assert!(run(&["--grammar", "missing.lark"]).refused().contains("cannot read missing.lark"));
+    cli.file("empty.lark", "");
+    assert!(run(&["--grammar", "empty.lark"]).refused().contains("the grammar is empty"));
+    std::fs::write(cli.home.path().join("latin.lark"), b"start: \"\xe9\"").unwrap();
+    assert!(run(&["--grammar", "latin.lark"]).refused().contains("latin.lark is not UTF-8 text"));
+    cli.file("huge.json", &format!("{{\"description\": \"{}\"}}", "a".repeat(10 << 20)));
+    assert!(run(&["--json-schema", "huge.json"]).refused().contains("at most 1048576 are allowed"));
+    assert!(run(&["--regex", "("]).refused().contains("the regular expression cannot be used"));
+    run(&["--regex", "a", "--json-object"]).misused();
 }

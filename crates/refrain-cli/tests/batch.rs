@@ -135,3 +135,30 @@ fn unusable_files_are_refused_with_a_hint() {
     refused(&["batch", "stories", "in.jsonl", "-o", "in.jsonl"], "the answers would overwrite the prompts");
     refused(&["batch", "stories", "in.jsonl", "-o", "no/such/folder.jsonl"], "cannot write");
 }
+
+#[test]
+fn lines_have_formats_of_their_own_or_that_of_the_flags() {
+    let cli = Cli::new();
+    let schema =
+        r#"{"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": [1, true, "three"]}}}"#;
+    let wrong = r#"{"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}"#;
+    cli.file(
+        "in.jsonl",
+        &format!(
+            "{{\"prompt\": \"A cat\", \"response_format\": {schema}}}\n{{\"prompt\": \"A dog\"}}\n{{\"prompt\": \"A bird\", \"response_format\": {wrong}}}\n"
+        ),
+    );
+    let ended = cli.run(&batch(&["--regex", "(yes|no)"]));
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    let answers = lines(&cli);
+    let value: Value = serde_json::from_str(answers[0]["text"].as_str().expect("a text")).expect("JSON");
+    assert!([json!(1), json!(true), json!("three")].contains(&value), "{value}");
+    assert!([json!("yes"), json!("no")].contains(&answers[1]["text"]), "{}", answers[1]);
+    assert!(
+        answers[2]["error"].as_str().is_some_and(|error| error.contains("cannot be used at #")),
+        "{}",
+        answers[2]
+    );
+    let refused = cli.run(&["batch", "stories", "in.jsonl", "-o", "other.jsonl", "--regex", "("]);
+    assert!(refused.refused().contains("the regular expression cannot be used"));
+}

@@ -385,6 +385,20 @@ fn inspect_shows_the_contents_of_the_files() {
 }
 
 #[test]
+fn inspect_says_what_quantised_weights_become() {
+    let cli = Cli::new();
+    let folder = golden("quantized/awq");
+    let text = cli.run(&["inspect", folder.to_str().expect("a path")]).ok();
+    let told =
+        "7 weights in AWQ int4 in groups of 32, loaded as Q4_1: 16.2 KiB in the files, 17.5 KiB in memory";
+    assert!(text.contains(told), "{text}");
+    let folder = golden("quantized/fp8-block");
+    let json = cli.run(&["inspect", folder.to_str().expect("a path"), "--json"]).json();
+    assert_eq!(json["quantized"]["stored_as"], "fp8 in blocks of 32x32");
+    assert_eq!(json["quantized"]["memory_bytes"], 114_688);
+}
+
+#[test]
 fn tokenize_shows_ids_and_pieces() {
     let cli = Cli::new();
     let ids = cli.run(&["tokenize", "stories", "--ids", "Once upon a time"]).ok();
@@ -923,4 +937,21 @@ fn the_doctor_reports_how_graphs_are_recorded() {
     let rows = rows["rows"].as_array().expect("rows");
     let row = rows.iter().find(|row| row["name"] == "graph method").expect("a row");
     assert_eq!((&row["verdict"], &row["measured"]), (&"good".into(), &"stream capture".into()), "{row}");
+}
+
+#[test]
+fn a_reply_follows_its_grammar_and_says_if_it_was_cut() {
+    let cli = Cli::new();
+    let schema = r#"{"type": "object", "properties": {"n": {"type": "integer", "minimum": 10, "maximum": 99}}, "required": ["n"], "additionalProperties": false}"#;
+    let flags = ["--json-schema", schema, "--temp", "3", "--seed", "4"];
+    let reply = cli.run(&[&["run", "stories", "A cat", "--json"], &flags[..]].concat()).json();
+    let value: serde_json::Value = serde_json::from_str(reply["text"].as_str().unwrap()).unwrap();
+    assert!(value["n"].as_u64().is_some_and(|n| (10..100).contains(&n)), "{reply}");
+    assert_eq!(reply["finish"], "complete");
+    let cut = cli.run(&[&["run", "stories", "A cat", "-n", "2"], &flags[..]].concat());
+    assert_eq!(cut.code, Some(0));
+    assert!(cut.stderr.contains("cut before it was complete"), "{}", cut.stderr);
+    cli.file("sum.lark", "start: NUMBER (\"+\" NUMBER){2}\nNUMBER: /[1-9]/\n");
+    let sum = cli.run(&["run", "stories", "A cat", "--grammar", "sum.lark", "--temp", "0"]);
+    assert_eq!((sum.code, sum.stdout.trim().len()), (Some(0), 5), "{}", sum.stdout);
 }

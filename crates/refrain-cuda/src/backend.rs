@@ -189,7 +189,7 @@ impl CudaBackend {
     }
 
     /// Names weights of the next load that stay in pinned host memory, where kernels read them over the bus:
-    /// tables of which a step needs few rows.
+    /// tables of which a step needs few rows, or experts that do not fit on the device. Vectors are never pinned.
     pub fn keep_pinned(&self, names: Vec<String>) -> Result<(), CudaError> {
         self.call("naming pinned weights", self.options.load_limit, |device_model| {
             device_model.keep_pinned(names)

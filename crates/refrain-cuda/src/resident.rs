@@ -244,7 +244,7 @@ impl Places {
                 false => dtype.bytes_for(shape.n_elements()),
             };
             let bytes = bytes.ok_or_else(too_large)? as u64;
-            let pinned = shape.rank() == 2 && model.pinned.contains(&weight.name);
+            let pinned = shape.rank() >= 2 && model.pinned.contains(&weight.name);
             let end = if pinned { &mut places.pinned_bytes } else { &mut places.weight_bytes };
             places.weights.push(Some(WeightPlacement { offset: *end, bytes, dtype, packed, pinned, shape }));
             *end = end.checked_add(bytes.next_multiple_of(ALIGN)).ok_or_else(too_large)?;

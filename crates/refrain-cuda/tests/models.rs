@@ -118,6 +118,7 @@ mod on_the_simulated_device {
                 "olmo3",
                 "cohere2",
                 "qwen35",
+                "qwen35moe",
                 "lfm2",
             ],
             70,

@@ -269,7 +269,7 @@ fn rows_that_tensor_cores_cannot_read_use_other_kernels_with_a_note() {
     let mut backend = backend(&device, GraphMode::Require, Method::Stream, false, CublasLt::IfFound);
     let got = run(&mut backend, &graph, &feed);
     assert_close(&got, &evaluate(&graph, &feed).unwrap()[0].to_f32().unwrap(), Tol::Whole(1e-5));
-    let told = backend.monitor().status().apart;
+    let told = backend.monitor().status().unfused;
     let [line] = &told[..] else { panic!("{told:?}") };
     assert!(
         line.starts_with("w runs without tensor cores: rows of 256 elements with strides [258, 0]"),

@@ -117,7 +117,7 @@ pub struct Core {
     blocks: SharedPool,
     pub(crate) ledger: Ledger,
     context: usize,
-    out: StepOut,
+    pub(crate) out: StepOut,
     /// The current run of self-feeding steps, if steps are in flight or the run can continue.
     pub(crate) active_run: Option<ActiveRun>,
 }

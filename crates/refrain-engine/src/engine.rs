@@ -1,7 +1,9 @@
 //! Handle to an engine, usable from any thread.
 
 use crate::blocks::{BlockCounts, SharedPool};
+use crate::constrain::ConstrainedText;
 use crate::core::{Core, SequenceState};
+use crate::draft_model::DraftModel;
 use crate::error::EngineError;
 use crate::ledger::Ledger;
 use crate::mailbox::{Mailbox, ServerCall};
@@ -76,11 +78,35 @@ struct EngineInner {
     max_tokens: usize,
     kv_dtype: DType,
     blocks: SharedPool,
+    has_draft_model: bool,
 }
 
 impl Engine {
     /// Starts a thread that serves a model on a device.
     pub fn new(runner: Box<dyn Runner>, options: EngineOptions) -> Result<Engine, EngineError> {
+        Engine::start(runner, None, options)
+    }
+
+    /// Like [`Engine::new`], with a smaller model that guesses tokens for requests that ask for it
+    /// ([`crate::DraftSource::Model`]). Both must give tokens the same meaning. A token that only one of them has is
+    /// never guessed, and nothing is guessed after it.
+    pub fn with_draft(
+        runner: Box<dyn Runner>,
+        draft: Box<dyn Runner>,
+        options: EngineOptions,
+    ) -> Result<Engine, EngineError> {
+        if draft.model().has_slots() {
+            return Err(EngineError::CannotDraft { arch: draft.model().config().arch.name() });
+        }
+        Engine::start(runner, Some(DraftModel::new(draft)), options)
+    }
+
+    fn start(
+        runner: Box<dyn Runner>,
+        draft_model: Option<DraftModel>,
+        options: EngineOptions,
+    ) -> Result<Engine, EngineError> {
+        let has_draft_model = draft_model.is_some();
         let (model, backend, max_tokens) = (runner.model().clone(), runner.backend(), runner.max_tokens());
         let kv = *runner.kv();
         let core = Core::new(runner, kv.max_blocks * kv.kv_block);
@@ -90,11 +116,21 @@ impl Engine {
             .name("refrain-engine".into())
             .spawn({
                 let mailbox = mailbox.clone();
-                move || serve(core, &mailbox)
+                move || serve(core, draft_model, &mailbox)
             })
             .map_err(EngineError::Thread)?;
         let (thread, kv_dtype) = (Some(thread), kv.dtype);
-        let inner = EngineInner { mailbox, thread, options, model, backend, max_tokens, kv_dtype, blocks };
+        let inner = EngineInner {
+            mailbox,
+            thread,
+            options,
+            model,
+            backend,
+            max_tokens,
+            kv_dtype,
+            blocks,
+            has_draft_model,
+        };
         Ok(Engine { inner: Arc::new(inner) })
     }
 
@@ -157,7 +193,7 @@ impl Engine {
     /// Checks everything about a request that does not depend on other requests: the prompt, its length, and every
     /// parameter. [`Engine::submit`] does the same.
     pub fn check(&self, request: &Request) -> Result<(), EngineError> {
-        request.check(self.model(), self.context_of(request))
+        request.check(self.model(), self.inner.has_draft_model, self.context_of(request))
     }
 
     fn context_of(&self, request: &Request) -> usize {
@@ -171,8 +207,9 @@ impl Engine {
     pub fn submit(&self, request: Request) -> Result<TokenStream, EngineError> {
         let blocks = &self.inner.blocks;
         let context = self.context_of(&request);
-        request.check(self.model(), context)?;
-        let row = request.row()?;
+        request.check(self.model(), self.inner.has_draft_model, context)?;
+        let mut row = request.row()?;
+        let text = ConstrainedText::of(&request, &mut row, self.model().config().n_vocab)?;
         let channel = Arc::new(Channel::new(request.pace));
         let max = self.inner.options.max_requests;
         let id = self.inner.mailbox.submit(max, |id| {
@@ -187,7 +224,7 @@ impl Engine {
                 }
                 return Err(EngineError::ForeignSequence);
             }
-            Ok(Submitted::new(id, held, state, request, row, channel.clone()))
+            Ok(Submitted::new(id, held, state, request, (row, text), channel.clone()))
         })?;
         Ok(TokenStream::new(channel, self.clone(), id))
     }
@@ -235,6 +272,11 @@ impl Engine {
     /// Records of every step of every sequence.
     pub fn ledger(&self) -> Result<Ledger, EngineError> {
         self.call(|server| server.core.ledger().clone())
+    }
+
+    /// Records of the draft model's steps; `None` without one.
+    pub fn draft_ledger(&self) -> Result<Option<Ledger>, EngineError> {
+        self.call(|server| server.draft_model.as_ref().map(|model| model.ledger().clone()))
     }
 
     /// Current load.

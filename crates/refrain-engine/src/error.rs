@@ -1,5 +1,6 @@
 use crate::perplexity::MIN_WINDOW;
 use crate::{OutOfBlocks, SamplingError};
+use refrain_grammar::GrammarError;
 use refrain_graph::{CompileError, ControlError, GraphError, Reason, RunError};
 use refrain_tensor::DType;
 
@@ -36,6 +37,35 @@ pub enum EngineError {
     /// The prompt was cancelled.
     #[error("the prompt was cancelled")]
     Cancelled,
+    /// The text cannot follow its grammar.
+    #[error(transparent)]
+    Grammar(#[from] GrammarError),
+    /// A grammar for another vocabulary.
+    #[error("the grammar was compiled for {grammar} tokens, the model has {model}")]
+    GrammarVocabulary {
+        /// Tokens of the grammar.
+        grammar: usize,
+        /// Tokens of the model.
+        model: usize,
+    },
+    /// More tokens of the text than the prompt has.
+    #[error("{n_given} tokens of the prompt are given as text, it has {n_prompt}")]
+    GivenTokens {
+        /// Tokens given.
+        n_given: usize,
+        /// Tokens of the prompt.
+        n_prompt: usize,
+    },
+    /// Biases forbid every token that the grammar allows.
+    #[error(
+        "all {n_banned} tokens that the grammar allows at position {position} are forbidden by the logit bias"
+    )]
+    NothingAllowed {
+        /// Position of the choice.
+        position: usize,
+        /// Tokens that the grammar allows.
+        n_banned: usize,
+    },
     /// There is nothing to evaluate.
     #[error("the prompt is empty")]
     EmptyPrompt,
@@ -124,6 +154,40 @@ pub enum EngineError {
         /// Maximum number of top log-probabilities.
         max: usize,
     },
+    /// A number of guessed tokens out of range.
+    #[error("{got} guessed tokens per step were requested, 1 to {max} are possible")]
+    DraftTokens {
+        /// Tokens requested.
+        got: usize,
+        /// Maximum number.
+        max: usize,
+    },
+    /// A probability of acceptance that is none.
+    #[error("an acceptance of {got} was requested, must be between 0 and 1")]
+    ForcedAcceptance {
+        /// The value.
+        got: f32,
+    },
+    /// Speculation for a model whose state cannot be cut at a rejected guess.
+    #[error("{arch} models cannot speculate: their recurrent state cannot go back behind a rejected guess")]
+    CannotSpeculate {
+        /// Architecture.
+        arch: &'static str,
+    },
+    /// A draft model whose state cannot be cut at a rejected guess.
+    #[error(
+        "{arch} models cannot be draft models: their recurrent state cannot go back behind a rejected guess"
+    )]
+    CannotDraft {
+        /// Architecture.
+        arch: &'static str,
+    },
+    /// The request wants guesses for a text that follows a grammar, whose masks depend on every token before.
+    #[error("a text that follows a grammar cannot be guessed ahead")]
+    GuessedGrammar,
+    /// The request wants the guesses of a draft model, and the engine has none.
+    #[error("guesses of a draft model were requested, the engine has no draft model")]
+    NoDraftModel,
     /// The request names an adapter, and the engine has none.
     #[error("adapter {id} was requested, the engine has none")]
     UnknownAdapter {
@@ -314,6 +378,14 @@ impl EngineError {
                 Some("shorten the prompt, request fewer tokens, or make an engine with a larger cache".into())
             }
             EngineError::TopLogprobs { max, .. } => Some(format!("request at most {max}")),
+            EngineError::DraftTokens { max, .. } => Some(format!("request 1 to {max}; 4 to {max} are usual")),
+            EngineError::ForcedAcceptance { .. } => Some("give a probability, 0.7 for example".into()),
+            EngineError::CannotSpeculate { .. } => Some("generate without speculation".into()),
+            EngineError::CannotDraft { .. } => {
+                Some("use a draft model with attention in every layer, or n-gram guesses".into())
+            }
+            EngineError::GuessedGrammar => Some("leave out the guesses or the grammar".into()),
+            EngineError::NoDraftModel => Some("give a draft model, or use n-gram guesses".into()),
             EngineError::UnknownAdapter { .. } => Some("send the request without an adapter".into()),
             EngineError::Stopped(Stopped::DeviceLost { .. }) => {
                 Some("restart the program, or run on another device".into())
@@ -325,6 +397,10 @@ impl EngineError {
             EngineError::Window { context, .. } => {
                 Some(format!("use a window of {MIN_WINDOW} to {context} tokens"))
             }
+            EngineError::Grammar(error) => error.hint(),
+            EngineError::GrammarVocabulary { .. } => Some("compile the grammar for this model".into()),
+            EngineError::GivenTokens { n_prompt, .. } => Some(format!("give at most {n_prompt} tokens")),
+            EngineError::NothingAllowed { .. } => Some("forbid fewer tokens, or relax the grammar".into()),
             EngineError::Compile(error) => error.hint(),
             EngineError::Run(error) => error.hint(),
             EngineError::Graph(_)

@@ -1,5 +1,6 @@
 //! The ledger: a record of how every step ran, and why if not as a replay.
 
+use crate::speculate::SpeculationPause;
 use refrain_graph::{Ran, Reason, StepKind};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -87,6 +88,55 @@ impl fmt::Display for Tally {
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Ledger {
     tallies: [Tally; StepKind::ALL.len()],
+    speculation: SpeculationTally,
+}
+
+/// Guessed tokens, and what became of them.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct SpeculationTally {
+    /// Verify steps, counted once for each sequence that took part.
+    pub steps: u64,
+    /// Guesses that were checked.
+    pub drafted: u64,
+    /// Those that were accepted.
+    pub accepted: u64,
+    /// Tokens that verify steps chose: the accepted guesses, and the token after them.
+    pub emitted: u64,
+    /// Time that a draft model took. Not part of the times of other steps.
+    pub drafting: Duration,
+    /// Times that speculation was paused.
+    pub pauses: u64,
+    /// Why it was paused last.
+    pub last_pause: Option<SpeculationPause>,
+}
+
+impl SpeculationTally {
+    /// Fraction of checked guesses that were accepted; `None` if none was checked.
+    pub fn acceptance(&self) -> Option<f64> {
+        (self.drafted > 0).then(|| self.accepted as f64 / self.drafted as f64)
+    }
+
+    /// Tokens per verify step and sequence; `None` without a verify step.
+    pub fn tokens_per_step(&self) -> Option<f64> {
+        (self.steps > 0).then(|| self.emitted as f64 / self.steps as f64)
+    }
+}
+
+impl fmt::Display for SpeculationTally {
+    /// `41 of 60 guesses accepted (68 %), 2.4 tokens per step; paused 2 times: it does not pay: ..`
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} of {} guesses accepted", self.accepted, self.drafted)?;
+        if let (Some(acceptance), Some(tokens)) = (self.acceptance(), self.tokens_per_step()) {
+            write!(f, " ({:.0} %), {tokens:.2} tokens per step", 100.0 * acceptance)?;
+        }
+        match &self.last_pause {
+            Some(pause) => {
+                let s = if self.pauses == 1 { "" } else { "s" };
+                write!(f, "; paused {} time{s}: {pause}", self.pauses)
+            }
+            None => Ok(()),
+        }
+    }
 }
 
 impl Ledger {
@@ -126,6 +176,34 @@ impl Ledger {
     /// Records steps that were launched ahead and discarded.
     pub fn discarded(&mut self, kind: StepKind, n: u64) {
         self.tally_mut(kind).discarded += n;
+    }
+
+    /// Records a verify step of one sequence: guesses checked, and guesses accepted.
+    pub(crate) fn speculated(&mut self, (drafted, accepted): (usize, usize)) {
+        self.speculation.steps += 1;
+        self.speculation.drafted += drafted as u64;
+        self.speculation.accepted += accepted as u64;
+    }
+
+    /// Records tokens that a verify step chose.
+    pub(crate) fn emitted(&mut self, n: usize) {
+        self.speculation.emitted += n as u64;
+    }
+
+    /// Records the time of a draft model.
+    pub(crate) fn drafting(&mut self, took: Duration) {
+        self.speculation.drafting += took;
+    }
+
+    /// Records that speculation was paused.
+    pub(crate) fn paused(&mut self, why: &SpeculationPause) {
+        self.speculation.pauses += 1;
+        self.speculation.last_pause = Some(why.clone());
+    }
+
+    /// Guessed tokens, and what became of them.
+    pub fn speculation(&self) -> &SpeculationTally {
+        &self.speculation
     }
 
     /// Counts and times of one kind of step.

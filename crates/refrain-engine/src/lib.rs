@@ -37,12 +37,16 @@ mod step; // shape and inputs of a step
 mod runner; // one step on one device
 mod core; // prompts, tokens, positions
 mod decode; // decode steps launched ahead
+mod speculate; // where guessed tokens come from, and how many are worth checking
+mod draft_model; // guesses of a smaller model
+mod verify; // steps that check guessed tokens
 mod request; // requests and their events
 mod schedule; // which requests take part in the next step
 mod stream; // events from the engine to a consumer
 mod mailbox; // messages to the engine's thread
 mod serve; // the engine's thread: steps of all running requests
 mod engine; // handle to that thread
+mod constrain; // requests whose text follows a grammar
 mod stop; // stop strings
 mod perplexity; // how well a model predicts a text
 mod embed; // vectors of texts
@@ -53,12 +57,13 @@ mod error;
 
 pub use blocks::{BlockCounts, BlockPool, ContentName, OutOfBlocks};
 pub use compare::{Compared, Comparison, compare};
+pub use constrain::Constraint;
 pub use core::{Chosen, Core, SequenceState};
 pub use decode::{DecodeRow, DecodedStep, LaunchPolicy, Lookahead};
 pub use embed::{Embedder, EmbedderOptions, VectorStream};
 pub use engine::{Engine, EngineLoad, EngineOptions, WeakEngine};
 pub use error::{EngineError, Stopped};
-pub use ledger::{Ledger, Tally};
+pub use ledger::{Ledger, SpeculationTally, Tally};
 pub use observe::{ObservedWeight, observe};
 pub use perplexity::{MIN_WINDOW, Perplexity, PerplexityOptions, perplexity};
 pub use refrain_graph::StepKind;
@@ -69,6 +74,9 @@ pub use runner::{
 pub use sampling::{HISTORY, MAX_BIAS, MAX_TOP, SamplingError, SamplingParams, SamplingRow};
 pub use schedule::PromptCounts;
 pub use slots::{SlotCopy, SlotCounts};
+pub use speculate::{
+    DraftSource, Drafter, MAX_DRAFT, Speculation, SpeculationPause, VerifyCost, ngram_draft,
+};
 pub use step::{StepRequest, Want, step_kind};
 pub use stop::{StopFilter, StopOutcome};
 pub use stream::TokenStream;

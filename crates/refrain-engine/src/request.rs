@@ -1,9 +1,11 @@
 //! Requests to an engine, and their events.
 
+use crate::constrain::Constraint;
 use crate::core::{SequenceState, check_prompt, check_tokens};
 use crate::error::EngineError;
 use crate::ledger::Ledger;
 use crate::sampling::{MAX_TOP, SamplingParams, SamplingRow};
+use crate::speculate::Speculation;
 use refrain_models::Model;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -154,6 +156,8 @@ pub struct Request {
     pub max_tokens: usize,
     /// Number of top log-probabilities returned with each token, at most [`MAX_TOP`].
     pub n_top_logprobs: usize,
+    /// Has the text follow a grammar.
+    pub constraint: Option<Constraint>,
     /// The adapter to apply; only `None` is supported.
     pub adapter: Option<AdapterId>,
     /// Higher priorities are served first and preempt lower ones. Requests of equal priority take turns by
@@ -166,6 +170,8 @@ pub struct Request {
     pub shares_prefix: bool,
     /// How far the engine runs ahead of the consumer.
     pub pace: Pace,
+    /// Guessed tokens to check; none by default.
+    pub speculation: Option<Speculation>,
 }
 
 impl Request {
@@ -185,17 +191,24 @@ impl Request {
             min_tokens: 0,
             max_tokens: usize::MAX,
             n_top_logprobs: 0,
+            constraint: None,
             adapter: None,
             priority: 0,
             user: 0,
             shares_prefix: true,
             pace: Pace::Free,
+            speculation: None,
         }
     }
 
     /// Rejects an invalid request before anybody waits for it. `context` is the sequence's context. A request
     /// without a sequence must be able to finish within it, unless it has no token limit.
-    pub(crate) fn check(&self, model: &Model, context: usize) -> Result<(), EngineError> {
+    pub(crate) fn check(
+        &self,
+        model: &Model,
+        has_draft_model: bool,
+        context: usize,
+    ) -> Result<(), EngineError> {
         // A request without a token limit ends where the context does, after at least one token.
         let max_tokens = if self.max_tokens == usize::MAX { 1 } else { self.max_tokens };
         // The last token is chosen but not evaluated.
@@ -211,6 +224,15 @@ impl Request {
         }
         if self.n_top_logprobs > MAX_TOP {
             return Err(EngineError::TopLogprobs { got: self.n_top_logprobs, max: MAX_TOP });
+        }
+        if let Some(speculation) = &self.speculation {
+            speculation.check(model, has_draft_model)?;
+        }
+        if let Some(constraint) = &self.constraint {
+            constraint.check(model, self.prompt.len())?;
+            if self.speculation.is_some() {
+                return Err(EngineError::GuessedGrammar);
+            }
         }
         match self.adapter {
             Some(AdapterId(id)) => Err(EngineError::UnknownAdapter { id }),
@@ -259,6 +281,8 @@ pub enum TokenEvent {
 pub enum FinishReason {
     /// An end token was chosen.
     EndToken,
+    /// The grammar allows nothing more: the text is complete, without an end token.
+    Complete,
     /// The maximum number of tokens was reached.
     MaxTokens,
     /// No position of the context is left.

@@ -4,6 +4,7 @@ use crate::core::Chosen;
 use crate::error::EngineError;
 use crate::sampling::MAX_TOP;
 use crate::slots::{N_PAIR, SlotCopy};
+use crate::speculate::VerifyCost;
 use crate::step::{
     StepRequest, Want, bucket, choice_rows, decode_spec, fill, fill_row, history_capacity, sample_head, spec,
 };
@@ -28,6 +29,8 @@ pub struct TokenChoice {
 pub struct StepOut {
     /// The choice of each request that asked for one. A row with non-finite logits fails alone.
     pub choices: Vec<Option<Result<TokenChoice, EngineError>>>,
+    /// The choices after each token of a request that verifies guesses; empty for other requests.
+    pub verified: Vec<Vec<Result<TokenChoice, EngineError>>>,
     /// Logits, row by row, if requested. Kept between steps to reuse the allocation.
     pub logits: Vec<f32>,
 }
@@ -118,6 +121,9 @@ pub trait Runner: Send {
     fn resize(&mut self, n_blocks: usize, max_blocks: usize, n_slots: usize) -> Result<(), EngineError>;
     /// Copies one slot of every recurrent state onto another, ordered after the steps already launched.
     fn copy_slot(&mut self, copy: SlotCopy) -> Result<(), EngineError>;
+    /// Cost of verify steps relative to decode steps of one sequence; `draft_bytes` is the size of a draft model's
+    /// weights, if one makes the guesses. Decides how many guesses are checked.
+    fn verify_cost(&self, draft_bytes: Option<usize>) -> VerifyCost;
     /// The model.
     fn model(&self) -> &Arc<Model>;
     /// Maximum number of tokens per step.
@@ -209,6 +215,8 @@ const MAX_COMPILED: usize = 96;
 /// Consecutive steps that must request a run size before it is compiled while a larger one serves: compiling
 /// stalls every sequence.
 const PATIENCE: usize = 32;
+/// Time between two verify steps on a device: reading the choices, comparing them, and uploading the next inputs.
+const HOST_SECONDS: f32 = 60e-6;
 /// Maximum arena bytes of all compiled steps beyond the first [`MIN_COMPILED`].
 const COMPILED_BYTES: usize = 128 << 20;
 
@@ -275,7 +283,7 @@ impl<B: Backend> BackendRunner<B> {
 
     /// Prepares the step for `n_tokens` tokens that ends in a choice.
     fn prepare_choice(&mut self, n_tokens: usize) -> Result<usize, EngineError> {
-        self.prepare(StepSpec::of_one(bucket(self.backend.buckets(), n_tokens), 1, sample_head(0, 0)))
+        self.prepare(StepSpec::of_one(bucket(self.backend.buckets(), n_tokens), 1, sample_head(0, 0, false)))
     }
 
     /// Returns an index into `compiled`, which is always the last.
@@ -302,7 +310,8 @@ impl<B: Backend> BackendRunner<B> {
     fn may_keep_all(&self) -> bool {
         let (n_sizes, n_rows) = (self.backend.buckets().len(), self.backend.row_buckets().len());
         if n_sizes > 0 {
-            return self.compiled.len() <= 2 * n_sizes + 1 + n_rows + n_sizes * n_sizes;
+            // Each with and without masks; verify steps of one sequence and of several, each in powers of two.
+            return self.compiled.len() <= 2 * (2 * n_sizes + 1 + 3 * n_rows + n_sizes * n_sizes);
         }
         let arena = |p: &PreparedStep<B>| self.backend.plan(&p.compiled).arena_bytes();
         self.compiled.len() <= MAX_COMPILED
@@ -331,20 +340,31 @@ impl<B: Backend> BackendRunner<B> {
             self.backend.read(compiled, top_logprobs, bytemuck::cast_slice_mut(&mut probs))?;
         }
         let vocab = self.model.config().n_vocab;
-        let mut rows = choice_rows(inputs, requests);
-        for request in requests {
-            let Want::Sample(sampling) = request.want else {
-                out.choices.push(None);
-                continue;
-            };
-            let Some(at) = rows.next() else { unreachable!("every choice has a row") };
-            let (token, logprob, position) = (tokens[at], logprobs[at], request.last_position());
-            let top = ids.iter().copied().zip(probs.iter().copied()).skip(at * MAX_TOP).take(sampling.n_top);
-            out.choices.push(Some(match () {
+        let choice = |at: usize, position: usize, n_top: usize| {
+            let (token, logprob) = (tokens[at], logprobs[at]);
+            let top = ids.iter().copied().zip(probs.iter().copied()).skip(at * MAX_TOP).take(n_top);
+            match () {
                 () if !logprob.is_finite() => Err(self.non_finite(position)),
                 () if token as usize >= vocab => Err(EngineError::BadChoice { token, vocab, position }),
                 () => Ok(TokenChoice { chosen: Chosen { token, logprob }, top: top.collect() }),
-            }));
+            }
+        };
+        let mut firsts = choice_rows(inputs, requests);
+        for request in requests {
+            let rows = request.sampled();
+            let first = if rows.is_empty() { None } else { firsts.next() };
+            let position = |idx: usize| request.last_position() + 1 + idx - rows.len();
+            let choices = first.into_iter().flat_map(|first| {
+                rows.iter().enumerate().map(move |(idx, row)| choice(first + idx, position(idx), row.n_top))
+            });
+            match request.want {
+                Want::Nothing | Want::Logits { .. } => out.choices.push(None),
+                Want::Sample(_) => out.choices.push(choices.last()),
+                Want::Verify(_) => {
+                    out.verified[out.choices.len()] = choices.collect();
+                    out.choices.push(None);
+                }
+            }
         }
         Ok(())
     }
@@ -384,6 +404,8 @@ where
         let io = Io { weights: &*self.weights, states: &mut self.states, control: control.bytes() };
         let ran = self.backend.run(compiled, io)?;
         out.choices.clear();
+        out.verified.clear();
+        out.verified.resize_with(requests.len(), Vec::new);
         if let ([StepRequest { want: Want::Logits { n_rows }, .. }], Some(logits)) = (requests, inputs.logits)
         {
             out.logits.resize(n_rows * self.model.config().n_vocab, 0.0);
@@ -419,7 +441,9 @@ where
         let requests: Vec<StepRequest<'_>> = rows.iter().map(|row| row.request).collect();
         let limits = rows.iter().map(|row| row.limits().map(Some)).collect::<Result<Vec<_>, _>>()?;
         let spec = match shape.n_rows.max(rows.len()) {
-            0 | 1 => StepSpec::of_one(bucket(self.backend.buckets(), 1), 1, sample_head(shape.n_history, 0)),
+            0 | 1 => {
+                StepSpec::of_one(bucket(self.backend.buckets(), 1), 1, sample_head(shape.n_history, 0, false))
+            }
             n_rows => decode_spec(n_rows, shape.n_history),
         };
         let idx = self.prepare(spec)?;
@@ -529,6 +553,18 @@ where
         let copy = |(idx, _)| StateEdit::Copy { state: StateId::from_idx(idx), from: from..from + 1, to };
         let edits: Vec<StateEdit> = in_slots.map(copy).collect();
         Ok(self.backend.edit_states(&mut self.states, &edits)?)
+    }
+
+    fn verify_cost(&self, draft_bytes: Option<usize>) -> VerifyCost {
+        let bytes = self.model.weight_bytes() as f32;
+        let is_padded = !self.backend.row_buckets().is_empty();
+        // Weights are read once for all rows. A device has arithmetic to spare; on a CPU every row costs some.
+        let (bytes_per_second, latency, row) =
+            if is_padded { (4e12, 100e-6, 0.01) } else { (20e9, 0.0, 0.3) };
+        let decode = bytes / bytes_per_second + latency;
+        let fixed = if is_padded { HOST_SECONDS / decode } else { 0.0 };
+        let guess = draft_bytes.map_or(0.0, |bytes| (bytes as f32 / bytes_per_second + latency) / decode);
+        VerifyCost { fixed, row, guess, is_padded }
     }
 
     fn model(&self) -> &Arc<Model> {

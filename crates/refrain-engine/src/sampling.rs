@@ -141,6 +141,8 @@ pub struct SamplingRow {
     pub bias: [f32; MAX_BIAS],
     /// Number of top log-probabilities returned with the choice, at most [`MAX_TOP`].
     pub n_top: usize,
+    /// One bit per token: whether it may be chosen. Empty if every token may.
+    pub mask: Vec<u32>,
     /// Maximum number of tokens that penalties look at.
     window: usize,
     /// Bias entries in use.
@@ -159,6 +161,7 @@ impl SamplingRow {
             bias_ids: [-1; MAX_BIAS],
             bias: [0.0; MAX_BIAS],
             n_top: 0,
+            mask: Vec::new(),
             window: if params.has_penalties() { params.penalty_window } else { 0 },
             n_bias: params.logit_bias.len().min(MAX_BIAS),
             lapsing: None,
@@ -192,6 +195,16 @@ impl SamplingRow {
         self.n_bias = n_bias;
         self.lapsing = Some(LapsingBias { n_kept, until: u32::try_from(until.max(1)).unwrap_or(u32::MAX) });
         Ok(())
+    }
+
+    /// Tokens that may not be chosen at a position, because of their bias.
+    pub(crate) fn banned(&self, position: usize) -> impl Iterator<Item = u32> + '_ {
+        let n = match self.lapsing {
+            Some(lapsing) if position >= lapsing.until as usize => lapsing.n_kept,
+            _ => self.n_bias,
+        };
+        let banned = self.bias_ids[..n].iter().zip(&self.bias[..n]);
+        banned.filter(|(id, bias)| **id >= 0 && **bias == f32::NEG_INFINITY).map(|(id, _)| *id as u32)
     }
 
     /// History length that penalties need in a sequence of `n_positions`.

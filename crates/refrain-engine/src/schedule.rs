@@ -1,7 +1,8 @@
 //! Decides which sequences take part in the next step, and with how many tokens.
 //!
 //! A step has a token budget. Decoding sequences come first, with one token each; prompts fill the remaining
-//! budget in chunks. A waiting request is admitted when its prompt and one more block fit. When a running
+//! budget in chunks. Beside many decoding sequences the chunks are smaller, since each of them waits for the
+//! step: their share of the budget is that of the prompts among all sequences. A waiting request is admitted when its prompt and one more block fit. When a running
 //! request needs a block and none is left, the newest request of the lowest priority is preempted: it
 //! releases its blocks and later evaluates its tokens again, except for those the prefix cache still holds. A
 //! waiting request preempts only lower priorities, and requests whose consumers are not asking for more. A
@@ -29,6 +30,8 @@ use std::collections::BTreeMap;
 pub(crate) struct ScheduleLimits {
     /// Tokens of a step.
     pub(crate) n_tokens: usize,
+    /// Prompt tokens of a step that it has room for however many sequences decode.
+    pub(crate) n_beside: usize,
     /// Maximum number of running sequences.
     pub(crate) n_rows: usize,
 }
@@ -222,6 +225,14 @@ impl Scheduler {
         }
     }
 
+    /// Counts rows that a step evaluated for a request in addition to those of the plan.
+    pub(crate) fn charge(&mut self, id: RequestId, n_tokens: usize) {
+        let user = self.find(id).map(|active| active.user);
+        if let Some(served) = user.and_then(|user| self.served.get_mut(&user)) {
+            *served += n_tokens as u64;
+        }
+    }
+
     /// Records that the next tokens of a request were evaluated, and the token chosen after them.
     pub(crate) fn advance(&mut self, id: RequestId, n_tokens: usize, chosen: Option<u32>) {
         let Some(active) = self.get(id) else { return };
@@ -242,6 +253,9 @@ impl Scheduler {
         let before = self.n_preempted;
         let ranked: Vec<RequestId> = self.running.iter().map(|active| active.id).collect();
         for is_prompt in [false, true] {
+            if is_prompt {
+                budget = budget.min(self.prompt_budget(plan.rows.len()));
+            }
             for &id in &ranked {
                 // Preempted by an earlier row, or not part of this pass.
                 let Some(active) = self.running.iter().find(|active| active.id == id) else { continue };
@@ -262,6 +276,15 @@ impl Scheduler {
             while budget > 0 && self.has_row() && self.admit(&mut plan, &mut budget) {}
         }
         plan
+    }
+
+    /// Maximum number of prompt tokens beside decoding sequences.
+    fn prompt_budget(&self, n_decoding: usize) -> usize {
+        let n_running = self.running.iter().filter(|active| !active.is_paused && active.n_left() > 1).count();
+        let n_waiting = self.waiting.iter().filter(|active| !active.is_paused).count();
+        let n_prompts = n_running + n_waiting;
+        let share = self.limits.n_tokens.saturating_mul(n_prompts) / (n_decoding + n_prompts).max(1);
+        share.max(self.limits.n_beside)
     }
 
     /// Whether one more request may run. Paused requests take no part in steps.

@@ -1,7 +1,9 @@
 //! The engine's thread: runs the steps that serve its requests.
 
+use crate::constrain::ConstrainedText;
 use crate::core::{Core, SequenceState};
 use crate::decode::{DecodeRow, DecodedStep, LaunchPolicy, Lookahead};
+use crate::draft_model::DraftModel;
 use crate::engine::EngineLoad;
 use crate::error::{EngineError, Stopped};
 use crate::mailbox::Mailbox;
@@ -9,6 +11,7 @@ use crate::request::{FinishReason, HeldSequence, Request, RequestId, TokenEvent}
 use crate::runner::TokenChoice;
 use crate::sampling::SamplingRow;
 use crate::schedule::{ActiveRequest, ScheduleLimits, Scheduler, StepRow};
+use crate::speculate::{DraftSource, Speculator};
 use crate::step::{Want, step_kind};
 use crate::stream::{Channel, Demand};
 use refrain_graph::StepKind;
@@ -19,8 +22,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 /// Main function of the engine's thread.
-pub(crate) fn serve(core: Core, mailbox: &Mailbox) {
-    let mut server = Server::new(core);
+pub(crate) fn serve(core: Core, draft_model: Option<DraftModel>, mailbox: &Mailbox) {
+    let mut server = Server::new(core, draft_model);
     let served = catch_unwind(AssertUnwindSafe(|| server.serve_all(mailbox)));
     let why = served.unwrap_or_else(|panic| Stopped::Panicked { message: message_of(&*panic) });
     let (unseen, calls, mut open) = mailbox.stop(&why);
@@ -60,7 +63,7 @@ impl Submitted {
         held: Option<HeldSequence>,
         state: SequenceState,
         request: Request,
-        row: SamplingRow,
+        (row, text): (SamplingRow, Option<ConstrainedText>),
         channel: Arc<Channel>,
     ) -> Submitted {
         // The last token is chosen but not evaluated.
@@ -74,23 +77,30 @@ impl Submitted {
             // KV depends on the adapter as well.
             active.state.table.set_root(request.adapter.map_or(0, |adapter| 1 + u64::from(adapter.0)));
         }
-        let (prefill, n_chosen) = (Duration::ZERO, 0);
-        Submitted { active, job: RequestJob { held, request, row, channel, prefill, n_chosen } }
+        let (prefill, n_chosen, speculator) = (Duration::ZERO, 0, None);
+        let job = RequestJob { held, request, row, text, channel, prefill, n_chosen, speculator };
+        Submitted { active, job }
     }
 }
 
 /// State of the engine's thread.
 pub(crate) struct Server {
     pub(crate) core: Core,
-    scheduler: Scheduler,
+    pub(crate) draft_model: Option<DraftModel>,
+    pub(crate) scheduler: Scheduler,
     /// Each request's state other than its tokens and blocks, which the scheduler owns.
-    jobs: BTreeMap<RequestId, RequestJob>,
+    pub(crate) jobs: BTreeMap<RequestId, RequestJob>,
 }
 
+/// A card reads its weights in the time that products of one to two hundred rows take, so this many prompt tokens cost a
+/// decode step little.
+const BESIDE_TOKENS: usize = 128;
+
 impl Server {
-    fn new(core: Core) -> Server {
-        let limits = ScheduleLimits { n_tokens: core.max_tokens(), n_rows: core.max_seqs() };
-        Server { core, scheduler: Scheduler::new(limits), jobs: BTreeMap::new() }
+    fn new(core: Core, draft_model: Option<DraftModel>) -> Server {
+        let limits =
+            ScheduleLimits { n_tokens: core.max_tokens(), n_beside: BESIDE_TOKENS, n_rows: core.max_seqs() };
+        Server { core, draft_model, scheduler: Scheduler::new(limits), jobs: BTreeMap::new() }
     }
 
     pub(crate) fn load(&self) -> EngineLoad {
@@ -119,13 +129,17 @@ impl Server {
                 }
             }
             let rows = &plan.rows[..];
+            let verifies = self.has_guesses(rows);
             let done = match rows {
                 [] => {
                     mailbox.wait();
                     continue;
                 }
-                _ if self.can_decode_ahead(rows) => self.decode(mailbox, rows, LaunchPolicy::LaunchAhead),
+                _ if !verifies && self.can_decode_ahead(rows) => {
+                    self.decode(mailbox, rows, LaunchPolicy::LaunchAhead)
+                }
                 _ => match self.rows_in_flight(rows) {
+                    in_flight if in_flight.is_empty() && verifies => self.verify(mailbox, rows),
                     in_flight if in_flight.is_empty() => self.step(mailbox, rows),
                     // Collect the steps in flight first: they are what those rows would run next.
                     in_flight => {
@@ -140,7 +154,15 @@ impl Server {
         }
     }
 
-    fn accept(&mut self, Submitted { active, job }: Submitted) {
+    fn accept(&mut self, Submitted { active, mut job }: Submitted) {
+        job.speculator = job.request.speculation.take().map(|rules| {
+            let model = match rules.source {
+                DraftSource::Model => self.draft_model.as_ref(),
+                DraftSource::Ngram | DraftSource::Custom(_) => None,
+            };
+            let cost = self.core.runner.verify_cost(model.map(|model| model.weight_bytes()));
+            Speculator::new(rules, cost)
+        });
         self.jobs.insert(active.id, job);
         self.scheduler.submit(active);
     }
@@ -154,8 +176,8 @@ impl Server {
             let demand = job.channel.demand();
             if demand == Demand::Cancel {
                 self.end(mailbox, id, FinishReason::Cancelled);
-            } else if job.request.max_tokens == 0 && demand == Demand::GoOn {
-                self.end(mailbox, id, FinishReason::MaxTokens);
+            } else if let Some(finish) = job.ends_at_once().filter(|_| demand == Demand::GoOn) {
+                self.end(mailbox, id, finish);
             } else if let Some(active) = self.scheduler.get(id) {
                 active.is_paused = demand == Demand::Pause;
             }
@@ -165,7 +187,8 @@ impl Server {
     /// Whether a step feeds itself, so that later steps can be launched ahead.
     fn can_decode_ahead(&self, rows: &[StepRow]) -> bool {
         let is_fed = |row: &StepRow| {
-            row.n_tokens == 1 && row.chooses && self.jobs.get(&row.id).is_some_and(|job| job.row.n_top == 0)
+            let feeds = |job: &RequestJob| job.row.n_top == 0 && job.text.is_none();
+            row.n_tokens == 1 && row.chooses && self.jobs.get(&row.id).is_some_and(feeds)
         };
         // The last token of a prompt looks like a decode step; alone, it is recorded as a prompt step.
         let is_prompt = match rows {
@@ -197,6 +220,8 @@ impl Server {
             .filter_map(|(active, (id, job))| {
                 debug_assert_eq!(active.id, *id);
                 let n_tokens = job.request.max_tokens - job.n_chosen;
+                let n_ahead = job.speculator.as_ref().map_or(usize::MAX, |speculator| speculator.n_ahead());
+                let n_tokens = n_tokens.min(n_ahead);
                 let ahead = Lookahead { n_tokens, end: &job.request.end };
                 let token = *active.tokens.last()?;
                 Some(DecodeRow { sequence: &mut active.state, token, row: &mut job.row, ahead })
@@ -222,7 +247,7 @@ impl Server {
     }
 
     /// Runs one step of several requests.
-    fn step(&mut self, mailbox: &Mailbox, rows: &[StepRow]) -> Result<(), Stopped> {
+    pub(crate) fn step(&mut self, mailbox: &Mailbox, rows: &[StepRow]) -> Result<(), Stopped> {
         self.core.drain();
         match self.try_step(rows) {
             Ok(took) => {
@@ -236,7 +261,7 @@ impl Server {
         }
     }
 
-    fn step_failed(
+    pub(crate) fn step_failed(
         &mut self,
         mailbox: &Mailbox,
         rows: &[StepRow],
@@ -284,7 +309,7 @@ impl Server {
     }
 
     /// Delivers the result of a step to one request.
-    fn deliver(
+    pub(crate) fn deliver(
         &mut self,
         mailbox: &Mailbox,
         row: StepRow,
@@ -295,6 +320,7 @@ impl Server {
             Ok(choice) => choice,
             Err(error) => return self.request_failed(mailbox, row.id, error),
         };
+        let n_vocab = self.core.model().config().n_vocab;
         self.scheduler.advance(row.id, row.n_tokens, choice.as_ref().map(|choice| choice.chosen.token));
         let (Some(active), Some(job)) = (self.scheduler.get(row.id), self.jobs.get_mut(&row.id)) else {
             return Ok(());
@@ -305,10 +331,17 @@ impl Server {
         {
             return self.request_failed(mailbox, row.id, error);
         }
-        let (demand, finish) = match choice {
+        let (mut demand, mut finish) = match choice {
             Some(choice) => job.chosen(choice, took, &active.state),
             None => (job.evaluated(active.state.tokens.len(), took), None),
         };
+        if job.text.is_some() && row.chooses {
+            match job.follow(active, finish, n_vocab) {
+                Ok(Some(followed)) => (demand, finish) = followed,
+                Ok(None) => {}
+                Err(error) => return self.request_failed(mailbox, row.id, error),
+            }
+        }
         active.is_paused = demand == Demand::Pause;
         if let Some(finish) = finish {
             self.end(mailbox, row.id, finish);
@@ -320,6 +353,7 @@ impl Server {
     /// before anything launched later for the sequence or its blocks.
     fn end(&mut self, mailbox: &Mailbox, id: RequestId, finish: FinishReason) {
         let (Some(active), Some(job)) = (self.scheduler.remove(id), self.jobs.remove(&id)) else { return };
+        self.forget_drafts(id);
         self.core.leave(&active.state);
         let channel = job.close(Some(active.state));
         mailbox.ended(id);
@@ -343,6 +377,7 @@ impl Server {
     }
 
     fn fail(&mut self, id: RequestId, error: EngineError) {
+        self.forget_drafts(id);
         let state = self.scheduler.remove(id).map(|active| active.state);
         if let Some(job) = self.jobs.remove(&id) {
             job.fail(state, error);
@@ -351,17 +386,30 @@ impl Server {
 }
 
 /// State of a request other than its tokens and blocks.
-struct RequestJob {
+pub(crate) struct RequestJob {
     held: Option<HeldSequence>,
-    request: Request,
-    row: SamplingRow,
-    channel: Arc<Channel>,
-    /// Duration of the prompt's steps.
-    prefill: Duration,
-    n_chosen: usize,
+    pub(crate) request: Request,
+    pub(crate) row: SamplingRow,
+    /// Its text, if that follows a grammar.
+    pub(crate) text: Option<ConstrainedText>,
+    pub(crate) channel: Arc<Channel>,
+    /// Duration of the work before its next token: the prompt's steps, or a draft model's.
+    pub(crate) prefill: Duration,
+    pub(crate) n_chosen: usize,
+    /// Its guesses, if it speculates.
+    pub(crate) speculator: Option<Speculator>,
 }
 
 impl RequestJob {
+    /// Why the request ends before anything is evaluated.
+    fn ends_at_once(&self) -> Option<FinishReason> {
+        let is_complete = self.n_chosen == 0 && self.text.as_ref().is_some_and(ConstrainedText::is_complete);
+        match () {
+            () if self.request.max_tokens == 0 => Some(FinishReason::MaxTokens),
+            () => is_complete.then_some(FinishReason::Complete),
+        }
+    }
+
     /// Delivers the progress of a prompt and returns the consumer's demand.
     fn evaluated(&mut self, n_done: usize, took: Duration) -> Demand {
         self.prefill += took;
@@ -381,6 +429,9 @@ impl RequestJob {
         state: &SequenceState,
     ) -> (Demand, Option<FinishReason>) {
         self.n_chosen += 1;
+        if let Some(speculator) = &mut self.speculator {
+            speculator.decoded();
+        }
         let took = took + std::mem::take(&mut self.prefill);
         let finish = if self.request.end.contains(&chosen.token) {
             Some(FinishReason::EndToken)
@@ -394,6 +445,45 @@ impl RequestJob {
         };
         let event = TokenEvent::Token { token: chosen.token, logprob: chosen.logprob, top, took };
         (self.channel.push(Ok(event)), finish)
+    }
+
+    /// Has the text follow the token that was just chosen: appends and delivers the tokens that the grammar forces after
+    /// it, and prepares the next choice. Returns what changes for the request. A complete text ends it, also at its last
+    /// token.
+    fn follow(
+        &mut self,
+        active: &mut ActiveRequest,
+        finish: Option<FinishReason>,
+        n_vocab: usize,
+    ) -> Result<Option<(Demand, Option<FinishReason>)>, EngineError> {
+        let (Some(text), Some(&chosen)) = (&mut self.text, active.tokens.last()) else { return Ok(None) };
+        if finish == Some(FinishReason::EndToken) {
+            return Ok(None);
+        }
+        text.accept(chosen)?;
+        let n_left = match finish {
+            Some(_) => 0,
+            // Each of them needs a position.
+            None => (self.request.max_tokens - self.n_chosen)
+                .min(active.state.context.saturating_sub(active.tokens.len())),
+        };
+        let forced = text.force(n_left, &self.request.end)?;
+        let is_open =
+            text.prepare(&mut self.row, &self.request.end, active.tokens.len() + forced.len(), n_vocab)?;
+        let (mut demand, mut finish) = (None, finish);
+        for token in forced {
+            active.tokens.push(token);
+            self.n_chosen += 1;
+            let event = TokenEvent::Token { token, logprob: 0.0, top: Vec::new(), took: Duration::ZERO };
+            demand = Some(self.channel.push(Ok(event)));
+        }
+        if finish.is_none() && self.n_chosen >= self.request.max_tokens {
+            finish = Some(FinishReason::MaxTokens);
+        }
+        if !is_open {
+            finish = Some(FinishReason::Complete);
+        }
+        Ok(Some((demand.unwrap_or_else(|| self.channel.demand()), finish)))
     }
 
     /// Returns the sequence to its owner, and the channel for the last event.

@@ -18,6 +18,8 @@ pub enum Want<'a> {
     },
     /// A choice of the next token.
     Sample(&'a SamplingRow),
+    /// A choice after each of the tokens: the first is the sequence's newest one, the others are guesses.
+    Verify(&'a [SamplingRow]),
 }
 
 /// Tokens of one sequence in a step.
@@ -38,7 +40,16 @@ pub struct StepRequest<'a> {
 
 impl StepRequest<'_> {
     pub(crate) fn chooses(&self) -> bool {
-        matches!(self.want, Want::Sample(_))
+        !self.sampled().is_empty()
+    }
+
+    /// How tokens are chosen after its last rows.
+    pub(crate) fn sampled(&self) -> &[SamplingRow] {
+        match self.want {
+            Want::Nothing | Want::Logits { .. } => &[],
+            Want::Sample(row) => std::slice::from_ref(row),
+            Want::Verify(rows) => rows,
+        }
     }
 
     /// Position of the last token.
@@ -50,6 +61,7 @@ impl StepRequest<'_> {
 /// Kind of a step over these requests.
 pub fn step_kind(requests: &[StepRequest<'_>]) -> StepKind {
     match requests {
+        _ if requests.iter().any(|r| matches!(r.want, Want::Verify(_))) => StepKind::Verify,
         _ if requests.iter().all(|r| r.tokens.len() == 1 && r.chooses()) => StepKind::Decode,
         [_] => StepKind::Prompt,
         _ => StepKind::Mixed,
@@ -61,11 +73,11 @@ pub(crate) fn bucket(buckets: &[usize], n_tokens: usize) -> usize {
     buckets.iter().copied().find(|&b| b >= n_tokens).unwrap_or(n_tokens)
 }
 
-pub(crate) fn sample_head(n_history: usize, n_top: usize) -> Head {
+pub(crate) fn sample_head(n_history: usize, n_top: usize, masked: bool) -> Head {
     // One list of top tokens serves all rows that need one.
     let n_top = if n_top > 0 { MAX_TOP } else { 0 };
     let n_history = history_capacity(n_history);
-    Head::Sample(SampleHead { n_history, n_bias: MAX_BIAS, masked: false, n_top })
+    Head::Sample(SampleHead { n_history, n_bias: MAX_BIAS, masked, n_top })
 }
 
 /// Capacity of a history of `n_tokens` tokens, rounded up to a few sizes so that few plans are needed.
@@ -80,6 +92,15 @@ pub(crate) fn history_capacity(n_tokens: usize) -> usize {
 /// Mixed steps are padded to multiples of this if the backend has no buckets: few sizes, little padding.
 const MIXED_GRAIN: usize = 16;
 
+/// Rows of a verify step over `n_tokens` tokens. The number of guesses varies from step to step, so a backend with
+/// buckets gets powers of two only.
+pub(crate) fn verify_rows(n_tokens: usize, row_buckets: &[usize]) -> usize {
+    match row_buckets.last() {
+        Some(&most) => n_tokens.next_power_of_two().min(most).max(n_tokens),
+        None => n_tokens,
+    }
+}
+
 /// Specification of the step for these requests, padded to the backend's buckets.
 ///
 /// Decode steps have buckets of their own. Mixed steps of a backend with buckets use those for both tokens
@@ -87,17 +108,22 @@ const MIXED_GRAIN: usize = 16;
 pub(crate) fn spec(requests: &[StepRequest<'_>], buckets: &[usize], row_buckets: &[usize]) -> StepSpec {
     let n_tokens = requests.iter().map(|r| r.tokens.len()).sum();
     let choosing = |of: fn(&SamplingRow) -> usize| {
-        let rows = requests.iter().map(|r| if let Want::Sample(row) = r.want { of(row) } else { 0 });
-        rows.max().unwrap_or(0)
+        requests.iter().flat_map(StepRequest::sampled).map(of).max().unwrap_or(0)
     };
-    let head = sample_head(choosing(|row| row.history.len()), choosing(|row| row.n_top));
+    let is_masked = choosing(|row| row.mask.len()) > 0;
+    let head = sample_head(choosing(|row| row.history.len()), choosing(|row| row.n_top), is_masked);
     let kind = step_kind(requests);
     let shape = match requests {
+        _ if kind == StepKind::Verify => {
+            let n = verify_rows(n_tokens, row_buckets);
+            StepShape { kind, n_tokens: n, n_seqs: if requests.len() == 1 { 1 } else { n }, n_choices: n }
+        }
         [one] => {
             let (n_choices, head) = match one.want {
                 Want::Nothing => (0, Head::None),
                 Want::Logits { n_rows } => (n_rows, Head::Logits),
                 Want::Sample(_) => (1, head),
+                Want::Verify(_) => unreachable!("a verify step has its own shape"),
             };
             return StepSpec::of_one(bucket(buckets, n_tokens), n_choices, head);
         }
@@ -124,21 +150,22 @@ pub(crate) fn spec(requests: &[StepRequest<'_>], buckets: &[usize], row_buckets:
 /// Specification of a decode step with `n_rows` sequences and a history of `n_history` tokens each.
 pub(crate) fn decode_spec(n_rows: usize, n_history: usize) -> StepSpec {
     let shape = StepShape { kind: StepKind::Decode, n_tokens: n_rows, n_seqs: n_rows, n_choices: n_rows };
-    StepSpec { shape, head: sample_head(n_history, 0), act: DType::F32 }
+    StepSpec { shape, head: sample_head(n_history, 0, false), act: DType::F32 }
 }
 
-/// Row of the step's choices for each request that chooses, in order. If every row of the step has a choice,
-/// it is the row of the request's last token.
+/// Row of the step's choices for the first choice of each request that chooses, in order. If every row of the step
+/// has a choice, it is the row of the first token that is followed by one.
 pub(crate) fn choice_rows<'a>(
     inputs: &'a StepInputs,
     requests: &'a [StepRequest<'_>],
 ) -> impl Iterator<Item = usize> + 'a {
-    let ends = requests.iter().scan(0, |end, request| {
+    let ends = requests.iter().scan((0, 0), |(end, n_choices), request| {
         *end += request.tokens.len();
-        Some((request, *end))
+        *n_choices += request.sampled().len();
+        Some((request.sampled().len(), *end, *n_choices))
     });
-    let choosing = ends.filter(|(request, _)| request.chooses()).enumerate();
-    choosing.map(|(idx, (_, end))| if inputs.rows.is_some() { idx } else { end - 1 })
+    let choosing = ends.filter(|(n, ..)| *n > 0);
+    choosing.map(|(n, end, n_choices)| if inputs.rows.is_some() { n_choices - n } else { end - n })
 }
 
 /// Fills the control block with the requests, one per sequence.
@@ -171,16 +198,18 @@ pub(crate) fn fill(
                 Want::Nothing => 0,
                 Want::Logits { n_rows } => n_rows.min(r.tokens.len()),
                 Want::Sample(_) => 1,
+                Want::Verify(rows) => rows.len(),
             };
             (end - n_rows..end).map(|row| row as i32)
         });
         filler.padded(rows, wanted)?;
     }
     if let Some(sampling) = &inputs.sampling {
-        let choosing =
-            requests.iter().filter_map(|r| if let Want::Sample(row) = r.want { Some(row) } else { None });
-        for (at, row) in choice_rows(inputs, requests).zip(choosing) {
-            fill_sampling(&mut filler, sampling, at, row)?;
+        let choosing = requests.iter().filter(|r| r.chooses());
+        for (first, request) in choice_rows(inputs, requests).zip(choosing) {
+            for (at, row) in (first..).zip(request.sampled()) {
+                fill_sampling(&mut filler, sampling, at, row)?;
+            }
         }
     }
     Ok(())
@@ -223,6 +252,11 @@ fn fill_sampling(
     filler.padded_row(sampling.history, at, &row.history)?;
     filler.row(sampling.bias_ids, at, &row.bias_ids)?;
     filler.row(sampling.bias, at, &row.bias)?;
+    match sampling.mask {
+        // A row without a mask in a step with masks: -1 sets every bit.
+        Some(mask) => filler.padded_row(mask, at, bytemuck::cast_slice(&row.mask))?,
+        None => filler,
+    };
     Ok(())
 }
 

@@ -219,6 +219,15 @@ impl Channel {
         lock(&self.state).demand()
     }
 
+    /// Tokens that may be pushed now.
+    pub(crate) fn n_free(&self) -> usize {
+        let state = lock(&self.state);
+        match state.pace {
+            Pace::Free => usize::MAX,
+            Pace::OnDemand { .. } => (state.n_requested + state.lead).saturating_sub(state.n_pushed),
+        }
+    }
+
     pub(crate) fn cancel(&self) {
         lock(&self.state).is_cancelled = true;
     }

@@ -32,12 +32,12 @@ impl TensorInfo {
         self.shape
     }
 
-    /// Offset of its bytes from the start of its file.
+    /// Offset of its bytes from the start of its file; of its codes if it is stored in parts.
     pub fn offset(&self) -> u64 {
         self.offset
     }
 
-    /// Size in bytes.
+    /// Size in bytes, once loaded.
     pub fn n_bytes(&self) -> u64 {
         self.n_bytes
     }

@@ -13,11 +13,12 @@
 //
 // Row i sees positions first .. positions[i]; first is 0 or the start of the window. A block has 64 rows of
 // one head. It walks over the positions that any of them sees, 64 at a time, once per sequence among its
-// rows: rows of many sequences give correct results, slowly.
+// rows. Where a tile of rows may have many sequences, they take turns: of several blocks for the same rows,
+// each walks for its share of the sequences and writes their rows.
 //
-// Launch       grid (n_heads, ceil(n / 64), D / OUT), block (128), shared as shared_bytes below; a warp has
-//              16 rows. A block computes OUT elements of each row, part blockIdx.z of them: the sums of 512
-//              do not fit in registers
+// Launch       grid (n_heads, ceil(n / 64), D / OUT * n_shares), block (128), shared as shared_bytes below; a
+//              warp has 16 rows. A block computes OUT elements of each row, part blockIdx.z % (D / OUT) of
+//              them: the sums of 512 do not fit in registers
 // Requires     head_dim a multiple of 8, at most D; caches and rows of q 16-byte aligned. A position whose
 //              block is out of range is not seen
 // Aliasing     none
@@ -35,6 +36,7 @@ struct Sizes {
     float scale;
     float softcap;    // 0: none
     u32 narrow_kind;  // 1: F16, 2: BF16
+    u32 n_shares;     // blocks that share the sequences of a tile
 };
 
 const u32 ROWS = 64, TILE = 64, THREADS = 128;
@@ -59,6 +61,8 @@ struct Shared {
     i32 last[ROWS], first[ROWS], seq[ROWS];  // last is negative for a row without a position
     u64 at[2][TILE];                         // cache offsets for this tile and the next; or NOWHERE
     u32 there[2][2];                         // one bit per position of a tile
+    i32 lead[ROWS];                          // the first row of this row's sequence; negative without a position
+    u32 leads[2];                            // one bit per row: whether it is the first of its sequence
 };
 
 // Each warp computes this for itself.
@@ -105,7 +109,7 @@ inline void flash(float* y, u16* narrow, const float* q, const T* k_cache, const
     DYNAMIC_SHARED(pool);
     u8 *queries = pool, *keys = pool + ROWS * STRIDE, *values = keys + TILE * STRIDE;
     Shared& sh = *(Shared*)(values + TILE * VALUE_STRIDE);
-    const u32 first_out = OUT < D ? blockIdx.z * OUT : 0;
+    const u32 PARTS = D / OUT, first_out = OUT < D ? blockIdx.z % PARTS * OUT : 0, share = blockIdx.z / PARTS;
 
     start();
     // The last rows see the most positions, so their blocks start first.
@@ -122,6 +126,21 @@ inline void flash(float* y, u16* narrow, const float* q, const T* k_cache, const
         sh.seq[threadIdx.x] = seq;
         sh.first[threadIdx.x] = s.window != 0 && position >= 0 && seen > s.window ? (i32)(seen - s.window) : 0;
     }
+    __syncthreads();
+    if (threadIdx.x < ROWS) {
+        u32 lead = threadIdx.x;
+        bool has_position = sh.last[threadIdx.x] >= 0;
+        for (u32 r = threadIdx.x; r-- > 0;) {
+            if (sh.last[r] >= 0 && sh.seq[r] == sh.seq[threadIdx.x]) lead = r;
+        }
+        u32 leads = __ballot_sync(0xffffffffu, has_position && lead == threadIdx.x);
+        if (lane == 0) sh.leads[warp] = leads;
+        sh.lead[threadIdx.x] = has_position ? (i32)lead : -1;
+    }
+    __syncthreads();
+    const u64 all_leads = (u64)sh.leads[1] << 32 | sh.leads[0];
+    // Rows without a position belong to the first share.
+    if (share > 0 && (u32)__popcll(all_leads) <= share) return;
     struct alignas(8) Four { u32 a, b; };
 #pragma unroll 8
     for (int j = 0; j < ROWS * (D / 4) / THREADS; j++) {
@@ -137,6 +156,7 @@ inline void flash(float* y, u16* narrow, const float* q, const T* k_cache, const
 
     // State of the lane's two rows, g and g + 8 of its warp.
     i32 row_last[2], row_first[2], row_seq[2];
+    bool row_mine[2];
     float max_score[2], sum[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -144,6 +164,9 @@ inline void flash(float* y, u16* narrow, const float* q, const T* k_cache, const
         row_last[h] = sh.last[r];
         row_first[h] = sh.first[r];
         row_seq[h] = sh.seq[r];
+        i32 lead = sh.lead[r];
+        u32 turn = lead < 0 ? 0 : (u32)__popcll(all_leads & (((u64)1 << lead) - 1));
+        row_mine[h] = turn % s.n_shares == share;
         max_score[h] = -inf_f32();
         sum[h] = 0.0f;
     }
@@ -196,12 +219,9 @@ inline void flash(float* y, u16* narrow, const float* q, const T* k_cache, const
     };
 
 #pragma unroll 1
-    for (u32 lead = 0; lead < ROWS; lead++) {
-        i32 seq = sh.seq[lead];
-        if (sh.last[lead] < 0) continue;
-        bool done = false;
-        for (u32 r = 0; r < lead && !done; r++) done = sh.last[r] >= 0 && sh.seq[r] == seq;
-        if (done) continue;
+    for (u64 leads = all_leads, turn = 0; leads != 0; leads &= leads - 1, turn++) {
+        if (turn % s.n_shares != share) continue;
+        i32 seq = sh.seq[__ffsll((long long)leads) - 1];
         Seen seen = seen_by_rows(sh, seq);
         const i32* table = tables + (u64)seq * s.max_blocks;
         u32 begin = (u32)seen.first / TILE * TILE, end = (u32)seen.last + 1, buffer = 0;
@@ -326,7 +346,7 @@ inline void flash(float* y, u16* narrow, const float* q, const T* k_cache, const
         if (sinks != nullptr) sum[h] += exp2_fast(sinks[head] * LOG2_E - max_score[h]);
         float inverse = 1.0f / sum[h];
         u32 row = first_row + 16 * warp + g + 8 * h;
-        if (row < s.n) {
+        if (row < s.n && row_mine[h]) {
             u64 at = ((u64)row * s.n_heads + head) * s.head_dim;
 #pragma unroll
             for (int d = 0; d < DT; d++) {

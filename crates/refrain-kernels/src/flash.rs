@@ -28,7 +28,11 @@ const HEAD_DIMS: [usize; 5] = [64, 96, 128, 256, 512];
 /// Maximum number of output columns per block.
 const MAX_OUT: usize = 256;
 /// Bytes of the structure that follows the tiles in shared memory.
-const SHARED: usize = 1808;
+const SHARED: usize = 2072;
+/// Maximum number of blocks that share the sequences of a tile.
+const MAX_SHARES: usize = 16;
+/// Blocks of a launch, beyond which sharing gains nothing: many of them find no sequence to walk for.
+const MANY_BLOCKS: usize = 4096;
 
 /// Kernel parameters.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -49,6 +53,8 @@ struct FlashSizes {
     softcap: f32,
     /// 16-bit output: 1 for F16, 2 for BF16, 0 for none.
     narrow: u32,
+    /// Blocks that share the sequences of a tile of rows.
+    n_shares: u32,
 }
 
 fn shared_bytes(size: usize) -> u32 {
@@ -110,6 +116,9 @@ impl Kernels {
         let (q, rows) = aligned(&case, "q", &a.q, a.n.saturating_mul(a.n_heads), a.head_dim)?;
         let window =
             a.attention.window.map_or(Ok(0), |w| case.u32("window", w.clamp(1, i32::MAX as usize)))?;
+        let parts = size.div_ceil(MAX_OUT);
+        let n_unshared = (a.n_heads * n_tiles * parts).max(1);
+        let n_shares = (MANY_BLOCKS / n_unshared).clamp(1, MAX_SHARES.min(a.n_seqs.max(1))) as u32;
         let sizes = FlashSizes {
             n_heads: a.n_heads as u32,
             n_kv_heads: a.n_kv_heads as u32,
@@ -123,12 +132,16 @@ impl Kernels {
             scale: a.attention.scale,
             softcap: a.attention.softcap.unwrap_or(0.0),
             narrow: narrow.map_or(0, |n| if n.dtype == DType::F16 { 1 } else { 2 }),
+            n_shares,
         };
         let n_values = [a.n, a.n_heads, a.head_dim].iter().try_fold(1_usize, |x, &y| x.checked_mul(y));
         let bytes_of = |size: usize| n_values.and_then(|n| n.checked_mul(size));
-        let parts = size.div_ceil(MAX_OUT) as u32;
         let mut launch = self
-            .launch(&name(size, a.cache_dtype), [a.n_heads as u32, n_tiles as u32, parts], BLOCK)?
+            .launch(
+                &name(size, a.cache_dtype),
+                [a.n_heads as u32, n_tiles as u32, parts as u32 * n_shares],
+                BLOCK,
+            )?
             .step(a.step)
             .shared(shared_bytes(size));
         launch = match narrow {

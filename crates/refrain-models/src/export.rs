@@ -5,12 +5,13 @@
 //! adjacent; folders store them half a head apart.
 
 use crate::error::ModelError;
+use crate::export_hf::HfTensor;
 use crate::export_recurrent::RecurrentTensor;
 use crate::model::Model;
 use crate::rope::inverse_frequencies;
 use refrain_formats::gguf::{Gguf, GgufWriter};
 use refrain_formats::hf::{NewTensor, write_safetensors, write_whole};
-use refrain_formats::params::{Arch, LayerAttention, RopePairing, RopeScaling};
+use refrain_formats::params::{Arch, LayerAttention, RopePairing, RopeScaling, VHeads};
 use refrain_formats::tokenizer::VocabSpec;
 use refrain_graph::WeightId;
 use refrain_tensor::{DType, HostTensor, Shape, quant};
@@ -18,16 +19,16 @@ use std::path::Path;
 
 /// Output format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Form {
+pub(crate) enum Form {
     Hf,
     Gguf,
 }
 
 /// A tensor of a file: the rows of one or more weights.
-#[derive(Debug)]
-struct FileTensor {
-    name: String,
-    parts: Vec<WeightId>,
+#[derive(Clone, Debug)]
+pub(crate) struct FileTensor {
+    pub(crate) name: String,
+    pub(crate) parts: Vec<WeightId>,
 }
 
 /// The contents of a GGUF file, except the values of its tensors.
@@ -57,6 +58,9 @@ enum GgufSource {
     Recurrent(RecurrentTensor),
     Table(Vec<f32>),
 }
+
+/// The divisor of a pair that does not rotate, which should be infinite.
+const UNROTATED: f32 = 1e30;
 
 /// Small matrices that llama.cpp reads as F32 only.
 fn is_f32_in_gguf(name: &str) -> bool {
@@ -95,18 +99,20 @@ impl Model {
     /// Writes `config.json` and `model.safetensors` into an existing folder. An adapter is merged into the
     /// weights.
     pub fn write_hf(&self, folder: &Path, dtype: DType) -> Result<(), ModelError> {
-        if self.config().rope.has_freq_factors {
-            return Err(ModelError::FreqFactors);
+        let mut config = self.config().clone();
+        if config.rope.has_freq_factors {
+            let share = self.proportional_share().ok_or(ModelError::FreqFactors)?;
+            config.rope.scaling = RopeScaling::Proportional { share, factor: 1.0 };
+            config.rope.has_freq_factors = false;
         }
-        let config = self.config().to_hf_json(dtype)?;
-        let files = self.file_tensors(Form::Hf);
-        let tensor =
-            |file: &FileTensor| NewTensor { name: file.name.clone(), dtype, shape: self.shape_of(file) };
+        let config = config.to_hf_json(dtype)?;
+        let files = self.hf_tensors();
+        let tensor = |file: &HfTensor| NewTensor { name: file.name.clone(), dtype, shape: file.shape };
         let tensors: Vec<NewTensor> = files.iter().map(tensor).collect();
         let path = folder.join("model.safetensors");
         write_safetensors(&path, &tensors, &[], |idx| {
             let file = &files[idx];
-            encode(&file.name, dtype, &self.values_of(file, Form::Hf)?)
+            encode(&file.name, dtype, &self.hf_values(file)?)
         })?;
         // Written last: a folder with a configuration counts as a complete model.
         Ok(write_whole(&folder.join("config.json"), format!("{config:#}\n").as_bytes())?)
@@ -180,12 +186,12 @@ impl Model {
         match &tensor.source {
             GgufSource::Table(values) => Ok(values.clone()),
             GgufSource::Weights(file) => self.values_of(file, Form::Gguf),
-            GgufSource::Recurrent(recurrent) => self.recurrent_values(recurrent),
+            GgufSource::Recurrent(recurrent) => self.recurrent_values(recurrent, VHeads::Tiled),
         }
     }
 
     /// The tensors in the model's files, in the order of its weights.
-    fn file_tensors(&self, form: Form) -> Vec<FileTensor> {
+    pub(crate) fn file_tensors(&self, form: Form) -> Vec<FileTensor> {
         let is_file = |idx: &usize| !self.is_derived(*idx) && !self.is_of_adapter(*idx);
         let mut files = Vec::new();
         for id in (0..self.weights().len()).filter(is_file).map(WeightId::from_idx) {
@@ -207,7 +213,7 @@ impl Model {
     }
 
     /// Shape of the concatenated parts.
-    fn shape_of(&self, file: &FileTensor) -> Shape {
+    pub(crate) fn shape_of(&self, file: &FileTensor) -> Shape {
         let shape = |id: &WeightId| self.weights()[id.idx()].ty.shape;
         match file.parts.as_slice() {
             [one] => shape(one),
@@ -218,7 +224,7 @@ impl Model {
         }
     }
 
-    fn values_of(&self, file: &FileTensor, form: Form) -> Result<Vec<f32>, ModelError> {
+    pub(crate) fn values_of(&self, file: &FileTensor, form: Form) -> Result<Vec<f32>, ModelError> {
         let parts = file.parts.iter().map(|&id| self.values_for(id, form)).collect::<Result<Vec<_>, _>>()?;
         Ok(parts.concat())
     }
@@ -236,7 +242,9 @@ impl Model {
             values.iter_mut().for_each(|v| *v *= (config.hidden as f32).sqrt());
         }
         let is_norm = weight.name.contains("norm");
-        let less_one = matches!(config.arch, Arch::Gemma2 | Arch::Gemma3);
+        // The norm inside a recurrent layer is an exception.
+        let less_one = matches!(config.arch, Arch::Gemma2 | Arch::Gemma3 | Arch::Qwen35)
+            && part != Some("ssm_norm.weight");
         if form == Form::Hf && less_one && is_norm {
             values.iter_mut().for_each(|v| *v -= 1.0);
         }
@@ -265,6 +273,16 @@ impl Model {
         long.into_iter().flatten().chain(usual).collect()
     }
 
+    /// The rotated share of a head, if a file's table of divisors says only which pairs rotate. GGUF files of Gemma 4 have
+    /// such a table.
+    fn proportional_share(&self) -> Option<f32> {
+        let divisors = self.usual_divisors().filter(|_| self.config().arch == Arch::Gemma4)?;
+        let n_rotated = divisors.iter().take_while(|&&divisor| (divisor - 1.0).abs() < 1e-6).count();
+        // Computed from frequencies, and so not exact.
+        let is_share = divisors[n_rotated..].iter().all(|&divisor| divisor >= 0.5 * UNROTATED);
+        is_share.then(|| n_rotated as f32 / divisors.len() as f32)
+    }
+
     /// The divisor table of full-attention layers.
     fn usual_divisors(&self) -> Option<Vec<f32>> {
         let config = self.config();
@@ -281,8 +299,7 @@ impl Model {
         }
         let scaled = self.tensors()[id.idx()].to_f32().ok()?;
         let plain = inverse_frequencies(rope.theta, rope.dims, RopeScaling::None, None);
-        // A pair that does not rotate has an infinite divisor; files store 1e30 instead.
-        let divisor = |(plain, scaled): (f32, f32)| if scaled == 0.0 { 1e30 } else { plain / scaled };
+        let divisor = |(plain, scaled): (f32, f32)| if scaled == 0.0 { UNROTATED } else { plain / scaled };
         Some(plain.into_iter().zip(scaled).map(divisor).collect())
     }
 }

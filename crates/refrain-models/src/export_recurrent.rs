@@ -1,5 +1,5 @@
-//! GGUF tensors of recurrent layers. A step keeps their weights in other layouts than files: small maps stacked, filters
-//! by lag, gates apart from queries. Files also order value heads in tiles.
+//! File tensors of recurrent layers. A step keeps their weights in other layouts than files: small maps stacked, filters
+//! by lag, gates apart from queries. GGUF files also order value heads in tiles, and folders store the logarithm of decays.
 
 use crate::error::ModelError;
 use crate::model::Model;
@@ -72,12 +72,23 @@ impl Model {
                 RecurrentLayers::DeltaNet(_),
                 "attn_qkv.weight" | "attn_gate.weight" | "ssm_a" | "ssm_dt.bias" | "ssm_out.weight",
             ) => Some(vec![tensor(part, dims, vec![id], RecurrentForm::Plain)]),
+            // A mixture of one expert.
+            (_, "ffn_gate_shexp.weight" | "ffn_up_shexp.weight" | "ffn_down_shexp.weight") => {
+                Some(vec![tensor(part, &dims[1..], vec![id], RecurrentForm::Plain)])
+            }
+            (_, "ffn_gate_inp_shexp.weight") => {
+                Some(vec![tensor(part, &dims[1..], vec![id], RecurrentForm::Plain)])
+            }
             _ => None,
         }
     }
 
-    /// The values of a tensor of [`Model::recurrent_tensors`].
-    pub(crate) fn recurrent_values(&self, tensor: &RecurrentTensor) -> Result<Vec<f32>, ModelError> {
+    /// The values of a tensor of [`Model::recurrent_tensors`], with its value heads in an order.
+    pub(crate) fn recurrent_values(
+        &self,
+        tensor: &RecurrentTensor,
+        order: VHeads,
+    ) -> Result<Vec<f32>, ModelError> {
         let values = |id: WeightId| {
             let wrap = |source| ModelError::Tensor { name: tensor.name.clone(), source };
             self.tensors()[id.idx()].to_f32().map_err(wrap)
@@ -98,39 +109,59 @@ impl Model {
             }
         };
         if let Some(RecurrentLayers::DeltaNet(sizes)) = self.config().recurrent
-            && sizes.v_heads == VHeads::Grouped
+            && sizes.v_heads != order
         {
             let part = tensor.name.split('.').nth(2).unwrap_or_default();
-            tile_heads(part, &sizes, n_cols, &mut values);
+            reorder_heads(part, &sizes, order, n_cols, &mut values);
         }
         Ok(values)
     }
 }
 
-/// Orders the value heads of a tensor in tiles.
-fn tile_heads(part: &str, sizes: &DeltaNetSizes, n_cols: usize, values: &mut [f32]) {
+/// Brings the value heads of a tensor into another order.
+fn reorder_heads(part: &str, sizes: &DeltaNetSizes, order: VHeads, n_cols: usize, values: &mut [f32]) {
     let DeltaNetSizes { n_key_heads, n_heads, key_dim, value_dim, .. } = *sizes;
     let keys = 2 * n_key_heads * key_dim;
+    let each = n_heads / n_key_heads;
+    // Grouped by key head, or in tiles: the first of every key head, then the second of every one. The way back is the
+    // way of a table with as many columns as this one has rows.
+    let n_tiled = match order {
+        VHeads::Tiled => n_key_heads,
+        VHeads::Grouped => each,
+    };
+    let move_heads = |values: &mut [f32], head_len| interleave(values, n_tiled, n_heads, head_len);
     match part {
-        "attn_qkv" | "ssm_conv1d" => {
-            tile(&mut values[keys * n_cols..], n_key_heads, n_heads, value_dim * n_cols)
-        }
-        "attn_gate" => tile(values, n_key_heads, n_heads, value_dim * n_cols),
-        "ssm_alpha" | "ssm_beta" => tile(values, n_key_heads, n_heads, n_cols),
-        "ssm_a" | "ssm_dt" => tile(values, n_key_heads, n_heads, 1),
-        "ssm_out" => {
-            values.chunks_exact_mut(n_cols).for_each(|row| tile(row, n_key_heads, n_heads, value_dim))
-        }
+        "attn_qkv" | "ssm_conv1d" => move_heads(&mut values[keys * n_cols..], value_dim * n_cols),
+        "attn_gate" => move_heads(values, value_dim * n_cols),
+        "ssm_alpha" | "ssm_beta" => move_heads(values, n_cols),
+        "ssm_a" | "ssm_dt" => move_heads(values, 1),
+        "ssm_out" => values.chunks_exact_mut(n_cols).for_each(|row| move_heads(row, value_dim)),
         _ => {}
     }
 }
 
-/// From heads grouped by key head to tiles: the first of every key head, then the second of every one.
-fn tile(values: &mut [f32], n_key_heads: usize, n_heads: usize, head_len: usize) {
+/// From `n` groups of heads one after the other to the first head of every group, then the second of every one.
+fn interleave(values: &mut [f32], n: usize, n_heads: usize, head_len: usize) {
     let grouped = values.to_vec();
-    let each = n_heads / n_key_heads;
+    let each = n_heads / n;
     for (to, head) in values.chunks_exact_mut(head_len).enumerate().take(n_heads) {
-        let from = to % n_key_heads * each + to / n_key_heads;
+        let from = to % n * each + to / n;
         head.copy_from_slice(&grouped[from * head_len..][..head_len]);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::interleave;
+
+    #[test]
+    fn heads_in_tiles_are_grouped_again_by_the_other_number() {
+        let grouped: Vec<f32> = (0..12).map(|v| v as f32).collect();
+        let mut values = grouped.clone();
+        // Six heads of two, grouped by two key heads.
+        interleave(&mut values, 2, 6, 2);
+        assert_eq!(values, [0., 1., 6., 7., 2., 3., 8., 9., 4., 5., 10., 11.]);
+        interleave(&mut values, 3, 6, 2);
+        assert_eq!(values, grouped);
     }
 }

@@ -14,6 +14,9 @@ use refrain_graph::{ExpertActivation, ExpertGate, Route, RouteScore};
 pub(crate) const NAMES: HfNames =
     &[("post_attention_norm", "post_attention_layernorm"), ("ffn_gate_inp", "mlp.router")];
 
+/// No folder has such a tensor: their joint one alternates rows.
+const JOINED_IN_GGUF: &str = "mlp.experts.gate_up_exps";
+
 /// `swiglu_alpha` and `swiglu_limit` of the published models; reading the configuration refuses others.
 const ACTIVATION: ExpertActivation = ExpertActivation::ClampedSilu { alpha: 1.702, limit: 7.0 };
 
@@ -38,24 +41,33 @@ fn experts(w: &mut WeightTable<'_>, layer: usize) -> Result<FeedForward, ModelEr
     let router = w.matrix(layer, "ffn_gate_inp", [n_experts, hidden])?;
     let router_bias = w.scaled_vector(layer, ["ffn_gate_inp.bias", "mlp.router.bias"], n_experts, 1.0)?;
     let part = |name, hf_name, of: [usize; 2], rows| ExpertPart { name, hf_name, of, rows };
-    let parts = [
+    let mut parts = vec![
         part("ffn_gate_exps", "gate_up_proj", [0, 2], [ffn, hidden]),
         part("ffn_up_exps", "gate_up_proj", [1, 2], [ffn, hidden]),
         part("ffn_down_exps", "down_proj", [0, 1], [hidden, ffn]),
     ];
-    let mut weights = Vec::with_capacity(parts.len());
-    let mut biases = Vec::with_capacity(parts.len());
+    // GGUF files may have the rows of the gate, then those of up, in one tensor.
+    let names = ["ffn_gate_up_exps.weight", JOINED_IN_GGUF];
+    let joined = w.optional_in_layer(layer, names, &[n_experts, 2 * ffn, hidden])?;
+    let (mut weights, mut biases) = (Vec::new(), Vec::new());
+    if let Some(joined) = joined {
+        let names = ["ffn_gate_up_exps.bias", JOINED_IN_GGUF];
+        weights.push(joined);
+        biases.push(w.expert_vectors(layer, names, [n_experts, 2 * ffn])?);
+        parts.drain(..2);
+    }
     for part in &parts {
         weights.push(w.part_of_experts(layer, n_experts, part)?);
         biases.push(w.bias_of_experts(layer, n_experts, part)?);
     }
-    let (gate_up, down) = (weights[..2].to_vec(), weights[2]);
+    let down = weights.split_off(weights.len() - 1)[0];
+    let gate_up = weights;
     Ok(FeedForward::Experts(Mixture {
         router,
         router_bias: Some(router_bias),
         route: Route { score: RouteScore::SoftmaxOfChosen, renormalise: false, ..Mixture::route(experts) },
         scales: None,
-        gate: ExpertGate { activation: ACTIVATION, joined: false, biased: true },
+        gate: ExpertGate { activation: ACTIVATION, joined: joined.is_some(), biased: true },
         gate_up,
         down,
         biases,

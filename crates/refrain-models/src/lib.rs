@@ -18,7 +18,8 @@ mod adapter; // LoRA adapters
 mod rope; // rotary embedding frequencies
 mod init; // initial weights for training
 mod export; // writing model files
-mod export_recurrent; // GGUF tensors of recurrent layers
+mod export_hf; // tensors of folders
+mod export_recurrent; // tensors of recurrent layers
 mod shapes; // well-known shapes with random weights
 mod error;
 

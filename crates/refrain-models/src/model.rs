@@ -2,7 +2,7 @@
 
 use crate::adapter::{Attached, LinearSite};
 use crate::error::ModelError;
-use crate::layers::Decoder;
+use crate::layers::{Decoder, Mixture};
 use crate::state::{LayerState, StateTable};
 use crate::step::{GlobalWeights, StepBuilder};
 use crate::weights::{HfNames, TensorSource, WeightTable};
@@ -109,7 +109,7 @@ fn architecture(arch: Arch) -> (HfNames, Declare) {
         Arch::Cohere2 => (cohere2::NAMES, cohere2::declare),
         Arch::Gemma2 | Arch::Gemma3 => (gemma3::NAMES, gemma3::declare),
         Arch::Gemma4 => (gemma4::NAMES, gemma4::declare),
-        Arch::Qwen35 => (qwen35::NAMES, qwen35::declare),
+        Arch::Qwen35 | Arch::Qwen35Moe => (qwen35::NAMES, qwen35::declare),
         Arch::Lfm2 => (lfm2::NAMES, lfm2::declare),
         Arch::GptOss => (gpt_oss::NAMES, gpt_oss::declare),
         Arch::Bert => (bert::NAMES, bert::declare),
@@ -149,6 +149,16 @@ impl Model {
     /// be on the device.
     pub fn token_table(&self) -> Option<WeightId> {
         self.decoder.token_table()
+    }
+
+    /// The matrices of experts that routers choose from, of which a token reads few; they need not be on the device.
+    pub fn expert_matrices(&self) -> Vec<WeightId> {
+        self.decoder
+            .blocks
+            .iter()
+            .filter_map(|block| block.ffn.routed())
+            .flat_map(Mixture::matrices)
+            .collect()
     }
 
     /// Returns the same model, with steps that first gather the rows of [`Model::token_table`] on the host.

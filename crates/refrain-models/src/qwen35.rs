@@ -1,6 +1,7 @@
-//! Qwen 3.5 and 3.6, the text part of the dense models: three of four layers are gated DeltaNets; the others
+//! Qwen 3.5 and 3.6, the text part: three of four layers are gated DeltaNets; the others
 //! are attention with an output gate, rotating a quarter of each head. Layers are pre-norm with SwiGLU; the
-//! norm before the feed-forward part is named `post_attention_norm` in GGUF files too.
+//! norm before the feed-forward part is named `post_attention_norm` in GGUF files too. Models with experts have one more that
+//! every token uses, weighted by the sigmoid of a gate.
 
 use crate::error::ModelError;
 use crate::layers::{AttentionLayer, Decoder, DecoderLayer, DeltaNet, FeedForward, Norms};
@@ -27,7 +28,7 @@ pub(crate) fn declare(w: &mut WeightTable<'_>) -> Result<Decoder, ModelError> {
             _ => AttentionLayer::gated(w, layer)?,
         };
         let before_ffn = Some(w.norm(layer, "post_attention_norm", hidden)?);
-        let ffn = FeedForward::gated(w, layer)?;
+        let ffn = FeedForward::of_config(w, layer)?;
         let norms = Norms { before_mixer, before_ffn, ..Norms::default() };
         Ok(DecoderLayer { norms, parallel: false, mixer, ffn, input: None, output_scale: 1.0 })
     })

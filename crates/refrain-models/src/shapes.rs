@@ -112,7 +112,7 @@ const fn gpt_oss(name: &'static str, n_layers: usize, n_experts: usize) -> Named
 
 const MOE_26B: Gemma4Shape = Gemma4Shape { global_heads: [2, 512], shared_ffn: 2_112, ..DENSE_31B };
 
-/// The same for all models up to 9B: heads of 128 elements, two per key head.
+/// The same for all models up to 9B and for 35B-A3B: heads of 128 elements, two per key head.
 const QWEN35_9B: DeltaNetSizes = DeltaNetSizes {
     n_key_heads: 16,
     n_heads: 32,
@@ -122,6 +122,11 @@ const QWEN35_9B: DeltaNetSizes = DeltaNetSizes {
     v_heads: VHeads::Tiled,
     decay_is_log: false,
 };
+const QWEN36_35B: NamedShape =
+    shape("qwen3.6-35b-a3b", Arch::Qwen35Moe, [248_320, 2_048, 512, 40], [16, 2, 256])
+        .with_experts([256, 8, 512])
+        .with_shared_expert(512)
+        .with_untied_head();
 
 const LLAMA31_8B_SIZES: [usize; 4] = [128_256, 4_096, 14_336, 32];
 /// Its output head is untied; the tied shape is for comparison with measurements recorded without that
@@ -130,7 +135,7 @@ const LLAMA31_8B: NamedShape =
     shape("llama-3.1-8b", Arch::Llama, LLAMA31_8B_SIZES, [32, 8, 128]).with_untied_head();
 
 /// All shapes, from smallest to largest.
-pub const SHAPES: [NamedShape; 20] = [
+pub const SHAPES: [NamedShape; 21] = [
     shape("llama-1m", Arch::Llama, [2_048, 128, 384, 4], [4, 4, 32]),
     shape("llama-10m", Arch::Llama, [8_192, 320, 896, 6], [5, 5, 64]),
     shape("llama-110m", Arch::Llama, [32_768, 768, 2_048, 12], [12, 12, 64]),
@@ -150,6 +155,7 @@ pub const SHAPES: [NamedShape; 20] = [
     gpt_oss("gpt-oss-20b", 24, 32),
     qwen3_moe("qwen3-30b-a3b", [151_936, 2_048, 6_144, 48], [32, 4, 128], [128, 8, 768]),
     gemma4("gemma4-26b-a4b", [2_816, 2_112, 30], [16, 8], MOE_26B).with_experts([128, 8, 704]),
+    QWEN36_35B,
     gemma4("gemma4-31b", [5_376, 21_504, 60], [32, 16], DENSE_31B),
 ];
 
@@ -167,7 +173,15 @@ impl NamedShape {
     /// The same with experts: their number, the number per token, and their feed-forward size.
     #[must_use]
     pub const fn with_experts(self, [n_experts, n_choices, ffn]: [usize; 3]) -> NamedShape {
-        NamedShape { experts: Some(Experts { n_experts, n_choices, ffn, renormalise: true }), ..self }
+        let experts = Experts { n_experts, n_choices, ffn, renormalise: true, shared_ffn: None };
+        NamedShape { experts: Some(experts), ..self }
+    }
+
+    /// The same with an expert that every token uses, of this feed-forward size.
+    #[must_use]
+    pub const fn with_shared_expert(self, ffn: usize) -> NamedShape {
+        let Some(experts) = self.experts else { return self };
+        NamedShape { experts: Some(Experts { shared_ffn: Some(ffn), ..experts }), ..self }
     }
 
     /// The same with an untied output head.
@@ -191,7 +205,7 @@ impl NamedShape {
             // Whole pairs: three quarters of a head, and half of a head.
             Arch::Phi3 => self.head_dim * 3 / 8 * 2,
             Arch::Glm4 => self.head_dim / 4 * 2,
-            Arch::Qwen35 => self.head_dim / 4,
+            Arch::Qwen35 | Arch::Qwen35Moe => self.head_dim / 4,
             _ => global_dim,
         };
         let window = match arch {
@@ -260,7 +274,7 @@ impl NamedShape {
                 .map(|more| PerLayerEmbedding { n_vocab: self.n_vocab, dim: more.per_layer }),
             experts: self.experts,
             recurrent: match arch {
-                Arch::Qwen35 => Some(RecurrentLayers::DeltaNet(QWEN35_9B)),
+                Arch::Qwen35 | Arch::Qwen35Moe => Some(RecurrentLayers::DeltaNet(QWEN35_9B)),
                 Arch::Lfm2 => Some(RecurrentLayers::ShortConv { width: 3 }),
                 _ => None,
             },
@@ -280,7 +294,7 @@ impl NamedShape {
             let fuses = self.arch == Arch::Phi3;
             let has_dense = config.experts.is_none() || self.gemma4.is_some();
             let is_there = |part: &&&str| match part.strip_suffix(".weight").unwrap_or(part) {
-                "attn_qkv" => fuses || self.arch == Arch::Qwen35,
+                "attn_qkv" => fuses || self.arch.is_qwen35(),
                 "attn_q" => !fuses,
                 "attn_k" => has_kv && !fuses,
                 "attn_k_norm" => has_kv && config.qk_norm,
@@ -288,8 +302,11 @@ impl NamedShape {
                 "ffn_gate" => has_dense && !fuses_gate(self.arch),
                 "attn_q_norm" => config.qk_norm,
                 "attn_norm" => self.arch != Arch::Olmo2,
-                "ffn_norm" => !matches!(self.arch, Arch::Olmo2 | Arch::Cohere2 | Arch::Qwen35 | Arch::GptOss),
-                "post_attention_norm" if matches!(self.arch, Arch::Qwen35 | Arch::GptOss) => true,
+                "ffn_norm" => {
+                    let others = matches!(self.arch, Arch::Olmo2 | Arch::Cohere2 | Arch::GptOss);
+                    !others && !self.arch.is_qwen35()
+                }
+                "post_attention_norm" if self.arch == Arch::GptOss || self.arch.is_qwen35() => true,
                 "post_attention_norm" | "post_ffw_norm" => {
                     self.arch.is_gemma() || matches!(self.arch, Arch::Olmo2 | Arch::Glm4)
                 }
@@ -320,12 +337,12 @@ impl NamedShape {
             (Arch::Gemma4, more) => {
                 is_nth(layer, more.map_or(6, |more| more.period)) || layer + 1 == self.n_layers
             }
-            (Arch::Cohere2 | Arch::Qwen35, _) => is_nth(layer, 4),
+            (Arch::Cohere2 | Arch::Qwen35 | Arch::Qwen35Moe, _) => is_nth(layer, 4),
             (Arch::Lfm2, _) => is_nth(layer, 3),
             _ => true,
         };
         let other = match self.arch {
-            Arch::Qwen35 | Arch::Lfm2 => LayerAttention::Recurrent,
+            Arch::Qwen35 | Arch::Qwen35Moe | Arch::Lfm2 => LayerAttention::Recurrent,
             _ => LayerAttention::Sliding,
         };
         let kind = |layer| if is_full(layer) { LayerAttention::Full } else { other };
@@ -362,7 +379,11 @@ const GLOBAL_NAMES: [&str; 6] = [
 ];
 
 /// Layer tensors of all architectures.
-const LAYER_PARTS: [&str; 47] = [
+const LAYER_PARTS: [&str; 51] = [
+    "ffn_gate_inp_shexp.weight",
+    "ffn_gate_shexp.weight",
+    "ffn_up_shexp.weight",
+    "ffn_down_shexp.weight",
     "ffn_gate_up_exps.weight",
     "ffn_gate_inp.scale",
     "ffn_down_exps.scale",
@@ -521,6 +542,11 @@ pub(crate) fn tensor_dims(c: &ModelConfig, gguf_name: &str) -> Option<Vec<usize>
             let Experts { n_experts, ffn, .. } = c.experts?;
             vec![n_experts, ffn, c.hidden]
         }
+        ("ffn_gate_inp_shexp.weight", _) => c.experts?.shared_ffn.map(|_| vec![c.hidden])?,
+        ("ffn_gate_shexp.weight" | "ffn_up_shexp.weight", _) => vec![c.experts?.shared_ffn?, c.hidden],
+        ("ffn_down_shexp.weight", _) => vec![c.hidden, c.experts?.shared_ffn?],
+        // A layout of folders, which random models do not have.
+        ("ffn_gate_up_exps.weight", _) if c.arch != Arch::Gemma4 => return None,
         ("ffn_gate_up_exps.weight", _) => {
             let Experts { n_experts, ffn, .. } = c.experts?;
             vec![n_experts, 2 * ffn, c.hidden]
@@ -709,11 +735,13 @@ mod tests {
             "qwen3-30b-a3b",
             "gemma4-26b-a4b",
             "gpt-oss-20b",
+            "qwen3.6-35b-a3b",
         ];
         let named = named.map(|name| *NamedShape::find(name).unwrap());
         // Gemma 4 and models with experts only have shapes with their additional sizes, and encoders have none.
         let others = Arch::ALL.into_iter().filter(|arch| {
-            !matches!(arch, Arch::Gemma4 | Arch::Qwen3Moe | Arch::GptOss) && !arch.is_encoder()
+            !matches!(arch, Arch::Gemma4 | Arch::Qwen3Moe | Arch::Qwen35Moe | Arch::GptOss)
+                && !arch.is_encoder()
         });
         let others = others.map(|arch| NamedShape::new(arch.name(), arch, [64, 64, 128, 8], [4, 2, 16]));
         for mut shape in named.into_iter().chain(others) {
@@ -729,6 +757,8 @@ mod tests {
         let of = |name| NamedShape::find(name).unwrap().n_parameters();
         assert_eq!(of("llama-3.1-8b"), [8_030_261_248, 0]);
         assert_eq!(of("llama-3.1-8b-tied"), [8_030_261_248 - 128_256 * 4_096, 0]);
+        let [total, _] = of("qwen3.6-35b-a3b");
+        assert!((34.5e9..35.0e9).contains(&(total as f64)), "{total}");
         let [others, table] = NamedShape::find("gemma4-e2b").unwrap().n_parameters();
         assert_eq!(table, 262_144 * 35 * 256);
         assert!((2.2e9..2.4e9).contains(&(others as f64)), "{others}");

@@ -6,7 +6,7 @@ use crate::layers::BiasedNorm;
 use refrain_formats::params::ModelConfig;
 use refrain_formats::{FormatError, ModelFiles};
 use refrain_graph::{TensorType, Weight, WeightId};
-use refrain_tensor::{Bytes, DType, HostTensor, Shape};
+use refrain_tensor::{Bytes, DType, HostTensor, Shape, quant};
 
 /// Source of a model's tensors.
 pub trait TensorSource {
@@ -197,6 +197,37 @@ impl<'a> WeightTable<'a> {
         self.global(&format!("blk.{layer}.{gguf}"), &format!("model.layers.{layer}.{hf}"), dims)
     }
 
+    /// An optional tensor in a layer, by the suffixes of its two names.
+    pub(crate) fn optional_in_layer(
+        &mut self,
+        layer: usize,
+        names: [&str; 2],
+        dims: &[usize],
+    ) -> Result<Option<WeightId>, ModelError> {
+        let (gguf, hf) = plain_names(layer, names);
+        self.optional(&gguf, &hf, dims)
+    }
+
+    /// A tensor in a layer that has one of several shapes in files, as another shape of as many elements.
+    pub(crate) fn reshaped(
+        &mut self,
+        layer: usize,
+        names: [&str; 2],
+        shapes: &[&[usize]],
+        dims: &[usize],
+    ) -> Result<WeightId, ModelError> {
+        let (gguf, hf) = plain_names(layer, names);
+        let found = self.source.find(&gguf, &hf)?.ok_or_else(|| self.missing(&gguf, &hf))?;
+        let dims_there = found.shape();
+        let known = shapes.iter().find(|shape| dims_there.dims() == **shape);
+        let found = self.find(&gguf, &hf, known.unwrap_or(&shapes[0]))?;
+        let found = found.ok_or_else(|| self.missing(&gguf, &hf))?;
+        let wrap = |source| ModelError::Tensor { name: self.source.name(&gguf, &hf).into(), source };
+        let shape = Shape::new(dims).map_err(wrap)?;
+        let tensor = HostTensor::new(found.dtype(), shape, found.bytes().clone()).map_err(wrap)?;
+        Ok(self.push(&gguf, &hf, tensor))
+    }
+
     /// A vector in a layer, multiplied by a number.
     pub(crate) fn scaled_vector(
         &mut self,
@@ -228,12 +259,36 @@ impl<'a> WeightTable<'a> {
         if self.source.name(&gguf, &whole) == gguf {
             return self.global(&gguf, &whole, &dims);
         }
-        let [n_experts, n_out, n_in] = dims;
+        let (dtype, bytes) = match self.joined(&hf, dims, None) {
+            // Experts of a quantised folder: some have scales that do not fit in blocks.
+            Err(ModelError::ExpertType { got, first, .. }) if got.is_float() != first.is_float() => {
+                let float = if got.is_float() { got } else { first };
+                self.joined(&hf, dims, Some(float))?
+            }
+            joined => joined?,
+        };
+        let wrap = |source| ModelError::Tensor { name: whole.clone(), source };
+        let shape = Shape::new(&dims).map_err(wrap)?;
+        let tensor = HostTensor::new(dtype, shape, Bytes::new(bytes)).map_err(wrap)?;
+        Ok(self.push(&gguf, &whole, tensor))
+    }
+
+    /// The matrices of a folder's experts one after the other, as they are or as `float`.
+    fn joined(
+        &self,
+        hf: &dyn Fn(&str) -> String,
+        [n_experts, n_out, n_in]: [usize; 3],
+        float: Option<DType>,
+    ) -> Result<(DType, Vec<u8>), ModelError> {
         let mut bytes = Vec::new();
-        let mut dtype = None;
+        let mut dtype = float;
         for expert in 0..n_experts {
             let one = hf(&expert.to_string());
-            let tensor = self.find(&one, &one, &[n_out, n_in])?.ok_or_else(|| self.missing(&one, &one))?;
+            let mut tensor =
+                self.find(&one, &one, &[n_out, n_in])?.ok_or_else(|| self.missing(&one, &one))?;
+            if let Some(float) = float {
+                tensor = in_float(&one, &tensor, float)?;
+            }
             let first = *dtype.get_or_insert(tensor.dtype());
             if tensor.dtype() != first {
                 return Err(ModelError::ExpertType { name: one, got: tensor.dtype(), first });
@@ -242,10 +297,7 @@ impl<'a> WeightTable<'a> {
             // The source pages of what was copied need not stay in memory.
             tensor.bytes().release();
         }
-        let wrap = |source| ModelError::Tensor { name: whole.clone(), source };
-        let shape = Shape::new(&dims).map_err(wrap)?;
-        let tensor = HostTensor::new(dtype.unwrap_or(DType::F32), shape, Bytes::new(bytes)).map_err(wrap)?;
-        Ok(self.push(&gguf, &whole, tensor))
+        Ok((dtype.unwrap_or(DType::F32), bytes))
     }
 
     /// One projection of all experts of a layer, `[n_experts, n_out, n_in]` (gpt-oss).
@@ -299,6 +351,19 @@ impl<'a> WeightTable<'a> {
         let values: Vec<f32> =
             found.to_f32().map_err(wrap)?.into_iter().skip(first).step_by(n_parts).collect();
         let tensor = HostTensor::from_f32(Shape::from([n_experts, n_out]), &values).map_err(wrap)?;
+        Ok(self.push(&gguf, &hf, tensor))
+    }
+
+    /// Biases of all experts, `[n_experts, n_out]` in F32, by the suffixes of their two names.
+    pub(crate) fn expert_vectors(
+        &mut self,
+        layer: usize,
+        names: [&str; 2],
+        dims: [usize; 2],
+    ) -> Result<WeightId, ModelError> {
+        let (gguf, hf) = plain_names(layer, names);
+        let found = self.find(&gguf, &hf, &dims)?.ok_or_else(|| self.missing(&gguf, &hf))?;
+        let tensor = in_f32(self.source.name(&gguf, &hf), found)?;
         Ok(self.push(&gguf, &hf, tensor))
     }
 
@@ -602,6 +667,15 @@ pub(crate) fn rows_of(
 /// Names of a tensor in a layer, by the suffixes of its GGUF and Hugging Face names.
 fn plain_names(layer: usize, [gguf, hf]: [&str; 2]) -> (String, String) {
     (format!("blk.{layer}.{gguf}"), format!("model.layers.{layer}.{hf}"))
+}
+
+/// A tensor in a float type.
+fn in_float(name: &str, tensor: &HostTensor, dtype: DType) -> Result<HostTensor, ModelError> {
+    let wrap = |source| ModelError::Tensor { name: name.into(), source };
+    let values = tensor.to_f32().map_err(wrap)?;
+    let mut bytes = vec![0; values.len() * dtype.block_bytes()];
+    quant::quantize(dtype, &values, &mut bytes).map_err(wrap)?;
+    HostTensor::new(dtype, tensor.shape(), Bytes::new(bytes)).map_err(wrap)
 }
 
 /// A vector in F32, for adding to activations.

@@ -2,6 +2,7 @@
 
 mod common;
 
+use common::gguf::{Tensor, convert};
 use common::{CASES, engine, gguf, golden, logits, relative_error};
 use refrain_formats::ModelFiles;
 use refrain_models::Model;
@@ -60,4 +61,37 @@ fn experts_in_mxfp4_are_the_same_in_a_folder_and_in_a_gguf_file() {
     assert_eq!(both[0], both[1]);
     let error = relative_error(&both[0], &golden.logits);
     assert!(error < 3e-2, "packed: relative error {error:.2e}");
+}
+
+#[test]
+fn joined_gate_and_up_tensors_of_experts_give_the_same_logits() {
+    for case in ["gpt-oss", "gpt-oss-mxfp4", "qwen3moe", "qwen35moe"] {
+        let golden = golden(case);
+        let joined = convert(case, |tensors| {
+            for kind in ["weight", "bias"] {
+                let gates: Vec<_> = tensors
+                    .iter()
+                    .filter(|t| t.name.contains("ffn_gate_exps.") && t.name.ends_with(kind))
+                    .cloned()
+                    .collect();
+                for gate in gates {
+                    let up_name = gate.name.replace("ffn_gate_exps", "ffn_up_exps");
+                    let up = tensors.iter().find(|t| t.name == up_name).unwrap().clone();
+                    tensors.retain(|t| t.name != gate.name && t.name != up_name);
+                    let each = gate.bytes.len() / gate.dims[0];
+                    let pairs = gate.bytes.chunks(each).zip(up.bytes.chunks(each));
+                    let bytes = pairs.flat_map(|(gate, up)| [gate, up].concat()).collect();
+                    let mut dims = gate.dims.clone();
+                    dims[1] *= 2;
+                    let name = gate.name.replace("ffn_gate_exps", "ffn_gate_up_exps");
+                    tensors.push(Tensor { name, dtype: gate.dtype, dims, bytes });
+                }
+            }
+            assert!(tensors.iter().any(|t| t.name == "blk.0.ffn_gate_up_exps.weight"), "{case}");
+        });
+        let error =
+            relative_error(&logits(&mut engine(&joined, 64, DType::F32, 2), &golden.tokens), &golden.logits);
+        let most = if case == "gpt-oss-mxfp4" { 3e-2 } else { 1e-4 };
+        assert!(error < most, "{case}: relative error {error:.2e}");
+    }
 }

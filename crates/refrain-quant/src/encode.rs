@@ -1,5 +1,6 @@
 //! Encodes one tensor with all threads, piece by piece.
 
+use refrain_cpu::simd::{self, Level, encode_rows};
 use refrain_tensor::{DType, HostTensor, TensorError, quant};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -43,6 +44,7 @@ impl Encode<'_> {
         let input = self.tensor.bytes().as_slice();
         let mut out = vec![0; rows_per_slab * to_bytes];
         let n_threads = if n < WORTH_THREADS { 1 } else { self.n_threads };
+        let level = Level::detect();
         let mut first = 0;
         while first < n_rows {
             let n_now = rows_per_slab.min(n_rows - first);
@@ -55,14 +57,13 @@ impl Encode<'_> {
                 jobs.push((row, &input[row * from_bytes..(row + n_rows) * from_bytes], this));
             }
             in_parallel(n_threads, jobs, Vec::new, |values: &mut Vec<f32>, (row, bytes, out)| {
-                values.resize(bytes.len() / from_bytes.max(1) * row_len, 0.0);
-                quant::dequantize(self.tensor.dtype(), bytes, values)?;
+                let values = self.decode(bytes, bytes.len() / from_bytes.max(1) * row_len, values)?;
                 let importance = self.importance.map(|all| {
                     let matrix = if all.len() > row_len { row / rows_per_matrix } else { 0 };
                     &all[matrix * row_len..][..row_len]
                 });
                 let encoded = match self.dtype.is_quantized() {
-                    true => quant::quantize_weighted(self.dtype, values, row_len, importance, out),
+                    true => encode_rows(level, self.dtype, values, row_len, importance, out),
                     false => quant::quantize(self.dtype, values, out),
                 };
                 encoded.map_err(|error| at_row(error, row * row_len))
@@ -71,6 +72,28 @@ impl Encode<'_> {
             first += n_now;
         }
         Ok(())
+    }
+}
+
+impl Encode<'_> {
+    /// The values of `n` elements: the bytes themselves if they are floats at an address for floats.
+    fn decode<'b>(
+        &self,
+        bytes: &'b [u8],
+        n: usize,
+        values: &'b mut Vec<f32>,
+    ) -> Result<&'b [f32], TensorError> {
+        let dtype = self.tensor.dtype();
+        if let (DType::F32, Ok(floats)) = (dtype, bytemuck::try_cast_slice(bytes)) {
+            return Ok(floats);
+        }
+        values.resize(n, 0.0);
+        match (dtype, bytemuck::try_cast_slice(bytes), bytemuck::try_cast_slice(bytes)) {
+            (DType::BF16, Ok(halves), _) => simd::bf16_to_f32(Level::detect(), halves, values),
+            (DType::F16, _, Ok(halves)) => simd::f16_to_f32(Level::detect(), halves, values),
+            _ => quant::dequantize(dtype, bytes, values)?,
+        }
+        Ok(values)
     }
 }
 

@@ -199,6 +199,8 @@ impl TextReply {
                 Some(token) if self.rules.stop_ids.contains(&token) => Finish::StopToken(token),
                 _ => Finish::EndToken,
             },
+            // The reply is whole, as if the model had ended its turn.
+            FinishedBy::Complete => Finish::EndToken,
             FinishedBy::MaxTokens => Finish::MaxTokens,
             FinishedBy::ContextFull => Finish::ContextFull,
             FinishedBy::Cancelled => {

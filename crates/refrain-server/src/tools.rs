@@ -4,7 +4,8 @@
 //! arrives; a call is reported once it is complete. Text that looks like a call but cannot be read stays text, so nothing
 //! that a model wrote is lost.
 
-use serde_json::{Map, Value};
+use refrain_worker::TokenGrammar;
+use serde_json::{Map, Value, json};
 
 /// A call of a tool.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -64,6 +65,45 @@ impl ToolFormat {
         }
     }
 
+    /// The form of one call of one of these functions; `None` where it cannot be forced.
+    pub(crate) fn forced(&self, functions: &[&Value]) -> Option<TokenGrammar> {
+        let arguments = if *self == ToolFormat::Llama { "parameters" } else { "arguments" };
+        let mut defs = Map::new();
+        let calls: Vec<Value> = functions
+            .iter()
+            .enumerate()
+            .map(|(idx, function)| {
+                let name = format!("arguments{idx}");
+                let mut schema = function["parameters"].clone();
+                move_references(&mut schema, &format!("#/$defs/{name}"));
+                defs.insert(name.clone(), schema);
+                json!({
+                    "type": "object",
+                    "properties": {
+                        "name": { "const": function["name"] },
+                        arguments: { "$ref": format!("#/$defs/{name}") },
+                    },
+                    "required": ["name", arguments],
+                    "additionalProperties": false,
+                })
+            })
+            .collect();
+        let call = json!({ "anyOf": calls });
+        let (before, schema, after) = match self {
+            ToolFormat::Tagged => ("<tool_call>\n", call, "\n</tool_call>"),
+            ToolFormat::Llama => ("", call, ""),
+            ToolFormat::Mistral => {
+                ("[TOOL_CALLS]", json!({ "type": "array", "items": call, "minItems": 1, "maxItems": 1 }), "")
+            }
+            // Its notation is not JSON.
+            ToolFormat::Gemma => return None,
+        };
+        let mut schema = schema;
+        schema["$defs"] = Value::Object(defs);
+        let (before, after) = (before.to_owned(), after.to_owned());
+        Some(TokenGrammar::JsonBetween { before, schema: schema.to_string(), after })
+    }
+
     /// Reads the text between the markers.
     fn read(&self, text: &str) -> Option<Vec<ToolCall>> {
         let text = text.trim();
@@ -75,6 +115,26 @@ impl ToolFormat {
             ToolFormat::Gemma => vec![read_gemma(text)?],
         };
         (!calls.is_empty()).then_some(calls)
+    }
+}
+
+/// Has the references of a schema work where the schema is part of another one.
+fn move_references(schema: &mut Value, to: &str) {
+    match schema {
+        Value::Object(keys) => {
+            for (key, value) in keys {
+                match value {
+                    Value::String(reference) if key == "$ref" => {
+                        if let Some(pointer) = reference.strip_prefix('#') {
+                            *reference = format!("{to}{pointer}");
+                        }
+                    }
+                    value => move_references(value, to),
+                }
+            }
+        }
+        Value::Array(values) => values.iter_mut().for_each(|value| move_references(value, to)),
+        Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_) => {}
     }
 }
 

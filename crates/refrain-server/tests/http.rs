@@ -4,7 +4,7 @@ mod common;
 
 use common::{Reply, Served, lines_of};
 use refrain_server::TlsFiles;
-use refrain_worker::{Refusal, RefusalKind, WorkerState};
+use refrain_worker::{FinishedBy, Refusal, RefusalKind, TokenGrammar, WorkerState};
 use serde_json::{Value, json};
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -38,11 +38,10 @@ fn fields_reach_the_backend_under_their_own_names() {
 #[test]
 fn fields_that_are_not_supported_are_refused_by_name() {
     let served = Served::start(|_| {});
-    let schema =
-        json!({ "type": "json_schema", "json_schema": { "name": "x", "schema": { "type": "object" } } });
     let chat = |field: &str, value: Value| {
         let mut body = json!({ "messages": hello() });
-        body[field] = value;
+        let (outer, inner) = field.split_once('.').unwrap_or((field, ""));
+        body[outer] = if inner.is_empty() { value } else { json!({ inner: value }) };
         ("/v1/chat/completions", field.to_owned(), body)
     };
     let plain = |field: &str, value: Value| {
@@ -51,8 +50,7 @@ fn fields_that_are_not_supported_are_refused_by_name() {
         ("/v1/completions", field.to_owned(), body)
     };
     let cases = [
-        chat("response_format", schema),
-        chat("response_format", json!({ "type": "json_object" })),
+        chat("response_format.type", json!({})),
         chat("temprature", json!(1)),
         chat("modalities", json!(["audio"])),
         chat("audio", json!({})),
@@ -232,8 +230,76 @@ fn tool_calls_are_found_for_each_api() {
         (&json!("function_call"), &json!("{\"city\":\"Paris\"}"))
     );
 
-    let forced = json!({ "messages": hello(), "tools": [{ "type": "function", "function": function }], "tool_choice": "required" });
-    assert_eq!(served.post("/v1/chat/completions", &forced).1["error"]["param"], "tool_choice");
+    let tools = json!([{ "type": "function", "function": function }]);
+    let forced = json!({ "messages": hello(), "tools": tools, "tool_choice": "required" });
+    served.reply(Reply::text_then(call, Ok(FinishedBy::Complete)));
+    let (status, reply) = served.post("/v1/chat/completions", &forced);
+    assert_eq!((status, &reply["choices"][0]["finish_reason"]), (200, &json!("tool_calls")), "{reply}");
+    let Some(TokenGrammar::JsonBetween { before, schema, after }) =
+        served.requests().last().unwrap().grammar.clone()
+    else {
+        panic!("no grammar")
+    };
+    assert_eq!((before.as_str(), after.as_str()), ("<tool_call>\n", "\n</tool_call>"));
+    let schema: Value = serde_json::from_str(&schema).unwrap();
+    assert_eq!(schema["anyOf"][0]["properties"]["name"], json!({ "const": "weather" }));
+    assert_eq!(schema["$defs"]["arguments0"], parameters);
+    let other = json!({ "type": "function", "function": { "name": "missing" } });
+    let missing = json!({ "messages": hello(), "tools": tools, "tool_choice": other });
+    assert_eq!(served.post("/v1/chat/completions", &missing).0, 400);
+    let both = json!({ "messages": hello(), "tools": tools, "response_format": { "type": "json_object" } });
+    assert_eq!(served.post("/v1/chat/completions", &both).1["error"]["param"], "tools");
+}
+
+#[test]
+fn formats_of_every_api_become_grammars() {
+    let served = Served::start(|_| {});
+    let schema = json!({ "type": "object", "properties": { "a": { "type": "integer" } } });
+    let nested =
+        json!({ "type": "json_schema", "json_schema": { "name": "x", "strict": true, "schema": schema } });
+    let flat = json!({ "type": "json_schema", "name": "x", "schema": schema });
+    let want = Some(TokenGrammar::JsonSchema(schema.to_string()));
+    let cases = [
+        ("/v1/chat/completions", json!({ "messages": hello(), "response_format": nested }), want.clone()),
+        (
+            "/v1/chat/completions",
+            json!({ "messages": hello(), "response_format": { "type": "json_object" } }),
+            Some(TokenGrammar::JsonObject),
+        ),
+        ("/v1/chat/completions", json!({ "messages": hello(), "response_format": { "type": "text" } }), None),
+        ("/v1/responses", json!({ "input": "Hi", "text": { "format": flat } }), want.clone()),
+        ("/v1/completions", json!({ "prompt": "Hi", "guided_json": schema }), want),
+        (
+            "/v1/completions",
+            json!({ "prompt": "Hi", "structured_outputs": { "regex": "[ab]+" } }),
+            Some(TokenGrammar::Regex("[ab]+".into())),
+        ),
+        (
+            "/v1/completions",
+            json!({ "prompt": "Hi", "guided_choice": ["a.b", "c"] }),
+            Some(TokenGrammar::Regex("(a\\.b|c)".into())),
+        ),
+        (
+            "/v1/completions",
+            json!({ "prompt": "Hi", "guided_grammar": "start: \"a\"" }),
+            Some(TokenGrammar::Lark("start: \"a\"".into())),
+        ),
+    ];
+    for (path, body, grammar) in cases {
+        served.reply(Reply::text_then("{}", Ok(FinishedBy::Complete)));
+        let (status, reply) = served.post(path, &body);
+        assert_eq!(status, 200, "{body}: {reply}");
+        assert_eq!(served.requests().last().unwrap().grammar, grammar, "{body}");
+    }
+    let body = json!({ "prompt": "Hi", "structured_outputs": { "regex": "a" }, "stop": "x" });
+    assert_eq!(served.post("/v1/completions", &body).1["error"]["param"], "stop");
+    let body = json!({ "prompt": "Hi", "structured_outputs": { "regex": "a" }, "guided_regex": "b" });
+    assert_eq!(served.post("/v1/completions", &body).1["error"]["param"], "guided_regex");
+    // A model that always thinks has no room for a format.
+    let template = "{% for m in messages %}{{ m.content }}{% endfor %}<think>\n";
+    let served = Served::start(|setup| setup.template = Some(template.into()));
+    let body = json!({ "messages": hello(), "response_format": { "type": "json_object" } });
+    assert_eq!(served.post("/v1/chat/completions", &body).1["error"]["param"], "response_format");
 }
 
 #[test]

@@ -79,7 +79,9 @@ impl ModelShape {
 /// Architectures that can be trained: experts and recurrent layers have no gradients.
 fn learning() -> impl Iterator<Item = Arch> {
     Arch::ALL.into_iter().filter(|arch| {
-        !matches!(arch, Arch::Qwen3Moe | Arch::GptOss | Arch::Qwen35 | Arch::Lfm2 | Arch::Bert)
+        use Arch as A;
+        let others = matches!(arch, A::Qwen3Moe | A::GptOss | A::Lfm2 | A::Bert);
+        !others && !arch.is_qwen35()
     })
 }
 

@@ -4,13 +4,14 @@
 //! one without models, to measure and to test with.
 
 use crate::embedder::EmbedEngine;
+use crate::grammars::GrammarThread;
 use crate::protocol::LastWords;
 use crate::tokens::{
     EmbedRequest, FinishedBy, LoadStatus, Refusal, RefusalKind, StepCounts, TokenRequest, TokenUpdate,
 };
 use refrain::{
-    Builtin, CudaError, Embedder, EngineError, FinishReason, Ledger, LoadListener, Model, Request,
-    SamplingParams, Service, ServiceOptions, StepKind, Stopped, TokenEvent, TokenStream,
+    Builtin, Constraint, CudaError, Embedder, EngineError, FinishReason, Ledger, LoadListener, Model,
+    Request, SamplingParams, Service, ServiceOptions, StepKind, Stopped, TokenEvent, TokenStream,
 };
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -172,15 +173,19 @@ impl Shelf for ModelShelf {
         let refused = |error| not_loaded(&self.specs[model_idx], &error);
         let (model, spec) = self.open(model_idx).map_err(refused)?;
         progress.advance(1);
-        let (mut options, progress) = (spec.options.clone(), progress.clone());
-        options.session.on_load = LoadListener::new(move |_| progress.advance(1));
+        let (mut options, loading) = (spec.options.clone(), progress.clone());
+        options.session.on_load = LoadListener::new(move |_| loading.advance(1));
         if model.embedding().map_err(refused)?.is_some() {
             // Its files say how long its texts may be: the context is that of models that generate text.
             options.session.context = None;
             return Ok(Arc::new(EmbedEngine::new(&model, options.session).map_err(refused)?));
         }
         let service = Service::new(&model, &options).map_err(refused)?;
-        Ok(Arc::new(ServiceEngine { service }))
+        let grammars = GrammarThread::start(model.clone(), progress.clone()).map_err(|error| {
+            let message = format!("the thread for grammars cannot be started: {error}");
+            EngineFailure::Unusable(LastWords { lost_device: false, message, hint: None })
+        })?;
+        Ok(Arc::new(ServiceEngine { service, grammars }))
     }
 }
 
@@ -199,6 +204,7 @@ fn not_loaded(spec: &ModelSpec, error: &refrain::Error) -> EngineFailure {
 /// A service as an engine of a worker.
 struct ServiceEngine {
     service: Service,
+    grammars: GrammarThread,
 }
 
 impl TokenEngine for ServiceEngine {
@@ -207,20 +213,16 @@ impl TokenEngine for ServiceEngine {
         request: TokenRequest,
         n_delivered: usize,
     ) -> Result<Box<dyn TokenSource>, EngineFailure> {
-        if request.grammar.is_some() {
-            return Err(invalid(
-                "the engine cannot constrain a reply with a grammar yet".into(),
-                "send the request without a response format or grammar",
-            ));
-        }
-        match self.service.submit_tokens(continuation(request, n_delivered)) {
-            Ok(stream) => Ok(Box::new(ServiceSource { stream })),
-            // The earlier worker failed between the last token and the end.
-            Err(refrain::Error::Engine(EngineError::PromptTooLong { .. })) if n_delivered > 0 => {
-                Ok(Box::new(Ended(Some(FinishedBy::ContextFull))))
-            }
-            Err(error) => Err(failure(&error)),
-        }
+        let Some(grammar) = request.grammar.clone() else {
+            return open(&self.service, continuation(request, n_delivered), n_delivered);
+        };
+        let service = self.service.clone();
+        let submit = move |grammar| {
+            let mut request = continuation(request, n_delivered);
+            request.constraint = Some(Constraint { n_given: n_delivered, ..Constraint::new(grammar) });
+            open(&service, request, n_delivered)
+        };
+        Ok(self.grammars.submit(&grammar, Box::new(submit)))
     }
 
     fn backend(&self) -> &str {
@@ -262,6 +264,21 @@ pub(crate) fn counts(ledger: &Ledger) -> StepCounts {
         }
     }
     steps
+}
+
+fn open(
+    service: &Service,
+    request: Request,
+    n_delivered: usize,
+) -> Result<Box<dyn TokenSource>, EngineFailure> {
+    match service.submit_tokens(request) {
+        Ok(stream) => Ok(Box::new(ServiceSource { stream })),
+        // The earlier worker failed between the last token and the end.
+        Err(refrain::Error::Engine(EngineError::PromptTooLong { .. })) if n_delivered > 0 => {
+            Ok(Box::new(Ended(Some(FinishedBy::ContextFull))))
+        }
+        Err(error) => Err(failure(&error)),
+    }
 }
 
 /// The request that goes on where another one was interrupted.
@@ -308,6 +325,7 @@ impl TokenSource for ServiceSource {
                 TokenEvent::Prompt { n_done, n_tokens } => TokenUpdate::Prompt { n_done, n_tokens },
                 TokenEvent::Token { token, logprob, top, .. } => TokenUpdate::Token { token, logprob, top },
                 TokenEvent::End(FinishReason::EndToken) => TokenUpdate::End(FinishedBy::EndToken),
+                TokenEvent::End(FinishReason::Complete) => TokenUpdate::End(FinishedBy::Complete),
                 TokenEvent::End(FinishReason::MaxTokens) => TokenUpdate::End(FinishedBy::MaxTokens),
                 TokenEvent::End(FinishReason::ContextFull) => TokenUpdate::End(FinishedBy::ContextFull),
                 TokenEvent::End(FinishReason::Cancelled) => TokenUpdate::End(FinishedBy::Cancelled),
@@ -341,7 +359,10 @@ pub(crate) fn failure(error: &refrain::Error) -> EngineFailure {
     }
     let refrain::Error::Engine(error) = error else {
         return EngineFailure::Refused(Refusal {
-            kind: RefusalKind::Failed,
+            kind: match error {
+                refrain::Error::Grammar(_) => RefusalKind::Invalid,
+                _ => RefusalKind::Failed,
+            },
             message,
             hint,
             retry_after: None,
@@ -357,6 +378,8 @@ pub(crate) fn failure(error: &refrain::Error) -> EngineFailure {
         | EngineError::NeverFits { .. }
         | EngineError::TopLogprobs { .. }
         | EngineError::UnknownAdapter { .. }
+        | EngineError::Grammar(_)
+        | EngineError::NothingAllowed { .. }
         | EngineError::Sampling(_) => RefusalKind::Invalid,
         _ => RefusalKind::Failed,
     };

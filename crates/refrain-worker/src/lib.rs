@@ -14,6 +14,7 @@ mod pool; // the server's side: processes, their replacement, open requests
 mod worker; // the other side: reads requests, writes events
 mod engine; // what a worker chooses tokens with
 mod embedder; // and what it turns texts into vectors with
+mod grammars; // grammars of requests, compiled on a thread
 pub mod fake; // an engine without a model
 mod error;
 

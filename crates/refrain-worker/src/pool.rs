@@ -228,6 +228,7 @@ fn check(request: &TokenRequest, options: &PoolOptions) -> Result<(), Refusal> {
     let n_grammar_bytes = request.grammar.as_ref().map_or(0, |grammar| match grammar {
         TokenGrammar::JsonObject => 0,
         TokenGrammar::JsonSchema(text) | TokenGrammar::Regex(text) | TokenGrammar::Lark(text) => text.len(),
+        TokenGrammar::JsonBetween { before, schema, after } => before.len() + schema.len() + after.len(),
     });
     if n_grammar_bytes > MAX_GRAMMAR_BYTES {
         let message = format!("the grammar has {n_grammar_bytes} bytes, the maximum is {MAX_GRAMMAR_BYTES}");

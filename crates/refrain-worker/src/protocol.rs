@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
 
 /// Version of the messages. A change of any type that travels needs a new one; a test holds the bytes of this one.
-pub const PROTOCOL_VERSION: u16 = 2;
+pub const PROTOCOL_VERSION: u16 = 3;
 /// Maximum size of a message to a worker: a prompt of three million tokens.
 pub(crate) const MAX_TO_WORKER_BYTES: usize = 16 << 20;
 /// Maximum size of a message from a worker. Workers send smaller ones: see [`FULL_FRAME_BYTES`].
@@ -336,7 +336,7 @@ mod tests {
         encode(&message, MAX_FROM_WORKER_BYTES, &mut bytes).unwrap();
         let event = [1, 1, 5, 0, 1, 0xac, 2, 0, 0, 0x80, 0xbf, 1, 1, 0, 0, 0, 0x3f];
         assert_eq!(bytes, [&[17, 0, 0, 0], &event[..]].concat());
-        assert_eq!(hello("a"), *b"RFRW\x02\0\x01a");
+        assert_eq!(hello("a"), *b"RFRW\x03\0\x01a");
         let mut bytes = Vec::new();
         let vector = VectorUpdate { vector: vec![0.5], is_last: true };
         encode(&FromWorker::Events(vec![(5, WireEvent::Vector(vector))]), MAX_FROM_WORKER_BYTES, &mut bytes)

@@ -47,6 +47,15 @@ pub enum TokenGrammar {
     Regex(String),
     /// Text that matches this Lark grammar.
     Lark(String),
+    /// JSON that matches a schema, between fixed texts: a forced tool call.
+    JsonBetween {
+        /// Text before it. Control tokens are written by their names.
+        before: String,
+        /// The JSON schema.
+        schema: String,
+        /// Text after it.
+        after: String,
+    },
 }
 
 /// A request for embeddings.
@@ -113,6 +122,8 @@ pub struct VectorUpdate {
 pub enum FinishedBy {
     /// An end token was chosen.
     EndToken,
+    /// The grammar allows nothing more: the text is complete, without an end token.
+    Complete,
     /// The maximum number of tokens was reached.
     MaxTokens,
     /// The context is full.

@@ -9,7 +9,8 @@ use refrain_cpu::CpuBackend;
 use refrain_cpu::pool::default_threads;
 use refrain_cuda::{Status, Timeline};
 use refrain_engine::{
-    Engine, Request, RunnerOptions, SamplingParams, Sequence, StepKind, Tally, TokenEvent, TokenStream,
+    Engine, Request, RunnerOptions, SamplingParams, Sequence, Speculation, SpeculationTally, StepKind, Tally,
+    TokenEvent, TokenStream,
 };
 use refrain_formats::ModelFiles;
 use refrain_graph::SegmentKind;
@@ -116,13 +117,20 @@ impl Samples {
 pub struct DecodeReport {
     /// Tokens in the context when decoding started.
     pub depth: usize,
-    /// Tokens per second.
+    /// Tokens per second, with guesses if the session speculates.
     pub speed: Samples,
-    /// Bytes that a token reads, halfway through the measurement.
+    /// Tokens per second without guesses, measured in the same rounds if the session speculates.
+    pub plain: Option<Samples>,
+    /// Bytes that a token reads without guesses, halfway through the measurement.
     pub bytes_per_token: usize,
 }
 
 impl DecodeReport {
+    /// How many times as fast as without guesses; `None` if the session does not speculate.
+    pub fn speedup(&self) -> Option<f64> {
+        self.plain.as_ref().map(|plain| self.speed.median() / plain.median())
+    }
+
     /// Milliseconds per token.
     pub fn ms(&self) -> f64 {
         1e3 / self.speed.median()
@@ -192,6 +200,10 @@ pub struct BenchReport {
     pub resident: Option<ProcessMemory>,
     /// How the decode steps at all depths ran, according to the ledger, including those of the warm-up round.
     pub decode_steps: Tally,
+    /// The verify steps at all depths, likewise, if the session speculates.
+    pub verify_steps: Option<Tally>,
+    /// The guesses at all depths, likewise, if the session speculates.
+    pub speculation: Option<SpeculationTally>,
     /// Kernels and host launches of a decode step; `None` on the CPU, which calls its kernels directly.
     pub launches: Option<Launches>,
     /// Memory, graphs and timings of a CUDA device, and the timeline if it was profiled; `None` on the CPU.
@@ -264,13 +276,18 @@ pub fn bench(
     let tokens: Vec<u32> = (0..context as u32).map(|i| (1000 + i * 7919) % vocab).collect();
     let (prefill, decode) = measure(&engine, &sequence, options, depths, &tokens, &mut progress)?;
     let traffic = engine.plan(1)?.traffic();
-    let decode = depths.iter().zip(decode).map(|(&depth, speed)| {
+    let decode = depths.iter().zip(decode).map(|(&depth, [speed, plain])| {
+        let plain = options.session.speculation.is_on().then_some(plain);
         let middle = depth.max(1) + options.n_decode / 2;
         let bytes_per_token = traffic.weight_bytes + traffic.kv_bytes(middle);
-        DecodeReport { depth, speed, bytes_per_token }
+        DecodeReport { depth, speed, plain, bytes_per_token }
     });
     let batches = measure_batches(&engine, options, seqs, vocab, &mut progress)?;
-    let decode_steps = sequence.ledger().tally(StepKind::Decode).clone();
+    let ledger = sequence.ledger();
+    let decode_steps = ledger.tally(StepKind::Decode).clone();
+    let is_on = options.session.speculation.is_on();
+    let verify_steps = is_on.then(|| ledger.tally(StepKind::Verify).clone());
+    let speculation = is_on.then(|| ledger.speculation().clone());
     let is_eager = decode_steps.eager > 0;
     let launches = match monitor {
         Some(_) => Some(count_launches(&engine, is_eager)?),
@@ -282,6 +299,8 @@ pub fn bench(
     Ok(BenchReport {
         layouts,
         decode_steps,
+        verify_steps,
+        speculation,
         launches,
         device,
         name,
@@ -305,14 +324,16 @@ fn measure(
     depths: &[usize],
     tokens: &[u32],
     progress: &mut impl FnMut(&str),
-) -> Result<(Samples, Vec<Samples>), Error> {
-    let (mut prefill, mut decode) = (Samples(Vec::new()), vec![Samples(Vec::new()); depths.len()]);
+) -> Result<(Samples, Vec<[Samples; 2]>), Error> {
+    let (mut prefill, mut decode) =
+        (Samples(Vec::new()), vec![[(); 2].map(|()| Samples(Vec::new())); depths.len()]);
+    let speculation = &options.session.speculation;
     // The first round warms caches and compiles the steps, and is not counted.
     for round in 0..=options.repeats {
         progress(&format!("round {round} of {}", options.repeats));
         if options.n_prompt > 0 {
             let began = Instant::now();
-            let mut stream = submit(engine, sequence, &tokens[..options.n_prompt], 1)?;
+            let mut stream = submit(engine, sequence, &tokens[..options.n_prompt], 1, None)?;
             wait_for_tokens(&mut stream, 1)?;
             let took = began.elapsed().as_secs_f64();
             stream.stop();
@@ -321,14 +342,19 @@ fn measure(
             }
         }
         for (&depth, decode) in depths.iter().zip(&mut decode) {
-            let mut stream = submit(engine, sequence, &tokens[..depth.max(1)], options.n_decode + 1)?;
-            wait_for_tokens(&mut stream, 1)?;
-            let began = Instant::now();
-            wait_for_tokens(&mut stream, options.n_decode)?;
-            let took = began.elapsed().as_secs_f64();
-            stream.stop();
-            if round > 0 {
-                decode.0.push(options.n_decode as f64 / took);
+            let plain = speculation.is_on().then_some(None);
+            for (guesses, samples) in [Some(speculation.of_request()), plain].into_iter().zip(decode) {
+                let Some(guesses) = guesses else { continue };
+                let prompt = &tokens[..depth.max(1)];
+                let mut stream = submit(engine, sequence, prompt, options.n_decode + 1, guesses)?;
+                wait_for_tokens(&mut stream, 1)?;
+                let began = Instant::now();
+                wait_for_tokens(&mut stream, options.n_decode)?;
+                let took = began.elapsed().as_secs_f64();
+                stream.stop();
+                if round > 0 {
+                    samples.0.push(options.n_decode as f64 / took);
+                }
             }
         }
     }
@@ -357,6 +383,7 @@ fn measure_batches(
             let submit = |seq| {
                 let mut request = Request::once(prompt(seq));
                 (request.sampling, request.max_tokens) = (SamplingParams::greedy(), options.n_decode + 1);
+                request.speculation = options.session.speculation.of_request();
                 engine.submit(request)
             };
             let mut streams = (0..n_seqs).map(submit).collect::<Result<Vec<_>, _>>()?;
@@ -391,10 +418,12 @@ fn submit(
     sequence: &Sequence,
     prompt: &[u32],
     max_tokens: usize,
+    speculation: Option<Speculation>,
 ) -> Result<TokenStream, Error> {
     sequence.clear()?;
     let mut request = Request::new(sequence, prompt.to_vec());
     (request.sampling, request.max_tokens) = (SamplingParams::greedy(), max_tokens);
+    request.speculation = speculation;
     Ok(engine.submit(request)?)
 }
 

@@ -8,14 +8,14 @@
 //! the last engine drops the packed weights.
 
 use crate::error::Error;
-use crate::placement::{TableNeeds, TablePlacement, host_free_bytes};
+use crate::placement::{ExpertNeeds, ExpertPlacement, TableNeeds, TablePlacement, host_free_bytes};
 use crate::session::{Device, SessionOptions};
 use refrain_cpu::{CpuBackend, CpuWeights};
 use refrain_cuda::{CublasLt, CudaBackend, CudaOptions, Monitor};
 use refrain_driver::Method;
 use refrain_driver::trial::MethodChoice;
 use refrain_engine::{
-    BackendRunner, Engine, EngineError, EngineOptions, RunnerOptions, Sequence, WeakEngine,
+    BackendRunner, Engine, EngineError, EngineOptions, Runner, RunnerOptions, Sequence, WeakEngine,
 };
 use refrain_graph::State;
 use refrain_models::{KvSpec, Model};
@@ -33,6 +33,8 @@ pub(crate) struct MonitoredEngine {
     pub(crate) monitor: Option<Monitor>,
     /// Placement of the per-layer embedding table, on a CUDA device.
     pub(crate) table: Option<TablePlacement>,
+    /// Placement of the experts, on a CUDA device.
+    pub(crate) experts: Option<ExpertPlacement>,
 }
 
 /// The engines of one model.
@@ -43,9 +45,12 @@ pub(crate) struct Engines {
 
 #[derive(Default)]
 struct Known {
-    engines: Vec<(EngineKey, WeakEngine, Option<Monitor>, Option<TablePlacement>)>,
+    engines: Vec<(EngineKey, WeakEngine, Option<Monitor>, Places)>,
     packed: Weak<CpuWeights>,
 }
+
+/// Placements of the per-layer embedding table and of experts.
+type Places = (Option<TablePlacement>, Option<ExpertPlacement>);
 
 /// The properties that sessions of one engine share.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -57,6 +62,9 @@ struct EngineKey {
     avoids_capture: bool,
     reproducible: bool,
     table: TablePlacement,
+    /// Address of the weights of the draft model, which the engine keeps alive.
+    draft: Option<usize>,
+    experts: ExpertPlacement,
 }
 
 impl fmt::Debug for Engines {
@@ -85,16 +93,28 @@ impl Engines {
         // The CPU always is.
         let reproducible = options.reproducible && !matches!(device, Device::Cpu { .. });
         let avoids_capture = options.graph_choice.as_ref().is_some_and(MethodChoice::avoids_capture);
-        let table = options.table;
-        let key = EngineKey { device, kv_dtype, ahead, verify_every, avoids_capture, reproducible, table };
+        let (table, experts) = (options.table, options.experts);
+        let draft = options.speculation.draft().map(|draft| Arc::as_ptr(&draft.weights).addr());
+        let key = EngineKey {
+            device,
+            kv_dtype,
+            ahead,
+            verify_every,
+            avoids_capture,
+            reproducible,
+            table,
+            draft,
+            experts,
+        };
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         known.engines.retain(|(_, engine, ..)| engine.upgrade().is_some());
-        for (_, engine, monitor, table) in known.engines.iter().filter(|(other, ..)| *other == key) {
+        for (_, engine, monitor, (table, experts)) in known.engines.iter().filter(|(other, ..)| *other == key)
+        {
             let Some(engine) = engine.upgrade() else { continue };
             match engine.open(context) {
                 Ok(sequence) => {
-                    let monitor = monitor.clone();
-                    return Ok((MonitoredEngine { engine, monitor, table: *table }, sequence));
+                    let (monitor, table, experts) = (monitor.clone(), *table, *experts);
+                    return Ok((MonitoredEngine { engine, monitor, table, experts }, sequence));
                 }
                 // Its cache cannot grow, or it has stopped: only its existing sessions keep it.
                 Err(EngineError::CannotGrow { .. } | EngineError::Stopped(_)) => {}
@@ -103,7 +123,7 @@ impl Engines {
         }
         let made = make_engine(weights, name, &EngineCapacity::of_one(context), options, &mut known.packed)?;
         let sequence = made.engine.open(context)?;
-        known.engines.push((key, made.engine.downgrade(), made.monitor.clone(), made.table));
+        known.engines.push((key, made.engine.downgrade(), made.monitor.clone(), (made.table, made.experts)));
         Ok((made, sequence))
     }
 }
@@ -166,6 +186,7 @@ fn check(weights: &Model, name: &str, options: &SessionOptions) -> Result<usize,
     if weights.config().arch.is_encoder() {
         return Err(Error::Encoder { model: name.into() });
     }
+    options.speculation.check(weights, name, options.verify_every)?;
     let most = weights.config().n_context;
     let context = options.context.unwrap_or(most.min(USUAL_CONTEXT));
     if context == 0 || context > most {
@@ -177,6 +198,14 @@ fn check(weights: &Model, name: &str, options: &SessionOptions) -> Result<usize,
     Ok(context)
 }
 
+/// A model on a device.
+struct LoadedRunner {
+    runner: Box<dyn Runner>,
+    monitor: Option<Monitor>,
+    table: Option<TablePlacement>,
+    experts: Option<ExpertPlacement>,
+}
+
 fn make_engine(
     weights: &Arc<Model>,
     name: &str,
@@ -184,11 +213,35 @@ fn make_engine(
     options: &SessionOptions,
     packed: &mut Weak<CpuWeights>,
 ) -> Result<MonitoredEngine, Error> {
-    let EngineCapacity { context, n_positions, max_seqs, n_recurrent, max_requests } = *room;
+    let engine_options = EngineOptions { max_requests: room.max_requests };
+    let LoadedRunner { runner, monitor, table, experts } = load_runner(weights, name, room, options, packed)?;
+    let draft = match options.speculation.draft() {
+        Some(draft) => {
+            let context = room.context.min(draft.weights.config().n_context);
+            let room = EngineCapacity { context, ..*room };
+            let loaded = load_runner(&draft.weights, &draft.name, &room, options, &mut Weak::new())?;
+            Some(loaded.runner)
+        }
+        None => None,
+    };
+    let engine = match draft {
+        Some(draft) => Engine::with_draft(runner, draft, engine_options)?,
+        None => Engine::new(runner, engine_options)?,
+    };
+    Ok(MonitoredEngine { engine, monitor, table, experts })
+}
+
+fn load_runner(
+    weights: &Arc<Model>,
+    name: &str,
+    room: &EngineCapacity,
+    options: &SessionOptions,
+    packed: &mut Weak<CpuWeights>,
+) -> Result<LoadedRunner, Error> {
+    let EngineCapacity { context, n_positions, max_seqs, n_recurrent, .. } = *room;
     let kv_dtype = options.kv_dtype;
     let runner =
         RunnerOptions { context, n_positions, kv_dtype, max_seqs, n_recurrent, ..RunnerOptions::default() };
-    let engine_options = EngineOptions { max_requests };
     let (kind, cuda) = match options.device.cuda_options() {
         Ok(cuda) => cuda,
         Err(threads) => {
@@ -202,8 +255,7 @@ fn make_engine(
                 None => BackendRunner::new(backend, weights.clone(), runner)?,
             };
             *packed = Arc::downgrade(runner.weights());
-            let engine = Engine::new(Box::new(runner), engine_options)?;
-            return Ok(MonitoredEngine { engine, monitor: None, table: None });
+            return Ok(LoadedRunner { runner: Box::new(runner), monitor: None, table: None, experts: None });
         }
     };
     let mut cuda = with_session(cuda, name, options);
@@ -222,28 +274,43 @@ fn make_engine(
         }
         (Some(_), place) => Some(place),
     };
+    let unified = backend.device().info().unified;
+    let expert_needs = ExpertNeeds::of(weights);
+    let experts = expert_needs.map(|_| if unified { ExpertPlacement::Device } else { options.experts });
     let mut model = Arc::clone(weights);
+    let mut pinned = Vec::new();
     match table {
-        Some(TablePlacement::Pinned) => {
-            let table = weights.token_table().map(|table| weights.weights()[table.idx()].name.clone());
-            backend.keep_pinned(table.into_iter().collect())?;
-        }
+        Some(TablePlacement::Pinned) => pinned.extend(weights.token_table()),
         Some(TablePlacement::Host) => model = Arc::new(weights.with_table_on_host()),
         Some(TablePlacement::Auto | TablePlacement::Device) | None => {}
     }
+    if let (Some(needs), Some(ExpertPlacement::Host)) = (expert_needs, experts) {
+        // Pinning more than the host has free makes the system swap or kill.
+        if let Some(free_bytes) = host_free_bytes().filter(|free| needs.expert_bytes > *free) {
+            return Err(Error::ExpertsOnHost { expert_bytes: needs.expert_bytes, free_bytes });
+        }
+        pinned.extend(weights.expert_matrices());
+    }
+    if !pinned.is_empty() {
+        backend.keep_pinned(pinned.iter().map(|id| weights.weights()[id.idx()].name.clone()).collect())?;
+    }
     let monitor = backend.monitor();
     let made = (|| {
-        let runner = Box::new(BackendRunner::new(backend, model, runner)?);
-        let engine = Engine::new(runner, engine_options)?;
+        let mut runner = Box::new(BackendRunner::new(backend, model, runner)?);
         // Records and verifies the graph of a decode step here, so that no token waits for it.
-        engine.plan(1)?;
-        Ok(engine)
+        runner.plan(1)?;
+        Ok(runner)
     })();
-    let engine = made.map_err(|error: EngineError| match (needs, table) {
+    let runner = made.map_err(|error: EngineError| match (needs, table) {
         (Some(needs), Some(TablePlacement::Device)) => Error::with_table(error, needs.table_bytes),
-        _ => error.into(),
+        _ => match (expert_needs, experts) {
+            (Some(needs), Some(ExpertPlacement::Device)) if !unified => {
+                Error::with_experts(error, needs.expert_bytes)
+            }
+            _ => error.into(),
+        },
     })?;
-    Ok(MonitoredEngine { engine, monitor: Some(monitor), table })
+    Ok(LoadedRunner { runner, monitor: Some(monitor), table, experts })
 }
 
 /// Options of a CUDA device for a model, as a session requests them.

@@ -7,6 +7,7 @@ use refrain_engine::{EngineError, SamplingError};
 use refrain_formats::FormatError;
 use refrain_formats::chat::ChatError;
 use refrain_formats::tokenizer::TokenizerError;
+use refrain_grammar::GrammarError;
 use refrain_models::ModelError;
 use refrain_quant::QuantError;
 use refrain_tensor::DType;
@@ -59,6 +60,29 @@ pub enum Error {
         source: EngineError,
         /// Bytes of the table.
         table_bytes: u64,
+    },
+    /// A grammar cannot be used.
+    #[error(transparent)]
+    Grammar(#[from] GrammarError),
+    /// A model does not fit on its device, and its experts could be kept in host memory.
+    #[error("{source}; {} of the weights are experts, of which a token reads few", MemorySize(*expert_bytes))]
+    ExpertsOnDevice {
+        /// The allocation that failed.
+        source: EngineError,
+        /// Bytes of the experts.
+        expert_bytes: u64,
+    },
+    /// Experts that are to be kept in host memory do not fit there.
+    #[error(
+        "the experts need {} of pinned host memory, {} are free",
+        MemorySize(*expert_bytes),
+        MemorySize(*free_bytes)
+    )]
+    ExpertsOnHost {
+        /// Bytes of the experts.
+        expert_bytes: u64,
+        /// Free bytes of the host.
+        free_bytes: u64,
     },
     /// A sampling parameter is out of range.
     #[error(transparent)]
@@ -197,6 +221,31 @@ pub enum Error {
     /// A model could not be quantised.
     #[error(transparent)]
     Quant(#[from] QuantError),
+    /// The tokens of a draft model are not those of the model.
+    #[error("{draft} cannot guess for {model}: it has {} tokens, {model} has {}", .sizes[1], .sizes[0])]
+    DraftVocabulary {
+        /// Name of the model.
+        model: String,
+        /// Name of the draft model.
+        draft: String,
+        /// Tokens of both.
+        sizes: [usize; 2],
+    },
+    /// A token of a draft model means something else.
+    #[error("{draft} cannot guess for {model}: token {token} is {:?} in it and {:?} in {model}", .texts[1], .texts[0])]
+    DraftTokenTexts {
+        /// Name of the model.
+        model: String,
+        /// Name of the draft model.
+        draft: String,
+        /// The first token that differs.
+        token: u32,
+        /// Its texts.
+        texts: [String; 2],
+    },
+    /// Speculation while steps are compared with their eager run.
+    #[error("speculation is not possible while decode steps are compared with their eager run")]
+    SpeculationCompared,
     /// Two models split a text differently.
     #[error("the models split the text differently, from token {at} on")]
     Tokenizers {
@@ -228,6 +277,14 @@ impl Error {
         }
     }
 
+    /// The error of loading a model whose experts are on the device and could be kept in host memory.
+    pub(crate) fn with_experts(source: EngineError, expert_bytes: u64) -> Error {
+        match cuda_cause(&source) {
+            Some(CudaError::DoesNotFit(_)) => Error::ExpertsOnDevice { source, expert_bytes },
+            _ => Error::Engine(source),
+        }
+    }
+
     /// Adds the model's limit to the error of a prompt that does not fit: a larger context helps only below it.
     pub(crate) fn with_limit(source: EngineError, model: &Model) -> Error {
         match source {
@@ -242,7 +299,9 @@ impl Error {
     pub fn cuda(&self) -> Option<&CudaError> {
         match self {
             Error::Cuda(error) => Some(error),
-            Error::Engine(error) | Error::TableOnDevice { source: error, .. } => cuda_cause(error),
+            Error::Engine(error)
+            | Error::TableOnDevice { source: error, .. }
+            | Error::ExpertsOnDevice { source: error, .. } => cuda_cause(error),
             Error::Train(error) => learn_cause(error).and_then(|cause| cuda_cause(cause)),
             _ => None,
         }
@@ -266,6 +325,13 @@ impl Error {
             Error::Engine(e) => cuda_cause(e).and_then(CudaError::hint).or_else(|| e.hint()),
             Error::TableOnDevice { .. } => {
                 Some("keep the table in pinned memory, or leave it in the mapped file on the host".into())
+            }
+            Error::Grammar(e) => e.hint(),
+            Error::ExpertsOnDevice { .. } => {
+                Some("keep the experts in pinned host memory, or use a model with smaller weights".into())
+            }
+            Error::ExpertsOnHost { .. } => {
+                Some("free host memory, or use a model with smaller weights".into())
             }
             Error::Sampling(e) => Some(e.hint()),
             Error::Encoder { .. } => Some("embed texts with it, or generate with another model".into()),
@@ -306,6 +372,12 @@ impl Error {
             Error::MergeType { .. } => Some("use F32, F16 or BF16".into()),
             Error::MergeExists { .. } => Some("remove it, or write to another path".into()),
             Error::Quant(e) => e.hint(),
+            Error::DraftVocabulary { .. } | Error::DraftTokenTexts { .. } => Some(
+                "use a smaller model of the same family as the draft, or n-gram guesses, which need no model".into(),
+            ),
+            Error::SpeculationCompared => Some(
+                "compare without speculation; graphs of verify steps are compared when they are recorded".into(),
+            ),
             Error::Tokenizers { .. } => Some("compare files of the same model".into()),
             Error::Lost { .. } => {
                 Some("convert the text part of a multimodal model by allowing that loss; other tensors mean that the model needs something that is not supported".into())

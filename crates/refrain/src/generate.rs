@@ -4,10 +4,12 @@ use crate::error::Error;
 use crate::model::Model;
 use crate::session::Session;
 use refrain_engine::{
-    Chosen, FinishReason, Pace, Request, SamplingParams, StopFilter, StopOutcome, TokenEvent, TokenStream,
+    Chosen, Constraint, FinishReason, Pace, Request, SamplingParams, StopFilter, StopOutcome, TokenEvent,
+    TokenStream,
 };
 use refrain_formats::chat::{Message, RenderOptions};
 use refrain_formats::tokenizer::DecodeStream;
+use refrain_grammar::Grammar;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -34,6 +36,9 @@ pub struct Generate {
     pub stop: Vec<String>,
     /// Continues past end-of-turn tokens.
     pub ignore_end: bool,
+    /// A grammar that the text follows ([`Model::grammar`]). The text ends where the grammar allows it, and is complete if it
+    /// ended with [`Finish::EndOfTurn`] or [`Finish::Complete`].
+    pub grammar: Option<Grammar>,
     /// Cancels the generation before the next token once it is true.
     pub cancel: Option<Arc<AtomicBool>>,
 }
@@ -54,6 +59,8 @@ pub struct TextDelta {
 pub enum Finish {
     /// The model ended its turn.
     EndOfTurn,
+    /// The grammar allows nothing more.
+    Complete,
     /// The maximum number of tokens was reached.
     MaxTokens,
     /// A stop text appeared.
@@ -114,7 +121,7 @@ impl<'s> Generation<'s> {
         let prompt = prompt.tokens(&session.model, session.context())?;
         let n_cached = session.sequence.n_cached(&prompt)?;
         let mut request = Request::new(&session.sequence, prompt);
-        request.pace = Pace::OnDemand { lead: LEAD };
+        prepare(session, &mut request);
         let writer = Writer::new(&session.model, &mut request, n_cached, options)?;
         let refused = session.engine.check(&request);
         refused.map_err(|error| Error::with_limit(error, &session.model))?;
@@ -149,11 +156,18 @@ impl<'s> Generation<'s> {
         let n_cached = self.session.sequence.n_cached(&prompt)?;
         self.writer.summary.n_evaluated += prompt.len() - n_cached;
         let mut request = Request::new(&self.session.sequence, prompt);
-        request.pace = Pace::OnDemand { lead: LEAD };
+        prepare(self.session, &mut request);
         self.writer.limits.apply(&mut request, self.writer.summary.n_generated);
         self.request = Some(request);
         Ok(true)
     }
+}
+
+/// Sets what a session decides about its requests.
+fn prepare(session: &Session, request: &mut Request) {
+    // A step may choose one token more than it has guesses.
+    request.pace = Pace::OnDemand { lead: LEAD + session.speculation.max_draft() };
+    request.speculation = session.speculation.of_request();
 }
 
 impl Iterator for Generation<'_> {
@@ -214,6 +228,7 @@ struct RequestLimits {
     sampling: SamplingParams,
     max_tokens: usize,
     end: Vec<u32>,
+    grammar: Option<Grammar>,
 }
 
 impl RequestLimits {
@@ -224,6 +239,11 @@ impl RequestLimits {
             max => max.saturating_sub(n_generated),
         };
         request.end.clone_from(&self.end);
+        request.constraint = self.grammar.clone().map(|grammar| Constraint {
+            // The prompt ends in what was generated.
+            n_given: n_generated,
+            ..Constraint::new(grammar)
+        });
     }
 }
 
@@ -264,7 +284,8 @@ impl Writer {
         sampling.check(model.config().n_vocab)?;
         let end = if options.ignore_end { Vec::new() } else { tokenizer.end_of_generation().to_vec() };
         let seed = sampling.seed;
-        let limits = RequestLimits { sampling, max_tokens: options.max_tokens.unwrap_or(usize::MAX), end };
+        let max_tokens = options.max_tokens.unwrap_or(usize::MAX);
+        let limits = RequestLimits { sampling, max_tokens, end, grammar: options.grammar.clone() };
         limits.apply(request, 0);
         let summary = Summary {
             finish: None,
@@ -397,6 +418,7 @@ impl Drop for Writer {
 fn finish_of(reason: FinishReason) -> Finish {
     match reason {
         FinishReason::EndToken => Finish::EndOfTurn,
+        FinishReason::Complete => Finish::Complete,
         FinishReason::MaxTokens => Finish::MaxTokens,
         FinishReason::ContextFull => Finish::ContextFull,
         FinishReason::Cancelled => Finish::Cancelled,

@@ -48,6 +48,7 @@ mod planner;
 mod pull;
 mod service;
 mod session;
+mod speculation;
 pub mod train;
 
 pub use bench::{
@@ -68,10 +69,11 @@ pub use load::{
 };
 pub use merge::merge;
 pub use model::Model;
-pub use placement::{TableNeeds, TablePlacement, host_free_bytes};
+pub use placement::{ExpertNeeds, ExpertPlacement, TableNeeds, TablePlacement, host_free_bytes};
 pub use planner::Planner;
 pub use service::{Reply, Service, ServiceOptions};
 pub use session::{Device, Session, SessionOptions};
+pub use speculation::{DraftWeights, GuessSource, SpeculationOptions};
 pub use tensor_error::{TensorDifference, tensor_differences};
 
 pub use refrain_cpu::pool::PoolError;
@@ -83,16 +85,19 @@ pub use refrain_driver::Method;
 pub use refrain_driver::sim::{FaultScript, FaultScriptError};
 pub use refrain_driver::trial;
 pub use refrain_engine::{
-    BlockCounts, Comparison, EngineError, EngineLoad, FinishReason, Ledger, MAX_TOP, MIN_WINDOW, Pace,
-    Perplexity, PromptCounts, Request, SamplingError, SamplingParams, StepKind, StopFilter, StopOutcome,
-    Stopped, Tally, TokenEvent, TokenStream, VectorStream,
+    BlockCounts, Comparison, Constraint, EngineError, EngineLoad, FinishReason, Ledger, MAX_DRAFT, MAX_TOP,
+    MIN_WINDOW, Pace, Perplexity, PromptCounts, Request, SamplingError, SamplingParams, SpeculationPause,
+    SpeculationTally, StepKind, StopFilter, StopOutcome, Stopped, Tally, TokenEvent, TokenStream,
+    VectorStream,
 };
 pub use refrain_formats::chat::{
     ChatError, ChatTemplate, Message, Part, PartKind, RenderOptions, ThinkFilter, ThinkTags,
 };
+pub use refrain_formats::hf::QuantizedWeights;
 pub use refrain_formats::params::{EmbeddingDefaults, GenerationDefaults, ModelConfig, Pooling};
 pub use refrain_formats::tokenizer::{DecodeStream, Tokenizer, TokenizerSummary};
 pub use refrain_formats::{FormatError, ModelFiles, TensorInfo};
+pub use refrain_grammar::{Grammar, GrammarError, GrammarSource, Vocabulary};
 pub use refrain_graph as graph;
 #[cfg(feature = "pull")]
 pub use refrain_hub as hub;

@@ -9,6 +9,7 @@ use refrain_formats::hf::{AdapterFolder, HfFolder};
 use refrain_formats::params::{GenerationDefaults, ModelConfig};
 use refrain_formats::tokenizer::{Tokenizer, TokenizerForm, TokenizerSummary, VocabSpec};
 use refrain_formats::{FormatError, ModelFiles};
+use refrain_grammar::{Grammar, GrammarError, GrammarSource, Vocabulary};
 use refrain_models::Adapter;
 use std::hash::{BuildHasher, Hasher};
 use std::path::Path;
@@ -32,11 +33,13 @@ struct ModelInner {
 struct Opened {
     name: String,
     files: ModelFiles,
-    tokenizer: Tokenizer,
+    tokenizer: Arc<Tokenizer>,
     template: Option<ChatTemplate>,
     defaults: GenerationDefaults,
     /// Bytes of the vocabulary's longest token.
     longest_token: OnceLock<usize>,
+    /// The vocabulary as grammars need it.
+    vocabulary: OnceLock<Result<Arc<Vocabulary>, GrammarError>>,
 }
 
 impl Model {
@@ -72,9 +75,16 @@ impl Model {
         let template = source.map(|source| ChatTemplate::deferred(&source, tokenizer.special_texts()));
         let name = weights.config().name.as_deref().map(one_line).filter(|name| !name.is_empty());
         let name = name.unwrap_or_else(|| one_line(&stem(files.path())));
-        let opened =
-            Arc::new(Opened { name, files, tokenizer, template, defaults, longest_token: OnceLock::new() });
-        Ok(Model::of(opened, weights))
+        let opened = Opened {
+            name,
+            files,
+            tokenizer: Arc::new(tokenizer),
+            template,
+            defaults,
+            longest_token: OnceLock::new(),
+            vocabulary: OnceLock::new(),
+        };
+        Ok(Model::of(Arc::new(opened), weights))
     }
 
     fn of(opened: Arc<Opened>, weights: refrain_models::Model) -> Model {
@@ -154,6 +164,21 @@ impl Model {
     /// Tokenizes a text and adds the tokens that the model expects before it, such as BOS.
     pub fn text_tokens(&self, text: &str) -> Result<Vec<u32>, Error> {
         Ok(self.tokenizer().encode(text, true, false)?)
+    }
+
+    /// Compiles a grammar, a schema or an expression that generated text must follow ([`Generate::grammar`]). The first one
+    /// also prepares the vocabulary, which takes up to two seconds for the largest ones.
+    ///
+    /// [`Generate::grammar`]: crate::Generate::grammar
+    pub fn grammar(&self, source: &GrammarSource) -> Result<Grammar, Error> {
+        Ok(self.vocabulary()?.compile(source)?)
+    }
+
+    /// The vocabulary, prepared for grammars when it is first needed.
+    pub fn vocabulary(&self) -> Result<Arc<Vocabulary>, Error> {
+        let opened = &self.inner.opened;
+        let made = opened.vocabulary.get_or_init(|| Vocabulary::of(&opened.tokenizer).map(Arc::new));
+        Ok(made.clone()?)
     }
 
     /// Renders a conversation with the chat template.

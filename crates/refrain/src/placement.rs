@@ -1,4 +1,5 @@
-//! Placement of the per-layer embedding table of Gemma 4 E2B and E4B, of which a step reads one row per token.
+//! Placement of weights of which a token reads little: the per-layer embedding table of Gemma 4 E2B and E4B, of which it
+//! reads one row, and the experts of a mixture.
 
 use refrain_models::{KvSpec, Model, NamedShape};
 use std::fmt;
@@ -36,6 +37,55 @@ impl TablePlacement {
 impl fmt::Display for TablePlacement {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(self.name())
+    }
+}
+
+/// Placement of the experts that routers choose from. Both give the same bits.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ExpertPlacement {
+    /// On the device.
+    #[default]
+    Device,
+    /// In pinned host memory that the device reads over the bus, inside the graph.
+    Host,
+}
+
+impl ExpertPlacement {
+    /// All placements.
+    pub const PLACES: [ExpertPlacement; 2] = [ExpertPlacement::Device, ExpertPlacement::Host];
+
+    /// Its name on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            ExpertPlacement::Device => "device",
+            ExpertPlacement::Host => "host",
+        }
+    }
+}
+
+/// Sizes of the experts that routers choose from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExpertNeeds {
+    /// Bytes of all of them.
+    pub expert_bytes: u64,
+    /// Bytes that a token reads.
+    pub token_bytes: u64,
+    /// Bytes of all other weights.
+    pub other_bytes: u64,
+}
+
+impl ExpertNeeds {
+    /// The sizes of a model; `None` if it has no experts.
+    pub(crate) fn of(model: &Model) -> Option<ExpertNeeds> {
+        let experts = model.config().experts?;
+        let bytes = |id: &refrain_graph::WeightId| model.tensors()[id.idx()].bytes().as_slice().len() as u64;
+        let expert_bytes: u64 = model.expert_matrices().iter().map(bytes).sum();
+        let (n_experts, n_choices) = (experts.n_experts.max(1) as u64, experts.n_choices as u64);
+        Some(ExpertNeeds {
+            expert_bytes,
+            token_bytes: (u128::from(expert_bytes) * u128::from(n_choices) / u128::from(n_experts)) as u64,
+            other_bytes: (model.weight_bytes() as u64).saturating_sub(expert_bytes),
+        })
     }
 }
 

@@ -3,7 +3,7 @@
 use crate::engines::{EngineCapacity, MonitoredEngine, lone_engine, table_needs};
 use crate::error::Error;
 use crate::model::{adapted, one_line};
-use crate::placement::{TableNeeds, TablePlacement};
+use crate::placement::{ExpertNeeds, ExpertPlacement, TableNeeds, TablePlacement};
 use crate::session::SessionOptions;
 use refrain_cuda::{Monitor, Status};
 use refrain_engine::{Engine, RunnerOptions};
@@ -20,6 +20,7 @@ pub struct Planner {
     context: usize,
     monitor: Option<Monitor>,
     table: Option<(TableNeeds, TablePlacement)>,
+    experts: Option<(ExpertNeeds, ExpertPlacement)>,
 }
 
 impl Planner {
@@ -47,12 +48,20 @@ impl Planner {
         let name = weights.config().name.clone().unwrap_or_else(|| files.path().display().to_string());
         let name = one_line(&name);
         let weights = Arc::new(weights);
-        let (MonitoredEngine { engine, monitor, table }, EngineCapacity { context, n_positions, .. }) =
-            lone_engine(&weights, &name, options, EngineCapacity::of_one)?;
+        let (
+            MonitoredEngine { engine, monitor, table, experts },
+            EngineCapacity { context, n_positions, .. },
+        ) = lone_engine(&weights, &name, options, EngineCapacity::of_one)?;
         let runner =
             RunnerOptions { context, n_positions, kv_dtype: options.kv_dtype, ..RunnerOptions::default() };
         let table = table_needs(&weights, &runner).zip(table);
-        Ok(Planner { name, engine, context, monitor, table })
+        let experts = ExpertNeeds::of(&weights).zip(experts);
+        Ok(Planner { name, engine, context, monitor, table, experts })
+    }
+
+    /// Size and placement of the experts; `None` if the model has none or runs on the CPU.
+    pub fn experts(&self) -> Option<(ExpertNeeds, ExpertPlacement)> {
+        self.experts
     }
 
     /// Size and placement of the per-layer embedding table; `None` if the model has none or runs on the CPU.

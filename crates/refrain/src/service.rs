@@ -5,6 +5,7 @@ use crate::error::Error;
 use crate::generate::{Generate, Prompt, Summary, TextDelta, Writer};
 use crate::model::Model;
 use crate::session::SessionOptions;
+use crate::speculation::SpeculationOptions;
 use refrain_cuda::{Monitor, Status};
 use refrain_engine::{Engine, EngineLoad, Ledger, Request, TokenStream};
 use std::time::Instant;
@@ -75,16 +76,19 @@ pub struct Service {
     engine: Engine,
     monitor: Option<Monitor>,
     context: usize,
+    speculation: SpeculationOptions,
 }
 
 impl Service {
     /// Loads a model onto a device.
     pub fn new(model: &Model, options: &ServiceOptions) -> Result<Service, Error> {
+        let speculation = options.session.speculation.clone();
+        speculation.check_tokens(model)?;
         let room = |context| options.capacity(context);
         let (made, room) = lone_engine(model.weights(), model.name(), &options.session, room)?;
         model.files().release();
         let MonitoredEngine { engine, monitor, .. } = made;
-        Ok(Service { model: model.clone(), engine, monitor, context: room.context })
+        Ok(Service { model: model.clone(), engine, monitor, context: room.context, speculation })
     }
 
     /// The bytes that the weights and the KV cache of a service take. Activations and kernels come on top.
@@ -98,14 +102,16 @@ impl Service {
     /// Submits a prompt. A request that can never be served is refused here; later errors are returned by the reply.
     pub fn submit(&self, prompt: Prompt<'_>, options: &Generate) -> Result<Reply, Error> {
         let mut request = Request::once(prompt.tokens(&self.model, self.context)?);
+        request.speculation = self.speculation.of_request();
         let mut writer = Writer::new(&self.model, &mut request, 0, options)?;
         writer.begin(self.engine.submit(request)?, Instant::now());
         Ok(Reply { writer, model: self.model.clone() })
     }
 
     /// Submits a request for tokens. A request that can never be served is refused here; later errors are returned by the
-    /// stream.
-    pub fn submit_tokens(&self, request: Request) -> Result<TokenStream, Error> {
+    /// stream. A request without speculation gets that of the service.
+    pub fn submit_tokens(&self, mut request: Request) -> Result<TokenStream, Error> {
+        request.speculation = request.speculation.or_else(|| self.speculation.of_request());
         Ok(self.engine.submit(request)?)
     }
 

@@ -4,7 +4,8 @@ use crate::engines::MonitoredEngine;
 use crate::error::Error;
 use crate::generate::{Generate, Generation, Prompt};
 use crate::model::Model;
-use crate::placement::TablePlacement;
+use crate::placement::{ExpertPlacement, TablePlacement};
+use crate::speculation::SpeculationOptions;
 use refrain_cpu::pool::default_threads;
 use refrain_cuda::{CudaOptions, GraphMode, LoadListener, Monitor, Status, Timeline};
 use refrain_driver::sim::{FaultScript, SimOptions};
@@ -120,9 +121,13 @@ pub struct SessionOptions {
     /// Placement of the per-layer embedding table, in a model that has one. On the CPU the table always stays in the
     /// mapped file; [`TablePlacement::Host`] makes its lookup a host step there too.
     pub table: TablePlacement,
+    /// Placement of the experts of a mixture. Without effect on the CPU and on a device that shares the host's memory.
+    pub experts: ExpertPlacement,
     /// Result of a trial of stream capture. If captures are harmful on this driver, it overrides the device's method, and
     /// streams are not captured for library calls either.
     pub graph_choice: Option<MethodChoice>,
+    /// Guessed tokens to check; none by default.
+    pub speculation: SpeculationOptions,
 }
 
 impl Default for SessionOptions {
@@ -136,7 +141,9 @@ impl Default for SessionOptions {
             reproducible: false,
             on_load: LoadListener::default(),
             table: TablePlacement::Auto,
+            experts: ExpertPlacement::Device,
             graph_choice: None,
+            speculation: SpeculationOptions::default(),
         }
     }
 }
@@ -152,7 +159,9 @@ pub struct Session {
     pub(crate) sequence: Sequence,
     monitor: Option<Monitor>,
     table: Option<TablePlacement>,
+    experts: Option<ExpertPlacement>,
     graph_choice: Option<MethodChoice>,
+    pub(crate) speculation: SpeculationOptions,
 }
 
 impl Session {
@@ -161,18 +170,25 @@ impl Session {
     /// A further session grows the KV cache, and steps are then compiled again. If the device cannot hold the old and the
     /// new cache at once, the session is refused.
     pub fn new(model: &Model, options: &SessionOptions) -> Result<Session, Error> {
+        options.speculation.check_tokens(model)?;
         let (made, sequence) = model.engines().open(model.weights(), model.name(), options)?;
         // Weights that were repacked or uploaded are not read from the file again. Others, such as float weights on the
         // CPU, are paged in again when they are read.
         model.files().release();
-        let MonitoredEngine { engine, monitor, table } = made;
-        let graph_choice = options.graph_choice.clone();
-        Ok(Session { model: model.clone(), engine, sequence, monitor, table, graph_choice })
+        let MonitoredEngine { engine, monitor, table, experts } = made;
+        let (graph_choice, speculation) = (options.graph_choice.clone(), options.speculation.clone());
+        let model = model.clone();
+        Ok(Session { model, engine, sequence, monitor, table, experts, graph_choice, speculation })
     }
 
     /// Placement of the per-layer embedding table; `None` if the model has none or runs on the CPU.
     pub fn table_placement(&self) -> Option<TablePlacement> {
         self.table
+    }
+
+    /// Placement of the experts; `None` if the model has none or runs on the CPU.
+    pub fn expert_placement(&self) -> Option<ExpertPlacement> {
+        self.experts
     }
 
     /// Memory, graphs and timings of a CUDA device, real or simulated; `None` on the CPU.

@@ -217,8 +217,11 @@ fn types(device: &Device, arch: Arch, table: &mut Table) {
     let (sizes, heads) = SIZES;
     let shape = NamedShape::new(arch.name(), arch, sizes, heads);
     // Every token uses all experts, so rounding cannot change the choice.
-    let shape =
-        if matches!(arch, Arch::Qwen3Moe | Arch::GptOss) { shape.with_experts([4, 4, 256]) } else { shape };
+    let shape = if matches!(arch, Arch::Qwen3Moe | Arch::Qwen35Moe | Arch::GptOss) {
+        shape.with_experts([4, 4, 256])
+    } else {
+        shape
+    };
     let config = shape.fresh_config(64);
     // Models with recurrent layers can be read, but not written.
     if config.recurrent.is_some() {

@@ -1,7 +1,7 @@
 //! A line of a batch: the request and its answer.
 
 use crate::stats::finish_word;
-use refrain::{Finish, Message, SamplingParams, Summary};
+use refrain::{Finish, GrammarSource, Message, SamplingParams, Summary};
 use serde_json::{Map, Value, json};
 
 /// A line of the input.
@@ -33,6 +33,8 @@ pub(crate) struct BatchAsk {
     pub(crate) max_tokens: Option<usize>,
     pub(crate) stop: Vec<String>,
     pub(crate) sampling: LineSampling,
+    /// What the answer must be.
+    pub(crate) source: Option<GrammarSource>,
 }
 
 /// Sampling parameters of one line.
@@ -198,14 +200,12 @@ fn missing(name: &str) -> String {
 fn check_served(object: &Map<String, Value>) -> Result<(), String> {
     let is_more_than = |name: &str, n: u64| object.get(name).and_then(Value::as_u64).is_some_and(|v| v > n);
     let is_on = |name: &str| object.get(name).is_some_and(|v| *v != json!(false) && !v.is_null());
-    let format = object.get("response_format").and_then(|format| format.get("type")).and_then(Value::as_str);
     let refused = [
         ("n", is_more_than("n", 1)),
         ("best_of", is_more_than("best_of", 1)),
         ("logprobs", is_on("logprobs")),
         ("echo", is_on("echo")),
         ("tools", object.get("tools").and_then(Value::as_array).is_some_and(|tools| !tools.is_empty())),
-        ("response_format", format.is_some_and(|kind| kind != "text")),
     ];
     match refused.iter().find(|(_, asked)| *asked) {
         Some((name, _)) => Err(format!("{name} is not supported in batches")),
@@ -236,6 +236,7 @@ fn read_ask(object: &Map<String, Value>, is_plain: bool) -> Result<BatchAsk, Str
         Some(stop) => serde_json::from_value(stop.clone())
             .map_err(|_| "stop is neither a string nor a list of strings")?,
     };
+    ask.source = read_format(object.get("response_format"))?;
     ask.sampling = LineSampling {
         temperature: float(object, &["temperature"])?,
         top_p: float(object, &["top_p"])?,
@@ -248,6 +249,20 @@ fn read_ask(object: &Map<String, Value>, is_plain: bool) -> Result<BatchAsk, Str
         seed: number(object, &["seed"])?,
     };
     Ok(ask)
+}
+
+/// OpenAI's `response_format`.
+fn read_format(format: Option<&Value>) -> Result<Option<GrammarSource>, String> {
+    let Some(format) = format.filter(|format| !format.is_null()) else { return Ok(None) };
+    match format.get("type").and_then(Value::as_str) {
+        Some("text") => Ok(None),
+        Some("json_object") => Ok(Some(GrammarSource::JsonObject)),
+        Some("json_schema") => match format.get("json_schema").and_then(|inner| inner.get("schema")) {
+            Some(schema) => Ok(Some(GrammarSource::JsonSchema(schema.to_string()))),
+            None => Err("response_format.json_schema has no schema".into()),
+        },
+        _ => Err("response_format.type must be text, json_object or json_schema".into()),
+    }
 }
 
 fn messages(value: Option<&Value>) -> Result<Vec<Message>, String> {
@@ -343,6 +358,8 @@ mod tests {
         let tools = r#"{"prompt": "a", "tools": [{}]}"#;
         assert_eq!(error(tools), "tools is not supported in batches");
         assert_eq!(error(r#"{"messages": [{"role": "user"}]}"#), "a message has no content");
+        let format = r#"{"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {}}}"#;
+        assert_eq!(error(format), "response_format.json_schema has no schema");
         let wrong = r#"{"custom_id": "a", "url": "/v1/embeddings", "body": {}}"#;
         let text = "the url is \"/v1/embeddings\", supported are /v1/chat/completions and /v1/completions";
         assert_eq!(error(wrong), text);

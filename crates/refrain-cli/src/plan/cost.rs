@@ -2,7 +2,7 @@
 
 use crate::out::{counted, short_time};
 use refrain::graph::{Crossing, Plan, SegmentKind};
-use refrain::{TableNeeds, TablePlacement};
+use refrain::{ExpertNeeds, ExpertPlacement, TableNeeds, TablePlacement};
 use refrain_hub::ByteSize;
 use std::borrow::Cow;
 
@@ -74,6 +74,26 @@ pub(super) fn placements(needs: &TableNeeds, here: TablePlacement) -> Vec<String
     std::iter::once(head).chain(TablePlacement::PLACES.map(line)).collect()
 }
 
+/// The placements of the experts: memory, transfers per token, and an estimate of their time.
+pub(super) fn expert_placements(needs: &ExpertNeeds, here: ExpertPlacement) -> Vec<String> {
+    let (all, token) = (ByteSize(needs.expert_bytes), ByteSize(needs.token_bytes));
+    let head = format!("experts  {all}, {token} per token; --experts sets the placement:");
+    let line = |place: ExpertPlacement| {
+        let what = match place {
+            ExpertPlacement::Device => format!("1 segment, no transfers, {all} more on the device"),
+            ExpertPlacement::Host => {
+                let took = short_time(needs.token_bytes as f64 / BUS_BYTES_PER_SECOND);
+                format!(
+                    "1 segment, {token} over the bus inside the graph, about {took} per token, {all} of pinned host memory"
+                )
+            }
+        };
+        let mark = if place == here { '*' } else { ' ' };
+        format!("       {mark} {:<6} {what}", place.name())
+    };
+    std::iter::once(head).chain(ExpertPlacement::PLACES.map(line)).collect()
+}
+
 fn seconds(crossing: &Crossing) -> f64 {
     let bytes = crossing.to_host_bytes + crossing.to_device_bytes;
     bytes as f64 / BUS_BYTES_PER_SECOND + crossing.n_copies as f64 * COPY_SECONDS
@@ -112,6 +132,17 @@ mod tests {
             "{said:?}"
         );
         assert!(said[3].contains("2 segments") && said[3].contains("about 10.7 us"), "{said:?}");
+    }
+
+    #[test]
+    fn both_placements_of_experts_are_listed_with_their_cost() {
+        let needs = ExpertNeeds { expert_bytes: 16 << 30, token_bytes: 1 << 30, other_bytes: 1 << 30 };
+        let said = expert_placements(&needs, ExpertPlacement::Host);
+        assert_eq!(said[0], "experts  16.0 GiB, 1.0 GiB per token; --experts sets the placement:");
+        assert!(said[1].starts_with("         device 1 segment, no transfers, 16.0 GiB more"), "{said:?}");
+        // 1 GiB at 25 GB/s takes 43 ms.
+        assert!(said[2].starts_with("       * host   1 segment, 1.0 GiB over"), "{said:?}");
+        assert!(said[2].contains("about 42.9 ms"), "{said:?}");
     }
 
     #[test]

@@ -136,6 +136,31 @@ impl Level {
     }
 }
 
+impl Level {
+    /// [`Level::dispatch`] for kernels that gain nothing from dot products: compiled for fewer levels.
+    #[inline]
+    pub(crate) fn dispatch_floats<K: SimdKernel>(self, kernel: K) -> K::Out {
+        #[cfg(target_arch = "aarch64")]
+        use super::lanes::neon;
+        #[cfg(target_arch = "x86_64")]
+        use super::lanes::x86;
+        match self.0 {
+            InstructionSet::Portable => kernel.run(Portable),
+            // SAFETY: as in `dispatch`; both levels have the features of the called function.
+            #[cfg(target_arch = "x86_64")]
+            InstructionSet::Avx2 | InstructionSet::Avx2Vnni => unsafe { x86::call_avx2(kernel) },
+            // SAFETY: as in `dispatch`; all three levels have the features of the called function.
+            #[cfg(target_arch = "x86_64")]
+            InstructionSet::Avx512 | InstructionSet::Avx512Vnni | InstructionSet::Avx512Bf16 => unsafe {
+                x86::call_avx512(kernel)
+            },
+            // SAFETY: as in `dispatch`; both levels have the features of the called function.
+            #[cfg(target_arch = "aarch64")]
+            InstructionSet::Neon | InstructionSet::NeonDot => unsafe { neon::call_neon(kernel) },
+        }
+    }
+}
+
 impl fmt::Display for Level {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(self.name())

@@ -9,6 +9,7 @@ mod acts;
 mod attention;
 mod buffer;
 mod elementwise;
+mod encode;
 mod gemm;
 mod groups;
 mod lanes;
@@ -29,6 +30,7 @@ pub use elementwise::{
     rms_norm_inplace, rope_interleaved, rope_neox, scale_inplace, silu_mul, silu_mul_inplace,
     softmax_inplace, sum,
 };
+pub use encode::encode_rows;
 pub use gemm::{Factor, Rounded, gemm, gemm_scratch};
 pub use level::Level;
 pub use matmul::{

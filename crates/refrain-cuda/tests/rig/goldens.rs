@@ -58,6 +58,8 @@ goldens!(
     "cohere2",
     "qwen35",
     "qwen35-odd",
+    "qwen35moe",
+    "qwen35moe-joined",
     "lfm2",
     "gpt-oss"
 );

@@ -164,7 +164,7 @@ impl World {
 }
 
 fn limits(n_tokens: usize, n_rows: usize) -> ScheduleLimits {
-    ScheduleLimits { n_tokens, n_rows }
+    ScheduleLimits { n_tokens, n_beside: n_tokens, n_rows }
 }
 
 fn prompt(random: &mut Random, most: usize) -> Vec<u32> {
@@ -178,7 +178,7 @@ fn prompt(random: &mut Random, most: usize) -> Vec<u32> {
 fn a_million_tokens_are_evaluated_and_every_request_gets_its_tokens() {
     let mut random = Random(11);
     // Capacity for about ten requests, so that preemptions never stop.
-    let mut world = World::new(120, limits(48, 24));
+    let mut world = World::new(120, ScheduleLimits { n_beside: 6, ..limits(48, 24) });
     let mut n_cancelled = 0;
     while world.n_evaluated < 1_000_000 {
         while world.open.len() < 40 {
@@ -217,7 +217,7 @@ proptest! {
         seed in any::<u64>(),
     ) {
         let mut random = Random(seed);
-        let mut world = World::new(n_blocks, limits(n_tokens, n_rows));
+        let mut world = World::new(n_blocks, ScheduleLimits { n_beside: 1 + n_tokens / 3, ..limits(n_tokens, n_rows) });
         // Sessions have reserved blocks.
         let mut sessions = Vec::new();
         for _ in 0..n_reserved.min(n_blocks / 8) {
@@ -252,6 +252,34 @@ fn decoding_rows_come_first_and_prompts_fill_the_remaining_budget() {
     assert_eq!(world.step(), [row(short, 1, true), row(long, 7, false)]);
     assert_eq!(world.step(), [row(short, 1, true), row(long, 3, true), row(late, 3, true)]);
     assert_eq!(world.step(), [row(short, 1, true), row(long, 1, true), row(late, 1, true)]);
+    world.drain();
+}
+
+#[test]
+fn chunks_are_small_beside_many_decoding_rows_and_large_beside_few() {
+    let mut world = World::new(512, ScheduleLimits { n_beside: 8, ..limits(64, 16) });
+    for _ in 0..6 {
+        world.submit(vec![1], 40, 0, 0);
+    }
+    world.step();
+    let n_prompt = |rows: &[StepRow]| rows.iter().map(|row| row.n_tokens).filter(|n| *n > 1).sum::<usize>();
+    // One prompt of seven sequences has a seventh of the budget, or what any step has room for.
+    world.submit(vec![2; 100], 2, 0, 0);
+    assert_eq!(n_prompt(&world.step()), 64 / 7);
+    for _ in 0..3 {
+        world.submit(vec![0; 100], 2, 0, 0);
+    }
+    assert_eq!(n_prompt(&world.step()), 64 * 4 / 10);
+    world.drain();
+    world.submit(vec![7; 100], 2, 0, 0);
+    assert_eq!(n_prompt(&world.step()), 64);
+    world.drain();
+    for _ in 0..15 {
+        world.submit(vec![1], 40, 0, 0);
+    }
+    world.step();
+    world.submit(vec![5; 30], 2, 0, 0);
+    assert_eq!(n_prompt(&world.step()), 8);
     world.drain();
 }
 

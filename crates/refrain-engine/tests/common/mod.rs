@@ -3,7 +3,7 @@
 
 use refrain_engine::{
     Chosen, Core, DecodeProgress, Engine, EngineError, EngineOptions, RunMember, RunShape, Runner,
-    SamplingRow, SlotCopy, StepOut, StepRequest, TokenChoice, Want,
+    SamplingRow, SlotCopy, StepOut, StepRequest, TokenChoice, VerifyCost, Want,
 };
 use refrain_formats::ModelFiles;
 use refrain_graph::{Committed, CommittedStep, Plan, Ran, Reason, RunError, StepFlags};
@@ -228,8 +228,32 @@ impl Runner for FakeRunner {
         requests.iter().for_each(|request| self.recur(request));
         let poison = self.script.poison.load(Ordering::Relaxed) as u32;
         out.choices.clear();
+        out.verified.clear();
         for request in requests {
+            let after = |token: u32, row: &SamplingRow, position: usize| {
+                if token == poison && poison > 0 {
+                    return Err(EngineError::NonFinite { position, kv_dtype: DType::F16 });
+                }
+                let next = (token + 1) % VOCAB as u32;
+                // The token after the next one if the next is forbidden.
+                let mut biases = row.bias_ids.iter().zip(&row.bias);
+                let is_forbidden = biases.any(|(&id, &bias)| id == next as i32 && bias == f32::NEG_INFINITY);
+                let chosen = Chosen { token: next + u32::from(is_forbidden), logprob: -1.0 };
+                let top = (0..row.n_top as u32).map(|i| (i, -(i as f32))).collect();
+                Ok(TokenChoice { chosen, top })
+            };
+            out.verified.push(match request.want {
+                Want::Verify(rows) => {
+                    assert_eq!(rows.len(), request.tokens.len());
+                    let n_covered = request.table.len() * KV_BLOCK;
+                    assert!(n_covered >= request.start + rows.len(), "{n_covered} of {}", request.start);
+                    let rows = (request.start..).zip(request.tokens.iter().zip(rows));
+                    rows.map(|(position, (&token, row))| after(token, row, position)).collect()
+                }
+                Want::Nothing | Want::Logits { .. } | Want::Sample(_) => Vec::new(),
+            });
             out.choices.push(match request.want {
+                Want::Verify(_) => None,
                 Want::Nothing => None,
                 Want::Logits { n_rows } => {
                     out.logits = vec![0.0; n_rows * VOCAB];
@@ -240,16 +264,8 @@ impl Runner for FakeRunner {
                     Some(Err(EngineError::NonFinite { position, kv_dtype }))
                 }
                 Want::Sample(row) => {
-                    let next = (request.tokens.last().unwrap() + 1) % VOCAB as u32;
-                    // The token after the next one if the next is forbidden.
-                    let is_forbidden = row
-                        .bias_ids
-                        .iter()
-                        .zip(&row.bias)
-                        .any(|(&id, &bias)| id == next as i32 && bias == f32::NEG_INFINITY);
-                    let chosen = Chosen { token: next + u32::from(is_forbidden), logprob: -1.0 };
-                    let top = (0..row.n_top as u32).map(|i| (i, -(i as f32))).collect();
-                    Some(Ok(TokenChoice { chosen, top }))
+                    let position = request.start + request.tokens.len() - 1;
+                    Some(after(*request.tokens.last().unwrap(), row, position))
                 }
             });
         }
@@ -391,6 +407,10 @@ impl Runner for FakeRunner {
     fn copy_slot(&mut self, copy: SlotCopy) -> Result<(), EngineError> {
         self.slots[copy.to] = self.slots[copy.from].clone();
         Ok(())
+    }
+
+    fn verify_cost(&self, _: Option<usize>) -> VerifyCost {
+        VerifyCost { fixed: 0.05, row: 0.02, guess: 0.0, is_padded: true }
     }
 
     fn model(&self) -> &Arc<Model> {

@@ -172,7 +172,7 @@ impl AdapterFolder {
             return Err(FormatError::hf(path, fault));
         }
         let config = AdapterConfig::read(&JsonObject::read(&config)?)?;
-        Ok(AdapterFolder { path: path.to_owned(), config, weights: Weights::read(vec![weights])? })
+        Ok(AdapterFolder { path: path.to_owned(), config, weights: Weights::read(vec![weights], None)? })
     }
 
     /// The folder.

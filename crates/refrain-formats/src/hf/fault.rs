@@ -59,6 +59,44 @@ pub enum HfFault {
     NoAdapterWeights,
     #[error("{} is {}: {because}", quoted(key), quoted(found))]
     Adapter { key: String, found: String, because: &'static str },
+    #[error(
+        "weights quantised as {found} are not supported; fp8 (per tensor or block), compressed-tensors (fp8, int8, int4, \
+         MXFP4), AWQ (int4, gemm), GPTQ (int4, int8) and MXFP4 experts are"
+    )]
+    Quantization { found: String },
+    #[error("tensor {} is quantised, but its {} is missing", quoted(name), quoted(part))]
+    MissingPart { name: String, part: String },
+    #[error(
+        "tensor {} is quantised, but no group of quantization_config fits it: it has dtype {found}",
+        quoted(name)
+    )]
+    NoGroup { name: String, found: String },
+    #[error(
+        "tensor {} has shape {found:?}, but {} for a weight of {n_out} x {n_in} {form}",
+        quoted(name),
+        wanted(expected)
+    )]
+    PartShape {
+        name: String,
+        found: Vec<usize>,
+        expected: Vec<Vec<usize>>,
+        n_out: usize,
+        n_in: usize,
+        form: String,
+    },
+    #[error("tensor {} has dtype {found}, expected {expected}", quoted(name))]
+    PartType { name: String, found: String, expected: &'static str },
+    #[error("tensor {}: rows of {n_in} elements are not whole groups of {group}", quoted(name))]
+    PartialGroups { name: String, n_in: usize, group: usize },
+    #[error("tensor {} puts column {column} into group {found}, but there are {n_groups}", quoted(name))]
+    GroupIndex { name: String, column: usize, found: i32, n_groups: usize },
+    #[error(
+        "tensor {} says that the weight is {found:?}, but its codes are for {n_out} x {n_in}",
+        quoted(name)
+    )]
+    WeightShape { name: String, found: Vec<i64>, n_out: usize, n_in: usize },
+    #[error("tensor {}: {source}", quoted(name))]
+    Packed { name: String, source: refrain_tensor::TensorError },
     #[error("{n_files} *.safetensors files without model.safetensors.index.json")]
     NoIndex { n_files: usize },
 }
@@ -81,6 +119,17 @@ impl HfFault {
             F::MissingTensor { .. } | F::Duplicate { .. } | F::NotInShard { .. } | F::ShardName { .. } => {
                 "config.json, the index and the weights belong to different models; fetch the folder again"
             }
+            F::Quantization { .. } => "get the model in bfloat16, in one of these forms, or as a GGUF file",
+            F::MissingPart { .. }
+            | F::NoGroup { .. }
+            | F::PartShape { .. }
+            | F::PartType { .. }
+            | F::PartialGroups { .. }
+            | F::GroupIndex { .. }
+            | F::WeightShape { .. }
+            | F::Packed { .. } => {
+                "the weights do not match quantization_config in config.json; fetch the folder again"
+            }
             F::MissingShard { .. } => "fetch the missing file into the folder of the index",
             F::NoConfig => "fetch config.json of the model into the folder",
             F::NoWeights => "fetch the *.safetensors files of the model into the folder",
@@ -94,4 +143,9 @@ impl HfFault {
         };
         Some(hint.into())
     }
+}
+
+fn wanted(shapes: &[Vec<usize>]) -> String {
+    let shapes: Vec<String> = shapes.iter().map(|shape| format!("{shape:?}")).collect();
+    format!("{} is needed", shapes.join(" or "))
 }

@@ -2,22 +2,51 @@
 
 use super::fault::HfFault;
 use crate::table::{FileIdx, TensorInfo};
-use refrain_tensor::{DType, MAX_RANK, Shape};
-use safetensors::{Dtype, tensor::Metadata};
+use refrain_tensor::{Bytes, DType, MAX_RANK, Shape};
+use safetensors::tensor::{self, Dtype, Metadata};
 
 /// The limit of the `safetensors` crate.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 const LENGTH_BYTES: usize = 8;
 
-/// Tensors of a file. Those with unsupported dtypes are an error only when they are used.
-#[derive(Debug, Default)]
-pub(crate) struct ParsedHeader {
-    pub(crate) tensors: Vec<TensorInfo>,
-    pub(crate) unsupported: Vec<(String, Dtype)>,
+/// A tensor as the header describes it, of any dtype.
+#[derive(Clone, Debug)]
+pub(crate) struct Stored {
+    pub(crate) name: Box<str>,
+    pub(crate) dtype: Dtype,
+    pub(crate) shape: Vec<usize>,
+    pub(crate) offset: u64,
+    pub(crate) n_bytes: u64,
+    pub(crate) file_idx: FileIdx,
+}
+
+impl Stored {
+    /// The table entry of a plain weight; `None` if its dtype is not supported.
+    pub(crate) fn info(&self) -> Result<Option<TensorInfo>, HfFault> {
+        let Some(dtype) = dtype_of(self.dtype) else { return Ok(None) };
+        let Stored { name, offset, n_bytes, file_idx, .. } = self.clone();
+        let rank = self.shape.len();
+        if rank > MAX_RANK {
+            return Err(HfFault::Rank { name: name.into(), rank });
+        }
+        let Ok(shape) = Shape::new(&self.shape) else {
+            return Err(HfFault::Header {
+                message: format!("{name:?} has too many elements: {:?}", self.shape),
+            });
+        };
+        Ok(Some(TensorInfo { name, dtype, shape, offset, n_bytes, file_idx }))
+    }
+
+    /// Its bytes; `None` if they are out of bounds.
+    pub(crate) fn view(&self, file: &Bytes) -> Option<Bytes> {
+        let start = usize::try_from(self.offset).ok()?;
+        let end = start.checked_add(usize::try_from(self.n_bytes).ok()?)?;
+        file.slice(start..end)
+    }
 }
 
 /// Reads the header and checks every tensor against the file.
-pub(crate) fn parse(bytes: &[u8], file_idx: FileIdx) -> Result<ParsedHeader, HfFault> {
+pub(crate) fn parse(bytes: &[u8], file_idx: FileIdx) -> Result<Vec<Stored>, HfFault> {
     let file_bytes = bytes.len() as u64;
     let Some((length, body)) = bytes.split_first_chunk::<LENGTH_BYTES>() else {
         return Err(HfFault::NoHeader { n_bytes: file_bytes });
@@ -42,28 +71,16 @@ pub(crate) fn parse(bytes: &[u8], file_idx: FileIdx) -> Result<ParsedHeader, HfF
     }
 
     let data_start = LENGTH_BYTES as u64 + header_bytes;
-    let mut parsed = ParsedHeader::default();
-    for (name, info) in metadata.tensors() {
-        let Some(dtype) = dtype_of(info.dtype) else {
-            parsed.unsupported.push((name, info.dtype));
-            continue;
-        };
-        let rank = info.shape.len();
-        if rank > MAX_RANK {
-            return Err(HfFault::Rank { name, rank });
-        }
-        let Ok(shape) = Shape::new(&info.shape) else {
-            return Err(HfFault::Header {
-                message: format!("{name:?} has too many elements: {:?}", info.shape),
-            });
-        };
+    let stored = |(name, info): (String, &tensor::TensorInfo)| {
         let (start, end) = info.data_offsets;
         let (offset, n_bytes) = (data_start + start as u64, (end - start) as u64);
-        parsed.tensors.push(TensorInfo { name: name.into(), dtype, shape, offset, n_bytes, file_idx });
-    }
+        let (name, shape) = (name.into(), info.shape.clone());
+        Stored { name, dtype: info.dtype, shape, offset, n_bytes, file_idx }
+    };
+    let mut tensors: Vec<Stored> = metadata.tensors().into_iter().map(stored).collect();
     // The crate iterates over a hash table. File order is the same on every run.
-    parsed.tensors.sort_unstable_by(|a, b| (a.offset, &a.name).cmp(&(b.offset, &b.name)));
-    Ok(parsed)
+    tensors.sort_unstable_by(|a, b| (a.offset, &a.name).cmp(&(b.offset, &b.name)));
+    Ok(tensors)
 }
 
 fn dtype_of(dtype: Dtype) -> Option<DType> {

@@ -62,7 +62,7 @@ impl ModelConfig {
         let keys = Keys { meta, arch, prefix: name };
         let n_blocks: usize = keys.required("block_count")?;
         // Layers for multi-token prediction follow the others and are ignored.
-        let n_more = keys.optional("nextn_predict_layers")?.filter(|_| arch == Arch::Qwen35).unwrap_or(0);
+        let n_more = keys.optional("nextn_predict_layers")?.filter(|_| arch.is_qwen35()).unwrap_or(0);
         let n_layers = checked_layers(n_blocks.saturating_sub(n_more)).map_err(|f| keys.blame(f))?;
         let hidden = keys.required("embedding_length")?;
         let n_heads = keys.required("attention.head_count")?;
@@ -181,7 +181,11 @@ fn sizes(
             }
             _ => keys.optional("attention.head_count_kv")?.unwrap_or(n_heads),
         };
-        let ffn = keys.required("feed_forward_length")?;
+        let ffn = match keys.arch {
+            // Converters write it only if config.json has it, and no layer uses it.
+            Arch::Qwen35Moe => keys.required("expert_feed_forward_length")?,
+            _ => keys.required("feed_forward_length")?,
+        };
         return Ok(vec![LayerSizes { n_kv_heads, head_dim, ffn }; n_layers.max(1)]);
     }
     let local_dim = self::head_dim(keys, "_swa", Ok(head_dim))?;
@@ -210,11 +214,11 @@ fn keys_as_values(gguf: &Gguf, arch: Arch, layers: &[LayerAttention]) -> bool {
 fn experts(keys: &Keys<'_>) -> Result<Option<Experts>, FormatError> {
     let n_experts: usize = keys.optional("expert_count")?.unwrap_or(0);
     match keys.arch {
-        Arch::Qwen3Moe | Arch::GptOss if n_experts == 0 => {
+        Arch::Qwen3Moe | Arch::Qwen35Moe | Arch::GptOss if n_experts == 0 => {
             let found = "the number of experts is zero or missing";
             return Err(keys.blame(ParamsFault::DenseLayers { arch: keys.arch, found }));
         }
-        Arch::Qwen3Moe | Arch::GptOss | Arch::Gemma4 if n_experts > 0 => {}
+        Arch::Qwen3Moe | Arch::Qwen35Moe | Arch::GptOss | Arch::Gemma4 if n_experts > 0 => {}
         Arch::Gemma4 => return Ok(None),
         _ => {
             let what = "a mixture of experts";
@@ -229,6 +233,10 @@ fn experts(keys: &Keys<'_>) -> Result<Option<Experts>, FormatError> {
         n_choices: keys.required("expert_used_count")?,
         ffn: keys.required("expert_feed_forward_length")?,
         renormalise: keys.optional("expert_weights_norm")?.unwrap_or(true),
+        shared_ffn: match keys.arch {
+            Arch::Qwen35Moe => Some(keys.required("expert_shared_feed_forward_length")?),
+            _ => None,
+        },
     }))
 }
 
@@ -318,7 +326,7 @@ fn layers(
     window: Option<usize>,
 ) -> Result<Vec<LayerAttention>, FormatError> {
     use crate::gguf::Array;
-    if keys.arch == Arch::Qwen35 {
+    if keys.arch.is_qwen35() {
         return recurrent_layers(keys, n_layers);
     }
     if keys.arch == Arch::Lfm2 {
@@ -356,7 +364,7 @@ fn lfm2_layers(keys: &Keys<'_>, n_layers: usize) -> Result<Vec<LayerAttention>, 
 
 fn recurrent(keys: &Keys<'_>) -> Result<Option<RecurrentLayers>, FormatError> {
     Ok(match keys.arch {
-        Arch::Qwen35 => Some(RecurrentLayers::DeltaNet(delta_net(keys)?)),
+        Arch::Qwen35 | Arch::Qwen35Moe => Some(RecurrentLayers::DeltaNet(delta_net(keys)?)),
         Arch::Lfm2 => Some(RecurrentLayers::ShortConv { width: keys.required("shortconv.l_cache")? }),
         _ => None,
     })

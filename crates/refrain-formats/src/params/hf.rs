@@ -29,15 +29,17 @@ enum HfFamily {
     Glm4,
     Cohere2,
     Qwen35,
+    Qwen35Moe,
     Lfm2,
     GptOss,
     Bert,
 }
 
 /// Multimodal models whose text part is one of the families, by the entry of `architectures` and the `model_type`.
-const MULTIMODAL: [(&str, &str); 5] = [
+const MULTIMODAL: [(&str, &str); 6] = [
     ("Gemma3ForConditionalGeneration", "gemma3"),
     ("Qwen3_5ForConditionalGeneration", "qwen3_5"),
+    ("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe"),
     ("Gemma4ForConditionalGeneration", "gemma4"),
     ("Mistral3ForConditionalGeneration", "mistral3"),
     ("Qwen3VLForConditionalGeneration", "qwen3_vl"),
@@ -84,7 +86,7 @@ impl FamilyDefaults {
 }
 
 impl HfFamily {
-    const ALL: [HfFamily; 21] = [
+    const ALL: [HfFamily; 22] = [
         HfFamily::Llama,
         HfFamily::Mistral,
         HfFamily::Ministral3,
@@ -103,6 +105,7 @@ impl HfFamily {
         HfFamily::Glm4,
         HfFamily::Cohere2,
         HfFamily::Qwen35,
+        HfFamily::Qwen35Moe,
         HfFamily::Lfm2,
         HfFamily::GptOss,
         HfFamily::Bert,
@@ -129,6 +132,7 @@ impl HfFamily {
             HfFamily::Glm4 => ("Glm4ForCausalLM", "glm4"),
             HfFamily::Cohere2 => ("Cohere2ForCausalLM", "cohere2"),
             HfFamily::Qwen35 => ("Qwen3_5ForCausalLM", "qwen3_5_text"),
+            HfFamily::Qwen35Moe => ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
             HfFamily::Lfm2 => ("Lfm2ForCausalLM", "lfm2"),
             HfFamily::GptOss => ("GptOssForCausalLM", "gpt_oss"),
             HfFamily::Bert => ("BertModel", "bert"),
@@ -152,6 +156,7 @@ impl HfFamily {
             HfFamily::Glm4 => Arch::Glm4,
             HfFamily::Cohere2 => Arch::Cohere2,
             HfFamily::Qwen35 => Arch::Qwen35,
+            HfFamily::Qwen35Moe => Arch::Qwen35Moe,
             HfFamily::Lfm2 => Arch::Lfm2,
             HfFamily::GptOss => Arch::GptOss,
             HfFamily::Bert => Arch::Bert,
@@ -192,7 +197,9 @@ impl HfFamily {
                 FamilyDefaults { head_dim, norm_eps, rotated: 0.5, attention_bias: true, ..usual }
             }
             HfFamily::Cohere2 => FamilyDefaults { norm_eps: 1e-5, window: Some(4096), tied: true, ..usual },
-            HfFamily::Qwen35 => FamilyDefaults { head_dim: Some(256), rotated: 0.25, ..usual },
+            HfFamily::Qwen35 | HfFamily::Qwen35Moe => {
+                FamilyDefaults { head_dim: Some(256), rotated: 0.25, ..usual }
+            }
             HfFamily::Bert => FamilyDefaults { norm_eps: 1e-12, tied: true, attention_bias: true, ..usual },
             HfFamily::Lfm2 => FamilyDefaults { norm_eps: 1e-5, theta: 1e6, tied: true, ..usual },
             HfFamily::GptOss => {
@@ -212,6 +219,7 @@ impl HfFamily {
                 | HfFamily::Granite
                 | HfFamily::Glm4
                 | HfFamily::Qwen35
+                | HfFamily::Qwen35Moe
                 | HfFamily::Lfm2
                 | HfFamily::Bert
         )
@@ -243,6 +251,7 @@ impl ModelConfig {
     /// Reads the configuration of a folder.
     pub fn from_hf(folder: &HfFolder) -> Result<ModelConfig, FormatError> {
         let mut config = ModelConfig::from_hf_config(folder.config())?;
+        folder.check_quantization()?;
         if let Some(generation) = folder.generation_config() {
             let more = generation.optional::<Vec<u32>>("eos_token_id")?.unwrap_or_default();
             config.eos.extend(more);
@@ -275,7 +284,7 @@ impl ModelConfig {
         let (arch, defaults) = (family.arch(), family.defaults());
         let gemma4 = family == HfFamily::Gemma4;
         // Families whose norms multiply by one plus the stored weight.
-        let less_one = matches!(family, HfFamily::Gemma2 | HfFamily::Gemma3 | HfFamily::Qwen35);
+        let less_one = matches!(family, HfFamily::Gemma2 | HfFamily::Gemma3) || arch.is_qwen35();
         let lfm2 = family == HfFamily::Lfm2;
         let n_layers = checked_layers(json.required("num_hidden_layers")?).map_err(blame)?;
         let hidden = json.required("hidden_size")?;
@@ -284,7 +293,7 @@ impl ModelConfig {
             Some(dim) => dim,
             None => default_head_dim(hidden, n_heads).map_err(blame)?,
         };
-        if family == HfFamily::Qwen35 && json.optional("attention_bias")?.unwrap_or(false) {
+        if arch.is_qwen35() && json.optional("attention_bias")?.unwrap_or(false) {
             return Err(blame(ParamsFault::Unsupported { what: "attention with biases and an output gate" }));
         }
         if family == HfFamily::Lfm2 && json.optional("conv_bias")?.unwrap_or(false) {
@@ -300,7 +309,9 @@ impl ModelConfig {
         }
         let mut unrotated = unrotated(json, family, n_layers)?;
         let (sliding_window, layers) = match family {
-            HfFamily::Qwen35 | HfFamily::Lfm2 => (None, recurrent_layers(json, family, n_layers)?),
+            HfFamily::Qwen35 | HfFamily::Qwen35Moe | HfFamily::Lfm2 => {
+                (None, recurrent_layers(json, family, n_layers)?)
+            }
             _ => sliding(json, family, &unrotated)?,
         };
         if family == HfFamily::Cohere2 {
@@ -330,7 +341,13 @@ impl ModelConfig {
             Some(n_kv_heads) => n_kv_heads,
             None => defaults.sizes.map_or(n_heads, |sizes| sizes.n_kv_heads),
         };
-        let ffn = if lfm2 { lfm2_ffn(json)? } else { json.required("intermediate_size")? };
+        let experts = experts(json, family, n_layers)?;
+        let ffn = match (family, experts) {
+            (HfFamily::Lfm2, _) => lfm2_ffn(json)?,
+            // No layer has any other feed-forward block.
+            (HfFamily::Qwen35Moe, Some(experts)) => experts.ffn,
+            _ => json.required("intermediate_size")?,
+        };
         let usual = LayerSizes { n_kv_heads, head_dim, ffn };
         let n_shared_kv = json.optional("num_kv_shared_layers")?.filter(|_| gemma4).unwrap_or(0);
         let sizes = match gemma4 {
@@ -388,7 +405,7 @@ impl ModelConfig {
             n_shared_kv,
             keys_as_values: gemma4 && json.optional("attention_k_eq_v")?.unwrap_or(false),
             per_layer: if gemma4 { per_layer(json)? } else { None },
-            experts: experts(json, family, n_layers)?,
+            experts,
             recurrent: recurrent(json, family)?,
             n_token_types: match bert {
                 true => Some(json.optional("type_vocab_size")?.unwrap_or(2)),
@@ -489,7 +506,7 @@ fn recurrent_layers(
 
 fn recurrent(json: &JsonObject, family: HfFamily) -> Result<Option<RecurrentLayers>, FormatError> {
     Ok(match family {
-        HfFamily::Qwen35 => Some(RecurrentLayers::DeltaNet(delta_net(json)?)),
+        HfFamily::Qwen35 | HfFamily::Qwen35Moe => Some(RecurrentLayers::DeltaNet(delta_net(json)?)),
         HfFamily::Lfm2 => {
             Some(RecurrentLayers::ShortConv { width: json.optional("conv_L_cache")?.unwrap_or(3) })
         }
@@ -563,8 +580,16 @@ fn experts(json: &JsonObject, family: HfFamily, n_layers: usize) -> Result<Optio
                 n_choices: size(["num_experts_per_tok", "num_experts_per_tok"], 8)?,
                 ffn: size(["moe_intermediate_size", "moe_intermediate_size"], 768)?,
                 renormalise: json.optional("norm_topk_prob")?.unwrap_or(false),
+                shared_ffn: None,
             }))
         }
+        HfFamily::Qwen35Moe => Ok(Some(Experts {
+            n_experts: size(["num_experts", "num_local_experts"], 256)?,
+            n_choices: size(["num_experts_per_tok", "num_experts_per_tok"], 8)?,
+            ffn: size(["moe_intermediate_size", "moe_intermediate_size"], 512)?,
+            renormalise: true,
+            shared_ffn: Some(json.optional("shared_expert_intermediate_size")?.unwrap_or(512)),
+        })),
         HfFamily::GptOss => {
             // The functions of the graph have these constants.
             for (key, usual) in [("swiglu_alpha", 1.702_f32), ("swiglu_limit", 7.0)] {
@@ -578,6 +603,7 @@ fn experts(json: &JsonObject, family: HfFamily, n_layers: usize) -> Result<Optio
                 n_choices: size(["num_experts_per_tok", "experts_per_token"], 4)?,
                 ffn: json.required("intermediate_size")?,
                 renormalise: true,
+                shared_ffn: None,
             }))
         }
         HfFamily::Gemma4 if json.optional("enable_moe_block")?.unwrap_or(false) => Ok(Some(Experts {
@@ -585,6 +611,7 @@ fn experts(json: &JsonObject, family: HfFamily, n_layers: usize) -> Result<Optio
             n_choices: json.required("top_k_experts")?,
             ffn: json.required("moe_intermediate_size")?,
             renormalise: true,
+            shared_ffn: None,
         })),
         _ => Ok(None),
     }
@@ -701,7 +728,7 @@ fn sliding(
         HfFamily::Mistral | HfFamily::Ministral3 | HfFamily::Phi3 => vec![LayerAttention::Sliding; n_layers],
         HfFamily::Llama | HfFamily::Qwen3Vl | HfFamily::Olmo2 | HfFamily::Granite | HfFamily::Glm4 => full,
         // These families have no window; their other layers are recurrent.
-        HfFamily::Qwen35 | HfFamily::Lfm2 | HfFamily::Bert => full,
+        HfFamily::Qwen35 | HfFamily::Qwen35Moe | HfFamily::Lfm2 | HfFamily::Bert => full,
     };
     Ok((window.filter(|_| layers.contains(&LayerAttention::Sliding)), layers))
 }

@@ -48,6 +48,8 @@ pub enum Arch {
     Cohere2,
     /// Qwen 3.5 and 3.6, the text part of their dense models.
     Qwen35,
+    /// Qwen 3.5 and 3.6 with experts, the text part.
+    Qwen35Moe,
     /// LFM2, dense.
     Lfm2,
     /// gpt-oss.
@@ -58,7 +60,7 @@ pub enum Arch {
 
 impl Arch {
     /// Every architecture.
-    pub const ALL: [Arch; 18] = [
+    pub const ALL: [Arch; 19] = [
         Arch::Llama,
         Arch::Qwen2,
         Arch::Qwen3,
@@ -74,6 +76,7 @@ impl Arch {
         Arch::Glm4,
         Arch::Cohere2,
         Arch::Qwen35,
+        Arch::Qwen35Moe,
         Arch::Lfm2,
         Arch::GptOss,
         Arch::Bert,
@@ -101,6 +104,7 @@ impl Arch {
             Arch::Glm4 => "glm4",
             Arch::Cohere2 => "cohere2",
             Arch::Qwen35 => "qwen35",
+            Arch::Qwen35Moe => "qwen35moe",
             Arch::Lfm2 => "lfm2",
             Arch::GptOss => "gpt-oss",
             Arch::Bert => "bert",
@@ -110,7 +114,13 @@ impl Arch {
     /// Returns whether attention layers normalise their queries and keys.
     pub const fn has_qk_norm(self) -> bool {
         use Arch as A;
-        matches!(self, A::Qwen3 | A::Qwen3Moe | A::Gemma3 | A::Gemma4 | A::Olmo2 | A::Qwen35 | A::Lfm2)
+        let others = matches!(self, A::Qwen3 | A::Qwen3Moe | A::Gemma3 | A::Gemma4 | A::Olmo2 | A::Lfm2);
+        others || self.is_qwen35()
+    }
+
+    /// Returns whether it is Qwen 3.5 or 3.6: most layers are gated DeltaNets.
+    pub const fn is_qwen35(self) -> bool {
+        matches!(self, Arch::Qwen35 | Arch::Qwen35Moe)
     }
 
     /// Returns whether it is an encoder: every token sees the whole text, and no next token follows.
@@ -288,6 +298,8 @@ pub struct Experts {
     pub ffn: usize,
     /// Whether the weights of a token's experts sum to one.
     pub renormalise: bool,
+    /// Elements of the feed-forward block that every token passes besides, weighted by a gate of its own.
+    pub shared_ffn: Option<usize>,
 }
 
 /// Hyperparameters of a model. They are validated: sizes are positive, heads divide evenly, nothing overflows.
@@ -545,6 +557,9 @@ impl ModelConfig {
             check_range("the number of experts", experts.n_experts, 1 << 16)?;
             check_range("the number of experts of a token", experts.n_choices, 1 << 10)?;
             check_range("the feed-forward size of an expert", experts.ffn, 1 << 24)?;
+            if let Some(shared) = experts.shared_ffn {
+                check_range("the feed-forward size of the shared expert", shared, 1 << 24)?;
+            }
             if experts.n_choices > experts.n_experts {
                 let Experts { n_experts, n_choices, .. } = experts;
                 return Err(ParamsFault::Choices { n_choices, n_experts });

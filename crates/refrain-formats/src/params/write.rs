@@ -55,6 +55,9 @@ impl ModelConfig {
             set("expert_used_count", number(experts.n_choices))?;
             set("expert_feed_forward_length", number(experts.ffn))?;
             set("expert_weights_norm", experts.renormalise.into())?;
+            if let Some(shared) = experts.shared_ffn {
+                set("expert_shared_feed_forward_length", number(shared))?;
+            }
         }
         if let Some(cap) = self.attn_softcap {
             set("attn_logit_softcapping", cap.into())?;
@@ -146,11 +149,8 @@ impl ModelConfig {
         set("ssm.group_count", number(sizes.n_key_heads))?;
         set("ssm.time_step_rank", number(sizes.n_heads))?;
         set("ssm.inner_size", number(sizes.n_heads * sizes.value_dim))?;
-        // Pairs that rotate by time, height and width; for text all positions are equal.
-        let n_pairs = self.rope.dims / 2;
-        let third = n_pairs.div_ceil(3);
-        let sections = [third, third, n_pairs.saturating_sub(2 * third), 0];
-        let sections = sections.map(|n| u32::try_from(n).unwrap_or(0)).into();
+        let [time, height, width] = self.rope_sections();
+        let sections = [time, height, width, 0].into();
         set("rope.dimension_sections", MetadataValue::Array(Array::U32(sections)))
     }
 
@@ -199,7 +199,7 @@ impl ModelConfig {
         set("attention_k_eq_v", self.keys_as_values.into());
         set("hidden_size_per_layer_input", self.per_layer.map_or(0, |p| p.dim).into());
         set("vocab_size_per_layer_input", self.per_layer.map_or(self.n_vocab, |p| p.n_vocab).into());
-        set("enable_moe_block", false.into());
+        set("enable_moe_block", self.experts.is_some().into());
         let mut full = scaling(&self.rope.scaling).unwrap_or_else(|| json!({ "rope_type": "default" }));
         full["rope_theta"] = short(self.rope.theta).into();
         let local = short(self.rope.local_theta.unwrap_or(self.rope.theta));
@@ -262,6 +262,71 @@ impl ModelConfig {
         }
     }
 
+    /// Writes the experts. Families use different keys, and versions of `transformers` too.
+    fn experts_json(&self, set: &mut impl FnMut(&str, serde_json::Value)) {
+        let Some(experts) = self.experts else { return };
+        let (n_experts, n_choices) = (experts.n_experts.into(), experts.n_choices.into());
+        match self.arch {
+            Arch::Gemma4 => {
+                set("num_experts", n_experts);
+                set("top_k_experts", n_choices);
+                set("moe_intermediate_size", experts.ffn.into());
+            }
+            Arch::GptOss => {
+                set("num_local_experts", n_experts);
+                set("num_experts_per_tok", n_choices);
+                set("swiglu_limit", 7.0.into());
+            }
+            _ => {
+                set("num_experts", experts.n_experts.into());
+                set("num_local_experts", n_experts);
+                set("num_experts_per_tok", n_choices);
+                set("moe_intermediate_size", experts.ffn.into());
+                set("norm_topk_prob", experts.renormalise.into());
+                set("decoder_sparse_step", 1.into());
+                set("mlp_only_layers", json!([]));
+            }
+        }
+    }
+
+    /// Writes the sizes of recurrent layers.
+    fn recurrent_json(&self, set: &mut impl FnMut(&str, serde_json::Value)) {
+        match self.recurrent {
+            None => {}
+            Some(RecurrentLayers::ShortConv { width }) => {
+                set("conv_L_cache", width.into());
+                set("conv_bias", false.into());
+                set("norm_eps", short(self.norm_eps).into());
+                set("tie_embedding", self.tied_embeddings.into());
+                // The size is that of the gated layer.
+                set("block_auto_adjust_ff_dim", false.into());
+            }
+            Some(RecurrentLayers::DeltaNet(sizes)) => {
+                set("linear_num_key_heads", sizes.n_key_heads.into());
+                set("linear_num_value_heads", sizes.n_heads.into());
+                set("linear_key_head_dim", sizes.key_dim.into());
+                set("linear_value_head_dim", sizes.value_dim.into());
+                set("linear_conv_kernel_dim", sizes.conv_width.into());
+                set(
+                    "rope_parameters",
+                    json!({
+                        "rope_type": "default",
+                        "rope_theta": short(self.rope.theta),
+                        "partial_rotary_factor": self.rope.dims as f64 / self.head_dim as f64,
+                        "mrope_section": self.rope_sections(),
+                    }),
+                );
+            }
+        }
+    }
+
+    /// Pairs that rotate by time, height and width; for text all positions are equal.
+    fn rope_sections(&self) -> [u32; 3] {
+        let n_pairs = self.rope.dims / 2;
+        let third = n_pairs.div_ceil(3);
+        [third, third, n_pairs.saturating_sub(2 * third)].map(|n| u32::try_from(n).unwrap_or(0))
+    }
+
     /// Checks that the written metadata reads back the same.
     pub fn check_gguf(&self, gguf: &Gguf) -> Result<(), FormatError> {
         let mut wanted = self.clone();
@@ -276,14 +341,6 @@ impl ModelConfig {
     /// Returns the content of `config.json` for `transformers` 4 and 5. A hyperparameter without a key is an error.
     pub fn to_hf_json(&self, dtype: DType) -> Result<serde_json::Value, FormatError> {
         self.refuse_encoder(CONFIG_JSON)?;
-        if self.recurrent.is_some() {
-            return Err(self.no_place(CONFIG_JSON, "recurrent layers"));
-        }
-        if self.experts.is_some() {
-            let (format, what) = ("a Hugging Face folder", "experts");
-            let fault = ParamsFault::NoPlace { format, arch: self.arch, what };
-            return Err(FormatError::params(Path::new(CONFIG_JSON), fault));
-        }
         let (gemma, gemma4) = (self.arch.is_gemma(), self.arch == Arch::Gemma4);
         // The classes of Llama and OLMo 2 do not support a window.
         let slides = self.sliding_window.is_some();
@@ -305,6 +362,7 @@ impl ModelConfig {
             Arch::Glm4 => ("Glm4ForCausalLM", "glm4"),
             Arch::Cohere2 => ("Cohere2ForCausalLM", "cohere2"),
             Arch::Qwen35 => ("Qwen3_5ForCausalLM", "qwen3_5_text"),
+            Arch::Qwen35Moe => ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
             Arch::Lfm2 => ("Lfm2ForCausalLM", "lfm2"),
             Arch::GptOss => ("GptOssForCausalLM", "gpt_oss"),
             Arch::Bert => ("BertModel", "bert"),
@@ -355,11 +413,21 @@ impl ModelConfig {
         if let Some(window) = self.sliding_window {
             set("sliding_window", window.into());
         }
-        let has_types = matches!(self.arch, Arch::Qwen2 | Arch::Qwen3 | Arch::Cohere2 | Arch::SmolLm3);
+        let has_types = matches!(
+            self.arch,
+            Arch::Qwen2
+                | Arch::Qwen3
+                | Arch::Cohere2
+                | Arch::SmolLm3
+                | Arch::Qwen35
+                | Arch::Lfm2
+                | Arch::GptOss
+        );
         if gemma || has_types || model_type == "olmo3" {
             let word = |layer: &LayerAttention| match layer {
                 LayerAttention::Full => "full_attention",
                 LayerAttention::Sliding => "sliding_attention",
+                LayerAttention::Recurrent if self.arch == Arch::Lfm2 => "conv",
                 LayerAttention::Recurrent => "linear_attention",
             };
             set("layer_types", self.layers.iter().map(word).collect());
@@ -380,6 +448,8 @@ impl ModelConfig {
             set(if is_new { "rope_parameters" } else { "rope_scaling" }, scaling);
         }
         self.scales_json(&mut set);
+        self.experts_json(&mut set);
+        self.recurrent_json(&mut set);
         if let Some(bos) = self.bos {
             set("bos_token_id", bos.into());
         }
@@ -416,6 +486,15 @@ impl ModelConfig {
         let sizes = |c: &ModelConfig| {
             [c.n_vocab, c.n_layers, c.hidden, c.ffn, c.n_heads, c.n_kv_heads, c.head_dim, c.n_context]
         };
+        // Files differ in the order of heads and the form of decays; tensors are written to match.
+        let recurrent = |c: &ModelConfig| {
+            c.recurrent.map(|layers| match layers {
+                RecurrentLayers::ShortConv { width } => [width, 0, 0, 0, 0],
+                RecurrentLayers::DeltaNet(sizes) => {
+                    [sizes.n_key_heads, sizes.n_heads, sizes.key_dim, sizes.value_dim, sizes.conv_width]
+                }
+            })
+        };
         let biases = |c: &ModelConfig| [c.qkv_bias, c.attn_output_bias, c.ffn_bias, c.qk_norm];
         let what = if self.arch != found.arch || sizes(self) != sizes(found) {
             "sizes"
@@ -441,8 +520,9 @@ impl ModelConfig {
         } else if (&self.sizes, self.n_shared_kv) != (&found.sizes, found.n_shared_kv)
             || (self.keys_as_values, self.per_layer) != (found.keys_as_values, found.per_layer)
             || self.experts != found.experts
+            || recurrent(self) != recurrent(found)
         {
-            "sizes of layers, shared keys and values, per-layer embedding or experts"
+            "sizes of layers, shared keys and values, per-layer embedding, experts or recurrent layers"
         } else {
             return Ok(());
         };

@@ -8,4 +8,5 @@ mod gguf_split;
 mod hf_folder;
 mod params_gguf;
 mod params_hf;
+mod quantized;
 mod source;

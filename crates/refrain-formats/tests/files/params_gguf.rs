@@ -124,12 +124,70 @@ fn experts_of_gemma4_are_read_and_checked() {
             ("expert_feed_forward_length", 704u32.into()),
         ]))
     };
-    let experts = Experts { n_experts: 128, n_choices: 8, ffn: 704, renormalise: true };
+    let experts = Experts { n_experts: 128, n_choices: 8, ffn: 704, renormalise: true, shared_ffn: None };
     assert_eq!(with(8).unwrap().experts, Some(experts));
     let text = with(129).unwrap_err().to_string();
     assert!(text.contains("129 experts per token, but a layer has 128"), "{text}");
     let error = config(&gemma4(&[("expert_count", 128u32.into())])).unwrap_err();
     assert!(error.to_string().contains("expert_used_count"), "{error}");
+}
+
+/// Qwen 3.5 with experts, four layers of which the last attends.
+fn qwen35moe(changes: &[(&str, MetadataValue)]) -> Result<ModelConfig, FormatError> {
+    let keys: [(&str, MetadataValue); 18] = [
+        ("context_length", 1024u32.into()),
+        ("embedding_length", 64u32.into()),
+        ("block_count", 4u32.into()),
+        ("attention.head_count", 4u32.into()),
+        ("attention.head_count_kv", 2u32.into()),
+        ("attention.key_length", 32u32.into()),
+        ("attention.layer_norm_rms_epsilon", 1e-6f32.into()),
+        ("rope.dimension_count", 8u32.into()),
+        ("vocab_size", 64u32.into()),
+        ("ssm.conv_kernel", 4u32.into()),
+        ("ssm.state_size", 16u32.into()),
+        ("ssm.group_count", 2u32.into()),
+        ("ssm.time_step_rank", 4u32.into()),
+        ("ssm.inner_size", 64u32.into()),
+        ("expert_count", 8u32.into()),
+        ("expert_used_count", 2u32.into()),
+        ("expert_feed_forward_length", 20u32.into()),
+        ("expert_shared_feed_forward_length", 28u32.into()),
+    ];
+    let mut w = GgufWriter::new();
+    w.set("general.architecture", "qwen35moe").unwrap();
+    for (key, value) in keys.iter().filter(|(key, _)| !changes.iter().any(|(other, _)| other == key)) {
+        w.set(&format!("qwen35moe.{key}"), value.clone()).unwrap();
+    }
+    for (key, value) in changes {
+        w.set(&format!("qwen35moe.{key}"), value.clone()).unwrap();
+    }
+    config(&w)
+}
+
+#[test]
+fn damaged_metadata_of_experts_is_refused_with_the_numbers() {
+    let c = qwen35moe(&[]).unwrap();
+    let experts = Experts { n_experts: 8, n_choices: 2, ffn: 20, renormalise: true, shared_ffn: Some(28) };
+    assert_eq!((c.experts, c.ffn), (Some(experts), 20));
+    let refusal = |key: &str, value: MetadataValue| refused(qwen35moe(&[(key, value)]));
+    assert!(refusal("expert_used_count", 9u32.into()).contains("9 experts per token, but a layer has 8"));
+    let text = refusal("expert_count", 0u32.into());
+    assert!(text.contains("qwen35moe models have experts in every layer, but the number of experts is zero"));
+    let text = refusal("expert_count", u32::MAX.into());
+    assert!(text.contains("the number of experts is 4294967295, it must be from 1 to 65536"), "{text}");
+    let text = refusal("expert_used_count", 0u32.into());
+    assert!(text.contains("the number of experts of a token is 0"), "{text}");
+    let text = refusal("expert_shared_feed_forward_length", 0u32.into());
+    assert!(text.contains("the feed-forward size of the shared expert is 0"), "{text}");
+    // Lists for each layer: too short, and of another type.
+    let flags = |n: usize| MetadataValue::Array(Array::Bool(vec![true; n].into()));
+    let text = refusal("attention.recurrent_layers", flags(3));
+    assert!(text.contains("layer_types has length 3, the model has 4 layers"), "{text}");
+    let counts = MetadataValue::Array(Array::U32([8, 8, 8].into()));
+    let text = refusal("expert_count", counts.clone());
+    assert!(text.contains("expert_count"), "{text}");
+    assert!(refusal("attention.head_count_kv", counts).contains("head_count_kv"));
 }
 
 #[test]
@@ -238,7 +296,7 @@ fn impossible_hyperparameters_are_refused() {
     assert_eq!(
         set("general.architecture", "mamba".into()),
         "m.gguf: unknown architecture \"mamba\", known are \
-         llama, qwen2, qwen3, qwen3moe, gemma3, gemma4, gemma2, phi3, mistral3, smollm3, olmo2, granite, glm4, cohere2, qwen35, lfm2, gpt-oss, bert"
+         llama, qwen2, qwen3, qwen3moe, gemma3, gemma4, gemma2, phi3, mistral3, smollm3, olmo2, granite, glm4, cohere2, qwen35, qwen35moe, lfm2, gpt-oss, bert"
     );
     assert_eq!(
         set("llama.block_count", 0u32.into()),

@@ -236,7 +236,7 @@ fn unsupported_configurations_are_refused() {
     assert_eq!(
         set(json!({ "architectures": ["MambaForCausalLM"] })),
         "config.json: unknown architecture \"MambaForCausalLM\", known are \
-         llama, qwen2, qwen3, qwen3moe, gemma3, gemma4, gemma2, phi3, mistral3, smollm3, olmo2, granite, glm4, cohere2, qwen35, lfm2, gpt-oss, bert"
+         llama, qwen2, qwen3, qwen3moe, gemma3, gemma4, gemma2, phi3, mistral3, smollm3, olmo2, granite, glm4, cohere2, qwen35, qwen35moe, lfm2, gpt-oss, bert"
     );
     assert!(
         set(json!({ "architectures": ["LlamaForSequenceClassification"] })).contains("unknown architecture")

@@ -302,6 +302,15 @@ pub fn flash() -> Vec<Case> {
         cases.push(flash_case(windowed, base, &later, 1));
         cases.push(flash_case(windowed, base, &mixed, 2));
     }
+    // More sequences in a tile of rows than blocks share them, padding among them, and tiles with few.
+    let crowd: Vec<i32> = (0..150).map(|i| if i % 7 == 3 { -1 } else { i * 37 % 300 }).collect();
+    for n_seqs in [3, 16, 17, 40, 150] {
+        cases.push(flash_case(plain, base, &crowd, n_seqs));
+    }
+    let wide = Shape { dtype: DType::BF16, head_dim: 512, narrow: Some((DType::BF16, false)), ..base };
+    cases.push(flash_case(Attention { scale: 0.1, ..plain }, wide, &crowd, 40));
+    let sunk = Shape { n_heads: 6, n_kv_heads: 2, sinks: true, ..base };
+    cases.push(flash_case(Attention { window: Some(33), ..plain }, sunk, &crowd, 20));
     cases.push(flash_case(Attention { softcap: Some(2.0), ..plain }, base, &later, 1));
     cases.push(flash_case(Attention { window: Some(9), softcap: Some(2.0), ..plain }, base, &mixed, 2));
     for (dtype, window) in [(DType::F16, None), (DType::BF16, Some(33))] {
@@ -317,11 +326,10 @@ fn poisoned(
     dtype: DType,
     s: &Shape,
     attention: Attention,
-    tables: &[i32],
+    (tables, max_blocks): (&[i32], usize),
     rows: &[(i32, i32)],
     seed: u64,
 ) -> Vec<u8> {
-    let max_blocks = tables.len() / 2;
     let n_blocks = tables.len();
     let row_len = s.head_dim;
     let mut values = encode(dtype, &normals(n_blocks * s.n_kv_heads * s.kv_block * row_len, seed));
@@ -345,14 +353,14 @@ fn poisoned(
 fn flash_case(attention: Attention, s: Shape, positions: &[i32], n_seqs_used: usize) -> Case {
     let Shape { dtype, n_heads, n_kv_heads, head_dim, kv_block, narrow, sinks } = s;
     let sink_bytes = f32s(&super::attention::sinks_of(n_heads));
-    let (n, n_seqs, max_blocks) = (positions.len(), 2, 304 / kv_block);
+    let (n, n_seqs, max_blocks) = (positions.len(), n_seqs_used, 304 / kv_block);
     let n_blocks = n_seqs * max_blocks;
     let cells = [n_blocks, n_kv_heads, kv_block, head_dim];
     let order: Vec<i32> = Rng::new(7).shuffled(n_blocks).into_iter().map(|b| b as i32).collect();
     let seqs: Vec<i32> = (0..n).map(|i| (i % n_seqs_used) as i32).collect();
     let rows: Vec<(i32, i32)> = positions.iter().copied().zip(seqs.iter().copied()).collect();
-    let k = poisoned(dtype, &s, attention, &order, &rows, 4);
-    let v = poisoned(dtype, &s, attention, &order, &rows, 5);
+    let k = poisoned(dtype, &s, attention, (&order, max_blocks), &rows, 4);
+    let v = poisoned(dtype, &s, attention, (&order, max_blocks), &rows, 5);
     let q = f32s(&normals(n * n_heads * head_dim, 6));
     // The queries as the kernel sees them.
     let rounded = f32s(&decode(dtype, &encode(dtype, &decode(DType::F32, &q))));

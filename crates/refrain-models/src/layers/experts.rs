@@ -35,19 +35,61 @@ impl Mixture {
         let hidden = w.config.hidden;
         let Experts { n_experts, ffn, .. } = experts;
         let router = w.matrix(layer, "ffn_gate_inp", [n_experts, hidden])?;
-        let gate = w.experts(layer, "ffn_gate_exps", "mlp.experts.{}.gate_proj", [n_experts, ffn, hidden])?;
-        let up = w.experts(layer, "ffn_up_exps", "mlp.experts.{}.up_proj", [n_experts, ffn, hidden])?;
-        let down = w.experts(layer, "ffn_down_exps", "mlp.experts.{}.down_proj", [n_experts, hidden, ffn])?;
+        let names = ["ffn_gate_up_exps.weight", "mlp.experts.gate_up_proj"];
+        let (gate_up, down) = match w.optional_in_layer(layer, names, &[n_experts, 2 * ffn, hidden])? {
+            Some(joint) => {
+                let names = ["ffn_down_exps.weight", "mlp.experts.down_proj"];
+                (vec![joint], w.in_layer(layer, names, &[n_experts, hidden, ffn])?)
+            }
+            None => {
+                let mut part = |name, hf, dims| w.experts(layer, name, hf, dims);
+                let gate = part("ffn_gate_exps", "mlp.experts.{}.gate_proj", [n_experts, ffn, hidden])?;
+                let up = part("ffn_up_exps", "mlp.experts.{}.up_proj", [n_experts, ffn, hidden])?;
+                let down = part("ffn_down_exps", "mlp.experts.{}.down_proj", [n_experts, hidden, ffn])?;
+                (vec![gate, up], down)
+            }
+        };
+        let joined = gate_up.len() == 1;
         Ok(Mixture {
             router,
             router_bias: None,
             biases: Vec::new(),
             route: Mixture::route(experts),
             scales: None,
+            gate: ExpertGate { activation: activation(w.config.activation), joined, biased: false },
+            gate_up,
+            down,
+        })
+    }
+
+    /// The expert that every token uses: a mixture of one, whose router gives it the sigmoid of its logit as weight.
+    pub(crate) fn shared(w: &mut WeightTable<'_>, layer: usize, ffn: usize) -> Result<Mixture, ModelError> {
+        let hidden = w.config.hidden;
+        let names = ["ffn_gate_inp_shexp.weight", "mlp.shared_expert_gate.weight"];
+        let router = w.reshaped(layer, names, &[&[hidden], &[1, hidden]], &[1, hidden])?;
+        let mut part = |gguf: &str, hf: &str, [n_out, n_in]: [usize; 2]| {
+            let names = [format!("{gguf}.weight"), format!("mlp.shared_expert.{hf}.weight")];
+            w.reshaped(layer, [&names[0], &names[1]], &[&[n_out, n_in]], &[1, n_out, n_in])
+        };
+        let gate = part("ffn_gate_shexp", "gate_proj", [ffn, hidden])?;
+        let up = part("ffn_up_shexp", "up_proj", [ffn, hidden])?;
+        let down = part("ffn_down_shexp", "down_proj", [hidden, ffn])?;
+        let one = Experts { n_experts: 1, n_choices: 1, ffn, renormalise: false, shared_ffn: None };
+        Ok(Mixture {
+            router,
+            router_bias: None,
+            biases: Vec::new(),
+            route: Route { score: RouteScore::Sigmoid, ..Mixture::route(one) },
+            scales: None,
             gate: ExpertGate { activation: activation(w.config.activation), joined: false, biased: false },
             gate_up: vec![gate, up],
             down,
         })
+    }
+
+    /// The matrices of all experts.
+    pub(crate) fn matrices(&self) -> impl Iterator<Item = WeightId> {
+        self.gate_up.iter().copied().chain([self.down])
     }
 
     /// Routing with weights from a softmax over all experts.

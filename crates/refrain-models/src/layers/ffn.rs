@@ -4,7 +4,7 @@ use super::Mixture;
 use crate::error::ModelError;
 use crate::step::StepBuilder;
 use crate::weights::{Linear, WeightTable};
-use refrain_formats::params::Activation;
+use refrain_formats::params::{Activation, Experts};
 use refrain_graph::{Gate, GraphError, Unary, ValueId, WeightId};
 
 /// The feed-forward part of a layer, applied to each row independently.
@@ -14,6 +14,8 @@ pub(crate) enum FeedForward {
     Plain(PlainFfn),
     Experts(Mixture),
     DenseAndExperts(Box<DenseAndExperts>),
+    /// An expert for every token, and those that the router chooses: their sum.
+    SharedAndExperts(Box<[Mixture; 2]>),
 }
 
 /// A dense part and experts in parallel (Gemma 4 26B-A4B): `norm(dense(h)) + norm(experts(norm(x)))`.
@@ -76,8 +78,23 @@ impl FeedForward {
     /// Experts if the configuration has any, otherwise a gated part.
     pub(crate) fn of_config(w: &mut WeightTable<'_>, layer: usize) -> Result<FeedForward, ModelError> {
         match w.config.experts {
+            Some(experts @ Experts { shared_ffn: Some(shared), .. }) => {
+                let experts = Mixture::declare(w, layer, experts)?;
+                let shared = Mixture::shared(w, layer, shared)?;
+                Ok(FeedForward::SharedAndExperts(Box::new([shared, experts])))
+            }
             Some(experts) => Ok(FeedForward::Experts(Mixture::declare(w, layer, experts)?)),
             None => FeedForward::gated(w, layer),
+        }
+    }
+
+    /// The experts that a router chooses from; `None` if there are none.
+    pub(crate) fn routed(&self) -> Option<&Mixture> {
+        match self {
+            FeedForward::Experts(experts) => Some(experts),
+            FeedForward::DenseAndExperts(both) => Some(&both.experts),
+            FeedForward::SharedAndExperts(both) => Some(&both[1]),
+            FeedForward::Gated(_) | FeedForward::Plain(_) => None,
         }
     }
 
@@ -93,6 +110,12 @@ impl FeedForward {
             FeedForward::Plain(ffn) => ffn.build(step, h),
             FeedForward::Experts(experts) => experts.build(step, h, h),
             FeedForward::DenseAndExperts(both) => both.build(step, x, h),
+            FeedForward::SharedAndExperts(both) => {
+                let [shared, experts] = &**both;
+                let experts = experts.build(step, h, h)?;
+                let shared = shared.build(step, h, h)?;
+                step.add(experts, shared)
+            }
         }
     }
 }

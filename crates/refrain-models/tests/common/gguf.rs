@@ -27,8 +27,8 @@ pub(crate) fn convert(case: &str, change: impl FnOnce(&mut Vec<Tensor>)) -> Mode
     if arch == "gemma4" {
         gemma4_metadata(&mut writer, &config);
     }
-    if arch == "qwen35" {
-        qwen35_metadata(&mut writer, &config);
+    if arch.starts_with("qwen35") {
+        qwen35_metadata(&mut writer, arch, &config);
     }
     if arch == "lfm2" {
         lfm2_metadata(&mut writer, &config);
@@ -68,7 +68,7 @@ fn metadata(writer: &mut GgufWriter, arch: &str, config: &Value) {
     set("attention.head_count", number("num_attention_heads").into());
     // Gemma 4 has these per layer.
     let alike = !matches!(arch, "gemma4" | "lfm2" | "bert");
-    if config["use_double_wide_mlp"] != true && arch != "lfm2" {
+    if config["use_double_wide_mlp"] != true && !matches!(arch, "lfm2" | "qwen35moe") {
         set("feed_forward_length", number("intermediate_size").into());
     }
     if alike {
@@ -118,6 +118,9 @@ fn metadata(writer: &mut GgufWriter, arch: &str, config: &Value) {
         set("expert_used_count", number(per_token).into());
         let ffn = if arch == "gpt-oss" { "intermediate_size" } else { "moe_intermediate_size" };
         set("expert_feed_forward_length", number(ffn).into());
+        if let Some(shared) = config["shared_expert_intermediate_size"].as_u64() {
+            set("expert_shared_feed_forward_length", (shared as u32).into());
+        }
         // The default is true.
         if config["norm_topk_prob"] == false {
             set("expert_weights_norm", false.into());
@@ -218,7 +221,7 @@ fn lfm2_metadata(writer: &mut GgufWriter, config: &Value) {
 }
 
 /// Sizes of recurrent layers. Vision dimensions do not matter for text.
-fn qwen35_metadata(writer: &mut GgufWriter, config: &Value) {
+fn qwen35_metadata(writer: &mut GgufWriter, arch: &str, config: &Value) {
     let number = |key: &str| config[key].as_u64().unwrap() as u32;
     let interval =
         1 + config["layer_types"].as_array().unwrap().iter().position(|t| t == "full_attention").unwrap();
@@ -230,7 +233,7 @@ fn qwen35_metadata(writer: &mut GgufWriter, config: &Value) {
         ("ssm.inner_size", number("linear_num_value_heads") * number("linear_value_head_dim")),
         ("full_attention_interval", interval as u32),
     ] {
-        writer.set(&format!("qwen35.{key}"), value).unwrap();
+        writer.set(&format!("{arch}.{key}"), value).unwrap();
     }
 }
 
@@ -324,7 +327,7 @@ fn tensors(case: &str, arch: &str, config: &Value) -> Vec<Tensor> {
         if matches!(arch, "gemma2" | "gemma3") && name.ends_with("norm.weight") {
             values.iter_mut().for_each(|v| *v += 1.0);
         }
-        if arch == "qwen35" {
+        if arch.starts_with("qwen35") {
             qwen35_tensor(&name, config, &mut dims, &mut values);
         }
         if name.ends_with("shortconv.conv.weight") {
@@ -464,8 +467,10 @@ fn gguf_name(hf: &str, arch: &str) -> String {
     match rest {
         "router.scale" => return format!("blk.{layer}.ffn_gate_inp.scale"),
         "router.per_expert_scale" => return format!("blk.{layer}.ffn_down_exps.scale"),
-        "experts.gate_up_proj" => return format!("blk.{layer}.ffn_gate_up_exps.weight"),
-        "experts.down_proj" => return format!("blk.{layer}.ffn_down_exps.weight"),
+        "experts.gate_up_proj" | "mlp.experts.gate_up_proj" => {
+            return format!("blk.{layer}.ffn_gate_up_exps.weight");
+        }
+        "experts.down_proj" | "mlp.experts.down_proj" => return format!("blk.{layer}.ffn_down_exps.weight"),
         "self_attn.sinks" => return format!("blk.{layer}.attn_sinks.weight"),
         "mlp.router.bias" => return format!("blk.{layer}.ffn_gate_inp.bias"),
         "mlp.router.weight" => return format!("blk.{layer}.ffn_gate_inp.weight"),
@@ -494,10 +499,14 @@ fn gguf_name(hf: &str, arch: &str) -> String {
         "post_per_layer_input_norm" => "post_norm",
         "self_attn.qkv_proj" => "attn_qkv",
         "mlp.gate_up_proj" => "ffn_up",
+        "mlp.shared_expert_gate" => "ffn_gate_inp_shexp",
+        "mlp.shared_expert.gate_proj" => "ffn_gate_shexp",
+        "mlp.shared_expert.up_proj" => "ffn_up_shexp",
+        "mlp.shared_expert.down_proj" => "ffn_down_shexp",
         "post_self_attn_layernorm" => "post_attention_norm",
         "post_mlp_layernorm" => "post_ffw_norm",
         "post_attention_layernorm"
-            if arch.starts_with("gemma") || matches!(arch, "olmo2" | "qwen35" | "gpt-oss") =>
+            if arch.starts_with("gemma") || matches!(arch, "olmo2" | "qwen35" | "qwen35moe" | "gpt-oss") =>
         {
             "post_attention_norm"
         }

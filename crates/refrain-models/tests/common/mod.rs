@@ -13,7 +13,7 @@ use safetensors::SafeTensors;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-pub(crate) const CASES: [&str; 31] = [
+pub(crate) const CASES: [&str; 33] = [
     "llama",
     "llama-rope3",
     "llama-tied",
@@ -43,6 +43,8 @@ pub(crate) const CASES: [&str; 31] = [
     "cohere2",
     "qwen35",
     "qwen35-odd",
+    "qwen35moe",
+    "qwen35moe-joined",
     "lfm2",
     "gpt-oss",
 ];

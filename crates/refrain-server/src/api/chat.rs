@@ -68,8 +68,10 @@ fn read(app: &App, body: Value) -> Result<Job, ApiError> {
     fields.only("modalities", &[json!(["text"])], "text is the only modality")?;
     fields.finish()?;
     let context = model.context(&app.backend.status());
-    let conversation = Conversation { messages, tools, tool_choice, options };
+    let mut conversation = Conversation { messages, tools, tool_choice, options, ..Conversation::default() };
+    conversation.constrain(&mut params)?;
     let prompt = conversation.render(&model, context)?;
+    params.grammar = params.grammar.or(prompt.call);
     Ok(Job {
         prompts: vec![prompt.tokens],
         think: prompt.think,

@@ -1,11 +1,13 @@
 //! Conversations with tools, in the form that chat templates take, whichever API they came through.
 
+use super::params::Params;
 use crate::error::ApiError;
 use crate::fields::{Fields, kind};
 use crate::ids;
 use crate::served::ServedModel;
 use crate::tools::ToolFormat;
 use refrain::{Message, RenderOptions, ThinkFilter, ThinkTags};
+use refrain_worker::TokenGrammar;
 use serde_json::{Map, Value, json};
 
 /// A conversation to answer.
@@ -16,6 +18,8 @@ pub(crate) struct Conversation {
     pub(crate) tools: Vec<Value>,
     pub(crate) tool_choice: ToolChoice,
     pub(crate) options: RenderOptions,
+    /// Whether the reply has a format.
+    pub(crate) is_constrained: bool,
 }
 
 /// Which tools the model may call.
@@ -37,6 +41,8 @@ pub(crate) struct RenderedPrompt {
     pub(crate) tokens: Vec<u32>,
     pub(crate) think: Option<ThinkFilter>,
     pub(crate) tools: Option<ToolFormat>,
+    /// The form of a call that the reply must be.
+    pub(crate) call: Option<TokenGrammar>,
 }
 
 impl Conversation {
@@ -44,10 +50,6 @@ impl Conversation {
     pub(crate) fn render(mut self, model: &ServedModel, context: usize) -> Result<RenderedPrompt, ApiError> {
         if self.messages.is_empty() {
             return Err(ApiError::invalid("messages", "messages is empty").hint("send at least one message"));
-        }
-        if matches!(self.tool_choice, ToolChoice::Required | ToolChoice::Named(_)) {
-            let error = ApiError::unsupported("tool_choice", "a forced tool call is not supported yet");
-            return Err(error.hint("use auto, and ask for the call in the prompt"));
         }
         let offers_tools = !self.tools.is_empty() && self.tool_choice != ToolChoice::None;
         if offers_tools {
@@ -57,7 +59,61 @@ impl Conversation {
         let prompt = model.render(&self.messages, &self.options)?;
         let tools = if offers_tools { Some(self.call_format(model, &prompt)?) } else { None };
         let think = ThinkFilter::for_prompt(ThinkTags::of_prompt(&prompt), &prompt);
-        Ok(RenderedPrompt { tokens: model.chat_tokens(&prompt, context)?, think: Some(think), tools })
+        if self.is_constrained && think.is_thinking() {
+            let message =
+                format!("{} always thinks first, and a reply with a format has no room for it", model.name());
+            return Err(ApiError::unsupported("response_format", message).hint("use another model"));
+        }
+        let call = match (&self.tool_choice, &tools) {
+            (ToolChoice::Required | ToolChoice::Named(_), Some(format)) => Some(self.forced_call(format)?),
+            _ => None,
+        };
+        Ok(RenderedPrompt { tokens: model.chat_tokens(&prompt, context)?, think: Some(think), tools, call })
+    }
+
+    /// Prepares a conversation whose reply has a format: that of the request, or of a tool call. Such a reply has no room for
+    /// thinking, so that is switched off.
+    pub(crate) fn constrain(&mut self, params: &Params) -> Result<(), ApiError> {
+        let is_forced = matches!(self.tool_choice, ToolChoice::Required | ToolChoice::Named(_));
+        self.is_constrained = is_forced || params.grammar.is_some();
+        if !self.is_constrained {
+            return Ok(());
+        }
+        if params.grammar.is_some() && !self.tools.is_empty() && self.tool_choice != ToolChoice::None {
+            let message = "a reply with a format cannot call tools";
+            return Err(
+                ApiError::invalid("tools", message).hint("set tool_choice to none, or remove the format")
+            );
+        }
+        if is_forced && !params.stop.is_empty() {
+            let message = "a stop text would end the tool call before it is complete";
+            return Err(ApiError::invalid("stop", message).hint("remove stop"));
+        }
+        if self.options.thinking == Some(true) {
+            let message = "a reply with a format, or a forced tool call, has no room for thinking";
+            return Err(ApiError::invalid("thinking", message).hint("switch thinking off"));
+        }
+        self.options.thinking = Some(false);
+        Ok(())
+    }
+
+    /// The form of a call of one of the tools, or of the named one.
+    fn forced_call(&self, format: &ToolFormat) -> Result<TokenGrammar, ApiError> {
+        let named = |tool: &&Value| match &self.tool_choice {
+            ToolChoice::Named(name) => tool["function"]["name"] == name.as_str(),
+            _ => true,
+        };
+        let functions: Vec<&Value> = self.tools.iter().filter(named).map(|tool| &tool["function"]).collect();
+        if functions.is_empty() {
+            return Err(ApiError::invalid(
+                "tool_choice",
+                "tool_choice names a function that is not among the tools",
+            ));
+        }
+        format.forced(&functions).ok_or_else(|| {
+            let message = "a forced tool call is not supported in the format of this model";
+            ApiError::unsupported("tool_choice", message).hint("use auto, and ask for the call in the prompt")
+        })
     }
 
     /// The format of tool calls.

@@ -85,10 +85,6 @@ impl Job {
     pub(crate) fn start(self, app: &Arc<App>, caller: &Caller, prefix: &str) -> Result<Generation, ApiError> {
         let Job { model, prompts, params, think, tools, single_call } = self;
         params.check()?;
-        if params.grammar.is_some() {
-            let error = ApiError::unsupported("response_format", "constrained replies are not supported yet");
-            return Err(error.hint("send the request without it, and ask for the format in the prompt"));
-        }
         let n_choices = prompts.len() * params.n;
         if n_choices > MAX_REPLIES {
             let message = format!("{n_choices} choices are asked for, the maximum is {MAX_REPLIES}");
@@ -130,7 +126,7 @@ impl Job {
                     n_top_logprobs: params.n_top.unwrap_or(0),
                     priority: params.priority,
                     user,
-                    grammar: None,
+                    grammar: params.grammar.clone(),
                     share_prefix,
                 };
                 let reply = app.backend.submit(request)?;

@@ -90,7 +90,10 @@ fn read(app: &App, body: Value, generates: bool) -> Result<Job, ApiError> {
     fields.without_effect(&["service_tier", "cache_control"]);
     fields.finish()?;
     let context = model.context(&app.backend.status());
-    let prompt = Conversation { messages, tools, tool_choice, options }.render(&model, context)?;
+    let mut conversation = Conversation { messages, tools, tool_choice, options, ..Conversation::default() };
+    conversation.constrain(&mut params)?;
+    let prompt = conversation.render(&model, context)?;
+    params.grammar = params.grammar.or(prompt.call);
     Ok(Job {
         prompts: vec![prompt.tokens],
         think: prompt.think,

@@ -31,6 +31,8 @@ const SHARED: &[Field] = &[
     ("user", "string"),
     ("stream", "boolean"),
     ("stream_options", "object"),
+    ("response_format", "object"),
+    ("structured_outputs", "object"),
 ];
 const CHAT: &[Field] = &[
     ("messages", "messages"),

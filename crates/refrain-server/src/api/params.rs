@@ -135,8 +135,12 @@ impl Params {
         Ok(())
     }
 
-    /// Refuses limits that exclude each other.
+    /// Refuses parameters that exclude each other.
     pub(crate) fn check(&self) -> Result<(), ApiError> {
+        if self.grammar.is_some() && !self.stop.is_empty() {
+            let message = "a stop text would end the reply before it has its format";
+            return Err(ApiError::invalid("stop", message).hint("remove stop, or the format"));
+        }
         match self.max_tokens {
             Some(max) if self.min_tokens > max => {
                 let message = format!("min_tokens is {}, max_tokens only {max}", self.min_tokens);
@@ -218,7 +222,19 @@ fn read_grammar(fields: &mut Fields) -> Result<Option<TokenGrammar>, ApiError> {
         grammar = read_format(&mut format, true)?;
         format.finish()?;
     }
-    if let Some(mut outputs) = fields.object("structured_outputs")? {
+    let mut structured = fields.object("structured_outputs")?;
+    // Names of older versions of vLLM.
+    let older = [("guided_json", "json"), ("guided_regex", "regex"), ("guided_grammar", "grammar")];
+    for (old, name) in older.into_iter().chain([("guided_choice", "choice")]) {
+        let Some(value) = fields.take(old) else { continue };
+        if structured.is_some() {
+            let message = format!("{old} is given beside another constraint");
+            return Err(ApiError::invalid(old, message).hint("give one of them"));
+        }
+        let outputs = Value::Object([(name.to_owned(), value)].into_iter().collect());
+        structured = Some(Fields::of(outputs, old)?);
+    }
+    if let Some(mut outputs) = structured {
         let more = read_structured(&mut outputs)?;
         outputs.finish()?;
         if grammar.is_some() && more.is_some() {

@@ -1,7 +1,7 @@
 //! `/tokenize` and `/detokenize`, as vLLM has them.
 
 use super::chat::read_template_options;
-use super::conversation::{Conversation, ToolChoice, read_messages, read_tools};
+use super::conversation::{Conversation, read_messages, read_tools};
 use crate::app::{App, blocking};
 use crate::error::ApiError;
 use crate::fields::Fields;
@@ -33,7 +33,7 @@ fn read(app: &App, body: Value) -> Result<Value, ApiError> {
             let mut options = RenderOptions::default();
             read_template_options(&mut fields, &mut options)?;
             let (messages, tools) = (read_messages(list)?, read_tools(&mut fields)?);
-            let conversation = Conversation { messages, tools, tool_choice: ToolChoice::Auto, options };
+            let conversation = Conversation { messages, tools, options, ..Conversation::default() };
             conversation.render(&model, any_length)?.tokens
         }
         _ => {

@@ -13,9 +13,19 @@ pub trait Block<const N: usize>: Pod {
     /// Encodes finite `values`, with rounding; `None` if they are too large for the block's scales.
     fn encode(values: &[f32; N]) -> Option<Self>;
 
-    /// Encodes finite `values` with a small squared error, in which each element counts as its weight says; `None` if
-    /// they are too large for the block's scales. Weights are not negative.
-    fn encode_weighted(values: &[f32; N], weights: &[f32; N]) -> Option<Self>;
+    /// Encodes finite `values` with a small squared error; `None` if they are too large for the block's scales.
+    fn encode_weighted(values: &[f32; N], weighing: Weighing<'_, N>) -> Option<Self>;
+}
+
+/// How much the error of each element of a block counts.
+#[derive(Clone, Copy, Debug)]
+pub enum Weighing<'a, const N: usize> {
+    /// All the same.
+    Flat,
+    /// More for large elements.
+    Size,
+    /// More for large elements, times these factors, which are not negative.
+    Importance(&'a [f32; N]),
 }
 
 /// An f16 within a block: little-endian, without alignment.

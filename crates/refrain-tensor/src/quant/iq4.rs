@@ -1,8 +1,8 @@
 //! IQ4_NL and IQ4_XS: 4-bit indices into 16 non-uniform levels, which are denser near zero, where most weights are.
 
-use super::block::{Block, F16Le, nibble};
+use super::block::{Block, F16Le, Weighing, nibble};
 use super::q4::pack_nibbles;
-use super::search::{Levels, SymmetricSpec, encode_symmetric, fit_scale, inverse, round_in};
+use super::search::{Levels, Symmetric, SymmetricSpec, encode_scale, encode_symmetric};
 use crate::DType;
 use bytemuck::{Pod, Zeroable};
 use std::array::from_fn;
@@ -52,7 +52,29 @@ pub struct BlockIq4Xs {
 const _: () = assert!(size_of::<BlockIq4Nl>() == DType::IQ4_NL.block_bytes());
 const _: () = assert!(size_of::<BlockIq4Xs>() == DType::IQ4_XS.block_bytes());
 
+impl BlockIq4Nl {
+    /// Creates a block of these levels.
+    pub fn pack(d: F16Le, q: &[u8; 32]) -> BlockIq4Nl {
+        BlockIq4Nl { d, qs: pack_nibbles(q) }
+    }
+}
+
 impl BlockIq4Xs {
+    /// Its sub-blocks and scales.
+    pub const SPEC: SymmetricSpec = SymmetricSpec { sub_len: 32, scale_min: -32 };
+
+    /// Creates a block of a fit.
+    pub fn pack(fit: &Symmetric) -> BlockIq4Xs {
+        let stored: [u8; 8] = from_fn(|s| (fit.scales[s] + 32) as u8);
+        let scales_l = from_fn(|t| stored[2 * t] & 0x0f | stored[2 * t + 1] << 4);
+        let scales_h = (0..8).fold(0u16, |bits, s| bits | u16::from(stored[s] >> 4) << (2 * s)).to_le_bytes();
+        let qs = from_fn(|j| {
+            let first = 32 * (j / 16) + j % 16;
+            fit.q[first] | fit.q[first + 16] << 4
+        });
+        BlockIq4Xs { d: fit.d, scales_h, scales_l, qs }
+    }
+
     /// The scale of each sub-block, in -32..32.
     pub fn unpack_scales(&self) -> [i8; 8] {
         from_fn(|s| {
@@ -71,15 +93,13 @@ impl Block<32> for BlockIq4Nl {
     }
 
     fn encode(values: &[f32; 32]) -> Option<Self> {
-        Self::encode_weighted(values, &[1.0; 32])
+        Self::encode_weighted(values, Weighing::Flat)
     }
 
     /// Searches for a scale with a small squared error; each element takes the nearest level for the rounded scale.
-    fn encode_weighted(values: &[f32; 32], weights: &[f32; 32]) -> Option<Self> {
-        let d = F16Le::from_f32(fit_scale(values, weights, &Iq4Levels))?;
-        let inv = inverse(d.to_f32());
-        let q = values.map(|v| Iq4Levels.nearest(v * inv));
-        Some(BlockIq4Nl { d, qs: pack_nibbles(&q) })
+    fn encode_weighted(values: &[f32; 32], weighing: Weighing<'_, 32>) -> Option<Self> {
+        let (d, q) = encode_scale(values, weighing, &Iq4Levels)?;
+        Some(Self::pack(d, &q))
     }
 }
 
@@ -93,38 +113,14 @@ impl Block<256> for BlockIq4Xs {
     }
 
     fn encode(values: &[f32; 256]) -> Option<Self> {
-        Self::encode_weighted(values, &[1.0; 256])
+        Self::encode_weighted(values, Weighing::Flat)
     }
 
     /// Searches for scales with a small squared error; each element takes the nearest level for its scale.
-    fn encode_weighted(values: &[f32; 256], weights: &[f32; 256]) -> Option<Self> {
-        let fit =
-            encode_symmetric(values, weights, &Iq4Levels, SymmetricSpec { sub_len: 32, scale_min: -32 })?;
-        let stored: [u8; 8] = from_fn(|s| (fit.scales[s] + 32) as u8);
-        let scales_l = from_fn(|t| stored[2 * t] & 0x0f | stored[2 * t + 1] << 4);
-        let scales_h = (0..8).fold(0u16, |bits, s| bits | u16::from(stored[s] >> 4) << (2 * s)).to_le_bytes();
-        let qs = from_fn(|j| {
-            let first = 32 * (j / 16) + j % 16;
-            fit.q[first] | fit.q[first + 16] << 4
-        });
-        Some(BlockIq4Xs { d: fit.d, scales_h, scales_l, qs })
+    fn encode_weighted(values: &[f32; 256], weighing: Weighing<'_, 256>) -> Option<Self> {
+        encode_symmetric(values, weighing, &Iq4Levels, Self::SPEC).map(|fit| Self::pack(&fit))
     }
 }
-
-/// The level nearest to each half from -127 to 113. Midpoints between levels are whole or half.
-const NEAREST: [f32; 481] = {
-    let mut nearest = [0.0; 481];
-    let (mut i, mut q) = (0, 0);
-    while i < nearest.len() {
-        let double = i as i32 - 254;
-        while q < 15 && double > IQ4_NL_VALUES[q] as i32 + IQ4_NL_VALUES[q + 1] as i32 {
-            q += 1;
-        }
-        nearest[i] = IQ4_NL_VALUES[q] as f32;
-        i += 1;
-    }
-    nearest
-};
 
 fn level(q: u8) -> f32 {
     f32::from(IQ4_NL_VALUES[usize::from(q)])
@@ -139,9 +135,8 @@ impl Levels for Iq4Levels {
         IQ4_NL_VALUES.windows(2).map(|w| u8::from(v > (f32::from(w[0]) + f32::from(w[1])) / 2.0)).sum()
     }
 
-    #[inline(always)]
     fn rounded(&self, v: f32) -> f32 {
-        NEAREST[(round_in(2.0 * v, -254.0, 226.0) + 254.0) as usize]
+        level(self.nearest(v))
     }
 
     fn extremes(&self) -> [f32; 2] {

@@ -20,9 +20,9 @@ mod q5;
 mod q5_k;
 mod q6_k;
 mod q8;
-mod search;
+pub mod search;
 
-pub use block::{Block, F16Le};
+pub use block::{Block, F16Le, Weighing};
 pub use iq2::{BlockIq2S, BlockIq2Xs, BlockIq2Xxs};
 pub use iq3::{BlockIq3S, BlockIq3Xxs};
 pub use iq4::{BlockIq4Nl, BlockIq4Xs, IQ4_NL_VALUES};
@@ -174,7 +174,7 @@ pub fn quantize_weighted(
         };
         encoded.map_err(|OutOfRange { index }| {
             let index = row * row_len + index;
-            TensorError::OutOfRange { dtype, index, value: values[index % row_len] }
+            TensorError::OutOfRange { dtype, index, value: values[index - row * row_len] }
         })?;
     }
     Ok(())
@@ -251,27 +251,12 @@ fn encode_row<B: Block<N>, const N: usize>(
     let blocks: &mut [B] = bytemuck::cast_slice_mut(out);
     let importance = importance.map(|all| all.as_chunks::<N>().0);
     for (i, (values, block)) in values.as_chunks::<N>().0.iter().zip(blocks).enumerate() {
-        let weights = element_weights(values, importance.map(|all| &all[i]));
-        let encoded = B::encode_weighted(values, &weights);
+        let weighing = importance.map_or(Weighing::Size, |all| Weighing::Importance(&all[i]));
+        let encoded = B::encode_weighted(values, weighing);
         *block = encoded.ok_or_else(|| OutOfRange { index: i * N + search::peak_idx(values) })?;
     }
     Ok(())
 }
-
-/// The weight of each element's error. An error of a large element is more often seen in the output than one of a small
-/// element, so its weight grows with its size relative to the block.
-fn element_weights<const N: usize>(values: &[f32; N], importance: Option<&[f32; N]>) -> [f32; N] {
-    let square = |v: f32| f64::from(v) * f64::from(v);
-    let mean = values.iter().map(|&v| square(v)).sum::<f64>() / N as f64;
-    let inv = if mean > 0.0 { 1.0 / mean } else { 0.0 };
-    std::array::from_fn(|i| {
-        let size = (SIZE_FLOOR + (square(values[i]) * inv) as f32).sqrt();
-        importance.map_or(size, |importance| size * importance[i])
-    })
-}
-
-/// What an element of size zero weighs, in squares of the root mean square of its block.
-const SIZE_FLOOR: f32 = 2.0;
 
 fn zeros(n_elements: usize) -> Result<Vec<f32>, TensorError> {
     let mut values = Vec::new();

@@ -1,7 +1,7 @@
 //! Q2_K: 256 elements of two bits in 16 sub-blocks, each with a four-bit scale and minimum.
 
-use super::block::{Block, F16Le, nibble};
-use super::search::{AffineSpec, encode_affine};
+use super::block::{Block, F16Le, Weighing, nibble};
+use super::search::{Affine, AffineSpec, encode_affine};
 use crate::DType;
 use bytemuck::{Pod, Zeroable};
 use std::array::from_fn;
@@ -29,6 +29,21 @@ pub struct BlockQ2K {
 
 const _: () = assert!(size_of::<BlockQ2K>() == DType::Q2_K.block_bytes());
 
+impl BlockQ2K {
+    /// Its sub-blocks and scales.
+    pub const SPEC: AffineSpec = AffineSpec { sub_len: 16, q_max: 3, scale_max: 15 };
+
+    /// Creates a block of a fit.
+    pub fn pack(fit: &Affine) -> BlockQ2K {
+        let scales = from_fn(|s| fit.scales[s] | fit.mins[s] << 4);
+        let qs = from_fn(|j| {
+            let first = 128 * (j / 32) + j % 32;
+            (0..4).fold(0, |byte, g| byte | fit.q[first + 32 * g] << (2 * g))
+        });
+        BlockQ2K { scales, qs, d: fit.d, dmin: fit.dmin }
+    }
+}
+
 impl Block<256> for BlockQ2K {
     const DTYPE: DType = DType::Q2_K;
 
@@ -43,17 +58,11 @@ impl Block<256> for BlockQ2K {
     }
 
     fn encode(values: &[f32; 256]) -> Option<Self> {
-        Self::encode_weighted(values, &[1.0; 256])
+        Self::encode_weighted(values, Weighing::Flat)
     }
 
     /// Searches for scales and minima with a small squared error; each element takes the nearest level for them.
-    fn encode_weighted(values: &[f32; 256], weights: &[f32; 256]) -> Option<Self> {
-        let fit = encode_affine(values, weights, AffineSpec { sub_len: 16, q_max: 3, scale_max: 15 })?;
-        let scales = from_fn(|s| fit.scales[s] | fit.mins[s] << 4);
-        let qs = from_fn(|j| {
-            let first = 128 * (j / 32) + j % 32;
-            (0..4).fold(0, |byte, g| byte | fit.q[first + 32 * g] << (2 * g))
-        });
-        Some(BlockQ2K { scales, qs, d: fit.d, dmin: fit.dmin })
+    fn encode_weighted(values: &[f32; 256], weighing: Weighing<'_, 256>) -> Option<Self> {
+        encode_affine(values, weighing, Self::SPEC).map(|fit| Self::pack(&fit))
     }
 }

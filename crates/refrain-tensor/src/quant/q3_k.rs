@@ -1,7 +1,7 @@
 //! Q3_K: 256 elements of three bits in 16 sub-blocks, each with a signed six-bit scale.
 
-use super::block::{Block, F16Le, nibble};
-use super::search::{Steps, SymmetricSpec, encode_symmetric};
+use super::block::{Block, F16Le, Weighing, nibble};
+use super::search::{Steps, Symmetric, SymmetricSpec, encode_symmetric};
 use crate::DType;
 use bytemuck::{Pod, Zeroable};
 use std::array::from_fn;
@@ -42,6 +42,26 @@ impl BlockQ3K {
     }
 }
 
+impl BlockQ3K {
+    /// Its sub-blocks and scales.
+    pub const SPEC: SymmetricSpec = SymmetricSpec { sub_len: 16, scale_min: -32 };
+
+    /// Creates a block of a fit.
+    pub fn pack(fit: &Symmetric) -> BlockQ3K {
+        let stored = fit.scales.map(|s| (s + 32) as u8);
+        let scales = from_fn(|j| match j {
+            0..8 => stored[j] & 0x0f | stored[8 + j] << 4,
+            _ => (0..4).fold(0, |byte, u| byte | stored[4 * u + j - 8] >> 4 << (2 * u)),
+        });
+        let qs = from_fn(|j| {
+            let first = 128 * (j / 32) + j % 32;
+            (0..4).fold(0, |byte, g| byte | (fit.q[first + 32 * g] & 3) << (2 * g))
+        });
+        let hmask = from_fn(|l| (0..8).fold(0, |byte, k| byte | fit.q[32 * k + l] >> 2 << k));
+        BlockQ3K { hmask, qs, scales, d: fit.d }
+    }
+}
+
 impl Block<256> for BlockQ3K {
     const DTYPE: DType = DType::Q3_K;
 
@@ -56,27 +76,11 @@ impl Block<256> for BlockQ3K {
     }
 
     fn encode(values: &[f32; 256]) -> Option<Self> {
-        Self::encode_weighted(values, &[1.0; 256])
+        Self::encode_weighted(values, Weighing::Flat)
     }
 
     /// Searches for scales with a small squared error; each element takes the nearest level for its scale.
-    fn encode_weighted(values: &[f32; 256], weights: &[f32; 256]) -> Option<Self> {
-        let fit = encode_symmetric(
-            values,
-            weights,
-            &Steps { lo: -4, hi: 3 },
-            SymmetricSpec { sub_len: 16, scale_min: -32 },
-        )?;
-        let stored = fit.scales.map(|s| (s + 32) as u8);
-        let scales = from_fn(|j| match j {
-            0..8 => stored[j] & 0x0f | stored[8 + j] << 4,
-            _ => (0..4).fold(0, |byte, u| byte | stored[4 * u + j - 8] >> 4 << (2 * u)),
-        });
-        let qs = from_fn(|j| {
-            let first = 128 * (j / 32) + j % 32;
-            (0..4).fold(0, |byte, g| byte | (fit.q[first + 32 * g] & 3) << (2 * g))
-        });
-        let hmask = from_fn(|l| (0..8).fold(0, |byte, k| byte | fit.q[32 * k + l] >> 2 << k));
-        Some(BlockQ3K { hmask, qs, scales, d: fit.d })
+    fn encode_weighted(values: &[f32; 256], weighing: Weighing<'_, 256>) -> Option<Self> {
+        encode_symmetric(values, weighing, &Steps { lo: -4, hi: 3 }, Self::SPEC).map(|fit| Self::pack(&fit))
     }
 }

@@ -1,7 +1,7 @@
 //! Q4_0 and Q4_1: 32 elements of four bits under one scale.
 
-use super::block::{Block, F16Le, nibble};
-use super::search::{Levels, Steps, fit_line, fit_scale, inverse, peak_idx, range, round_in};
+use super::block::{Block, F16Le, Weighing, nibble};
+use super::search::{Steps, encode_line, encode_scale, inverse, peak_idx, range};
 use crate::DType;
 use bytemuck::{Pod, Zeroable};
 use std::array::from_fn;
@@ -43,6 +43,20 @@ pub struct BlockQ4_1 {
 const _: () = assert!(size_of::<BlockQ4_0>() == DType::Q4_0.block_bytes());
 const _: () = assert!(size_of::<BlockQ4_1>() == DType::Q4_1.block_bytes());
 
+impl BlockQ4_0 {
+    /// Creates a block of these levels.
+    pub fn pack(d: F16Le, q: &[u8; 32]) -> BlockQ4_0 {
+        BlockQ4_0 { d, qs: pack_nibbles(q) }
+    }
+}
+
+impl BlockQ4_1 {
+    /// Creates a block of these levels.
+    pub fn pack(d: F16Le, m: F16Le, q: &[u8; 32]) -> BlockQ4_1 {
+        BlockQ4_1 { d, m, qs: pack_nibbles(q) }
+    }
+}
+
 impl Block<32> for BlockQ4_0 {
     const DTYPE: DType = DType::Q4_0;
 
@@ -56,15 +70,12 @@ impl Block<32> for BlockQ4_0 {
         let d = values[peak_idx(values)] / -8.0;
         let inv = inverse(d);
         let q = values.map(|v| ((v * inv + 8.5) as u8).min(15));
-        Some(BlockQ4_0 { d: F16Le::from_f32(d)?, qs: pack_nibbles(&q) })
+        Some(Self::pack(F16Le::from_f32(d)?, &q))
     }
 
-    fn encode_weighted(values: &[f32; 32], weights: &[f32; 32]) -> Option<Self> {
-        let levels = Steps { lo: -8, hi: 7 };
-        let d = F16Le::from_f32(fit_scale(values, weights, &levels))?;
-        let inv = inverse(d.to_f32());
-        let q = values.map(|v| levels.nearest(v * inv));
-        Some(BlockQ4_0 { d, qs: pack_nibbles(&q) })
+    fn encode_weighted(values: &[f32; 32], weighing: Weighing<'_, 32>) -> Option<Self> {
+        let (d, q) = encode_scale(values, weighing, &Steps { lo: -8, hi: 7 })?;
+        Some(Self::pack(d, &q))
     }
 }
 
@@ -82,15 +93,12 @@ impl Block<32> for BlockQ4_1 {
         let d = (max - min) / 15.0;
         let inv = inverse(d);
         let q = values.map(|v| (((v - min) * inv + 0.5) as u8).min(15));
-        Some(BlockQ4_1 { d: F16Le::from_f32(d)?, m: F16Le::from_f32(min)?, qs: pack_nibbles(&q) })
+        Some(Self::pack(F16Le::from_f32(d)?, F16Le::from_f32(min)?, &q))
     }
 
-    fn encode_weighted(values: &[f32; 32], weights: &[f32; 32]) -> Option<Self> {
-        let [d, m] = fit_line(values, weights, 15);
-        let (d, m) = (F16Le::from_f32(d)?, F16Le::from_f32(m)?);
-        let (inv, min) = (inverse(d.to_f32()), m.to_f32());
-        let q = values.map(|v| round_in((v - min) * inv, 0.0, 15.0) as u8);
-        Some(BlockQ4_1 { d, m, qs: pack_nibbles(&q) })
+    fn encode_weighted(values: &[f32; 32], weighing: Weighing<'_, 32>) -> Option<Self> {
+        let (d, m, q) = encode_line(values, weighing, 15)?;
+        Some(Self::pack(d, m, &q))
     }
 }
 

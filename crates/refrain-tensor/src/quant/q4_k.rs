@@ -1,7 +1,7 @@
 //! Q4_K: 256 elements of four bits in eight sub-blocks, each with a six-bit scale and minimum.
 
-use super::block::{Block, F16Le, nibble};
-use super::search::{AffineSpec, encode_affine};
+use super::block::{Block, F16Le, Weighing, nibble};
+use super::search::{Affine, AffineSpec, encode_affine};
 use crate::DType;
 use bytemuck::{Pod, Zeroable};
 use std::array::from_fn;
@@ -65,6 +65,17 @@ pub(super) fn pack_nibbles_64(q: &[u8; 256]) -> [u8; 128] {
     })
 }
 
+impl BlockQ4K {
+    /// Its sub-blocks and scales.
+    pub const SPEC: AffineSpec = AffineSpec { sub_len: 32, q_max: 15, scale_max: 63 };
+
+    /// Creates a block of a fit.
+    pub fn pack(fit: &Affine) -> BlockQ4K {
+        let scales = pack_scales_and_mins(&fit.scales, &fit.mins);
+        BlockQ4K { d: fit.d, dmin: fit.dmin, scales, qs: pack_nibbles_64(&fit.q) }
+    }
+}
+
 impl Block<256> for BlockQ4K {
     const DTYPE: DType = DType::Q4_K;
 
@@ -79,13 +90,11 @@ impl Block<256> for BlockQ4K {
     }
 
     fn encode(values: &[f32; 256]) -> Option<Self> {
-        Self::encode_weighted(values, &[1.0; 256])
+        Self::encode_weighted(values, Weighing::Flat)
     }
 
     /// Searches for scales and minima with a small squared error; each element takes the nearest level for them.
-    fn encode_weighted(values: &[f32; 256], weights: &[f32; 256]) -> Option<Self> {
-        let fit = encode_affine(values, weights, AffineSpec { sub_len: 32, q_max: 15, scale_max: 63 })?;
-        let scales = pack_scales_and_mins(&fit.scales, &fit.mins);
-        Some(BlockQ4K { d: fit.d, dmin: fit.dmin, scales, qs: pack_nibbles_64(&fit.q) })
+    fn encode_weighted(values: &[f32; 256], weighing: Weighing<'_, 256>) -> Option<Self> {
+        encode_affine(values, weighing, Self::SPEC).map(|fit| Self::pack(&fit))
     }
 }

@@ -1,8 +1,8 @@
 //! Q5_0 and Q5_1: 32 elements of five bits with one scale; the fifth bits are stored separately.
 
-use super::block::{Block, F16Le, nibble};
+use super::block::{Block, F16Le, Weighing, nibble};
 use super::q4::pack_nibbles;
-use super::search::{Levels, Steps, fit_line, fit_scale, inverse, peak_idx, range, round_in};
+use super::search::{Steps, encode_line, encode_scale, inverse, peak_idx, range};
 use crate::DType;
 use bytemuck::{Pod, Zeroable};
 use std::array::from_fn;
@@ -50,6 +50,20 @@ pub struct BlockQ5_1 {
 const _: () = assert!(size_of::<BlockQ5_0>() == DType::Q5_0.block_bytes());
 const _: () = assert!(size_of::<BlockQ5_1>() == DType::Q5_1.block_bytes());
 
+impl BlockQ5_0 {
+    /// Creates a block of these levels.
+    pub fn pack(d: F16Le, q: &[u8; 32]) -> BlockQ5_0 {
+        BlockQ5_0 { d, qh: pack_fifth_bits(q), qs: pack_nibbles(q) }
+    }
+}
+
+impl BlockQ5_1 {
+    /// Creates a block of these levels.
+    pub fn pack(d: F16Le, m: F16Le, q: &[u8; 32]) -> BlockQ5_1 {
+        BlockQ5_1 { d, m, qh: pack_fifth_bits(q), qs: pack_nibbles(q) }
+    }
+}
+
 impl Block<32> for BlockQ5_0 {
     const DTYPE: DType = DType::Q5_0;
 
@@ -63,15 +77,12 @@ impl Block<32> for BlockQ5_0 {
         let d = values[peak_idx(values)] / -16.0;
         let inv = inverse(d);
         let q = values.map(|v| ((v * inv + 16.5) as u8).min(31));
-        Some(BlockQ5_0 { d: F16Le::from_f32(d)?, qh: pack_fifth_bits(&q), qs: pack_nibbles(&q) })
+        Some(Self::pack(F16Le::from_f32(d)?, &q))
     }
 
-    fn encode_weighted(values: &[f32; 32], weights: &[f32; 32]) -> Option<Self> {
-        let levels = Steps { lo: -16, hi: 15 };
-        let d = F16Le::from_f32(fit_scale(values, weights, &levels))?;
-        let inv = inverse(d.to_f32());
-        let q = values.map(|v| levels.nearest(v * inv));
-        Some(BlockQ5_0 { d, qh: pack_fifth_bits(&q), qs: pack_nibbles(&q) })
+    fn encode_weighted(values: &[f32; 32], weighing: Weighing<'_, 32>) -> Option<Self> {
+        let (d, q) = encode_scale(values, weighing, &Steps { lo: -16, hi: 15 })?;
+        Some(Self::pack(d, &q))
     }
 }
 
@@ -89,16 +100,12 @@ impl Block<32> for BlockQ5_1 {
         let d = (max - min) / 31.0;
         let inv = inverse(d);
         let q = values.map(|v| (((v - min) * inv + 0.5) as u8).min(31));
-        let (d, m) = (F16Le::from_f32(d)?, F16Le::from_f32(min)?);
-        Some(BlockQ5_1 { d, m, qh: pack_fifth_bits(&q), qs: pack_nibbles(&q) })
+        Some(Self::pack(F16Le::from_f32(d)?, F16Le::from_f32(min)?, &q))
     }
 
-    fn encode_weighted(values: &[f32; 32], weights: &[f32; 32]) -> Option<Self> {
-        let [d, m] = fit_line(values, weights, 31);
-        let (d, m) = (F16Le::from_f32(d)?, F16Le::from_f32(m)?);
-        let (inv, min) = (inverse(d.to_f32()), m.to_f32());
-        let q = values.map(|v| round_in((v - min) * inv, 0.0, 31.0) as u8);
-        Some(BlockQ5_1 { d, m, qh: pack_fifth_bits(&q), qs: pack_nibbles(&q) })
+    fn encode_weighted(values: &[f32; 32], weighing: Weighing<'_, 32>) -> Option<Self> {
+        let (d, m, q) = encode_line(values, weighing, 31)?;
+        Some(Self::pack(d, m, &q))
     }
 }
 

@@ -1,8 +1,8 @@
 //! Q5_K: Q4_K plus a fifth bit per element.
 
-use super::block::{Block, F16Le, nibble};
+use super::block::{Block, F16Le, Weighing, nibble};
 use super::q4_k::{pack_nibbles_64, pack_scales_and_mins, unpack_scales_and_mins};
-use super::search::{AffineSpec, encode_affine};
+use super::search::{Affine, AffineSpec, encode_affine};
 use crate::DType;
 use bytemuck::{Pod, Zeroable};
 use std::array::from_fn;
@@ -33,6 +33,18 @@ pub struct BlockQ5K {
 
 const _: () = assert!(size_of::<BlockQ5K>() == DType::Q5_K.block_bytes());
 
+impl BlockQ5K {
+    /// Its sub-blocks and scales.
+    pub const SPEC: AffineSpec = AffineSpec { sub_len: 32, q_max: 31, scale_max: 63 };
+
+    /// Creates a block of a fit.
+    pub fn pack(fit: &Affine) -> BlockQ5K {
+        let scales = pack_scales_and_mins(&fit.scales, &fit.mins);
+        let qh = from_fn(|l| (0..8).fold(0, |byte, k| byte | fit.q[32 * k + l] >> 4 << k));
+        BlockQ5K { d: fit.d, dmin: fit.dmin, scales, qh, qs: pack_nibbles_64(&fit.q) }
+    }
+}
+
 impl Block<256> for BlockQ5K {
     const DTYPE: DType = DType::Q5_K;
 
@@ -48,14 +60,11 @@ impl Block<256> for BlockQ5K {
     }
 
     fn encode(values: &[f32; 256]) -> Option<Self> {
-        Self::encode_weighted(values, &[1.0; 256])
+        Self::encode_weighted(values, Weighing::Flat)
     }
 
     /// Searches for scales and minima with a small squared error; each element takes the nearest level for them.
-    fn encode_weighted(values: &[f32; 256], weights: &[f32; 256]) -> Option<Self> {
-        let fit = encode_affine(values, weights, AffineSpec { sub_len: 32, q_max: 31, scale_max: 63 })?;
-        let scales = pack_scales_and_mins(&fit.scales, &fit.mins);
-        let qh = from_fn(|l| (0..8).fold(0, |byte, k| byte | fit.q[32 * k + l] >> 4 << k));
-        Some(BlockQ5K { d: fit.d, dmin: fit.dmin, scales, qh, qs: pack_nibbles_64(&fit.q) })
+    fn encode_weighted(values: &[f32; 256], weighing: Weighing<'_, 256>) -> Option<Self> {
+        encode_affine(values, weighing, Self::SPEC).map(|fit| Self::pack(&fit))
     }
 }

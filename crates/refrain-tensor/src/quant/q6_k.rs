@@ -1,7 +1,7 @@
 //! Q6_K: 256 elements of six bits in 16 sub-blocks, each with a signed eight-bit scale.
 
-use super::block::{Block, F16Le, nibble};
-use super::search::{Steps, SymmetricSpec, encode_symmetric};
+use super::block::{Block, F16Le, Weighing, nibble};
+use super::search::{Steps, Symmetric, SymmetricSpec, encode_symmetric};
 use crate::DType;
 use bytemuck::{Pod, Zeroable};
 use std::array::from_fn;
@@ -31,6 +31,24 @@ pub struct BlockQ6K {
 
 const _: () = assert!(size_of::<BlockQ6K>() == DType::Q6_K.block_bytes());
 
+impl BlockQ6K {
+    /// Its sub-blocks and scales.
+    pub const SPEC: SymmetricSpec = SymmetricSpec { sub_len: 16, scale_min: -128 };
+
+    /// Creates a block of a fit.
+    pub fn pack(fit: &Symmetric) -> BlockQ6K {
+        let ql = from_fn(|j| {
+            let first = 128 * (j / 64) + j % 64;
+            fit.q[first] & 0x0f | fit.q[first + 64] << 4
+        });
+        let qh = from_fn(|j| {
+            let first = 128 * (j / 32) + j % 32;
+            (0..4).fold(0, |byte, g| byte | fit.q[first + 32 * g] >> 4 << (2 * g))
+        });
+        BlockQ6K { ql, qh, scales: fit.scales.map(|s| s as i8), d: fit.d }
+    }
+}
+
 impl Block<256> for BlockQ6K {
     const DTYPE: DType = DType::Q6_K;
 
@@ -45,21 +63,11 @@ impl Block<256> for BlockQ6K {
     }
 
     fn encode(values: &[f32; 256]) -> Option<Self> {
-        Self::encode_weighted(values, &[1.0; 256])
+        Self::encode_weighted(values, Weighing::Flat)
     }
 
     /// Searches for scales with a small squared error; each element takes the nearest level for its scale.
-    fn encode_weighted(values: &[f32; 256], weights: &[f32; 256]) -> Option<Self> {
-        let spec = SymmetricSpec { sub_len: 16, scale_min: -128 };
-        let fit = encode_symmetric(values, weights, &Steps { lo: -32, hi: 31 }, spec)?;
-        let ql = from_fn(|j| {
-            let first = 128 * (j / 64) + j % 64;
-            fit.q[first] & 0x0f | fit.q[first + 64] << 4
-        });
-        let qh = from_fn(|j| {
-            let first = 128 * (j / 32) + j % 32;
-            (0..4).fold(0, |byte, g| byte | fit.q[first + 32 * g] >> 4 << (2 * g))
-        });
-        Some(BlockQ6K { ql, qh, scales: fit.scales.map(|s| s as i8), d: fit.d })
+    fn encode_weighted(values: &[f32; 256], weighing: Weighing<'_, 256>) -> Option<Self> {
+        encode_symmetric(values, weighing, &Steps { lo: -32, hi: 31 }, Self::SPEC).map(|fit| Self::pack(&fit))
     }
 }

@@ -1,6 +1,6 @@
 //! Q8_0: 32 elements of eight bits with one scale.
 
-use super::block::{Block, F16Le};
+use super::block::{Block, F16Le, Weighing};
 use super::search::{inverse, peak_idx};
 use crate::DType;
 use bytemuck::{Pod, Zeroable};
@@ -39,7 +39,7 @@ impl Block<32> for BlockQ8_0 {
     }
 
     /// As [`Block::encode`]: 255 levels leave a search nothing to gain.
-    fn encode_weighted(values: &[f32; 32], _weights: &[f32; 32]) -> Option<Self> {
+    fn encode_weighted(values: &[f32; 32], _weighing: Weighing<'_, 32>) -> Option<Self> {
         Self::encode(values)
     }
 }

@@ -1,6 +1,6 @@
 //! Search for scales and minima with a small weighted squared error, for the encoders.
 //!
-//! A sub-block is fitted from many starting points: take the nearest levels for a scale, then the least-squares scale
+//! A sub-block is fitted from several starting points: take the nearest levels for a scale, then the least-squares scale
 //! (and minimum) for those levels. The best fit is refined by repeating both steps, neither of which can raise the
 //! error. The starting points map the extreme values to the extreme levels, slightly beyond or slightly below, since
 //! clipping one value often improves the precision of all others. The error of a least-squares fit follows from its
@@ -9,28 +9,46 @@
 //! The fitted scales of a block are then rounded to multiples of its f16 scale. Since rounding changes them, each
 //! sub-block also tries the neighbouring multiples. Finally the f16 scales are fitted to the chosen multiples.
 //!
-//! Values are scaled by a power of two and weights by their largest, so that sums do not overflow. Sums are kept in
-//! lanes that are added in a fixed order: the bits do not depend on the width of the machine's vectors.
+//! Values are scaled by a power of two and weights by their largest, so that sums do not overflow. Within a sub-block all
+//! arithmetic is f32, in the order in which it is written and without fused operations: vector code that computes one
+//! sub-block per lane gets the same bits.
 
-use super::block::F16Le;
+use super::block::{F16Le, Weighing};
 
-/// Fractions of the full range that the starting points of a search cover.
-const COVERS: [f32; 9] = [1.06, 1.0, 0.96, 0.92, 0.88, 0.84, 0.79, 0.74, 0.68];
-/// Fractions of the range that the starting points of a search with minimum cover, as multiples of one level.
-const AFFINE_STARTS: usize = 12;
-/// Repetitions of both steps from the best starting point.
-const MAX_ROUNDS: usize = 4;
-/// Weights below this fraction of the largest are raised to it: a value without weight would be unbounded.
-const LEAST_WEIGHT: f32 = 1e-6;
-/// Blocks whose largest magnitude is below this decode to zeros, whatever the scale: half the least f16.
-const LEAST_PEAK: f32 = 1e-9;
-const LANES: usize = 8;
+/// Parameters of the search, which every implementation of it shares.
+pub mod rules {
+    /// Fractions of the full range that the starting points of a search for a scale cover.
+    pub const COVERS: [f32; 6] = [1.06, 1.0, 0.96, 0.90, 0.83, 0.74];
+    /// Starting points of a search for a scale and a minimum.
+    pub const AFFINE_STARTS: usize = 8;
+    /// Repetitions of both steps from the best starting point.
+    pub const MAX_ROUNDS: usize = 1;
+    /// Times that the f16 scales of a block are fitted to the chosen multiples.
+    pub const MAX_FITS: usize = 2;
+    /// Weights below this fraction of the largest are raised to it: a value without weight would be unbounded.
+    pub const LEAST_WEIGHT: f32 = 1e-6;
+    /// Blocks whose largest magnitude is below this decode to zeros, whatever the scale: half the least f16.
+    pub const LEAST_PEAK: f32 = 1e-9;
+    /// What an element of size zero weighs, in squares of the root mean square of its block.
+    pub const SIZE_FLOOR: f32 = 2.0;
+    /// Determinants below this fraction of their first product mean that all values are on one level.
+    pub const FLAT: f32 = 1e-5;
+
+    /// Levels that a starting point spreads the values over: from one more than there are to one fewer.
+    pub const fn spread(start: usize, q_max: u8) -> f32 {
+        q_max as f32 + 1.0 - 2.0 * start as f32 / (AFFINE_STARTS - 1) as f32
+    }
+}
+use rules::{AFFINE_STARTS, COVERS, FLAT, LEAST_PEAK, LEAST_WEIGHT, MAX_FITS, MAX_ROUNDS, SIZE_FLOOR};
+
+/// Largest sub-block.
+const MAX_SUB: usize = 32;
 
 /// Levels that a scale multiplies, indexed in ascending order.
 pub(super) trait Levels {
     /// Index of the level nearest to `v`.
     fn nearest(&self, v: f32) -> u8;
-    /// The level nearest to `v`; ties may go either way.
+    /// The level nearest to `v`.
     fn rounded(&self, v: f32) -> f32;
     /// The lowest level, which is negative, and the highest, which is positive.
     fn extremes(&self) -> [f32; 2];
@@ -59,124 +77,128 @@ impl Levels for Steps {
 }
 
 /// The shape of a block type without minima: signed scales in `scale_min..-scale_min`.
-pub(super) struct SymmetricSpec {
-    pub(super) sub_len: usize,
-    pub(super) scale_min: i16,
+#[derive(Clone, Copy, Debug)]
+pub struct SymmetricSpec {
+    /// Elements of a sub-block.
+    pub sub_len: usize,
+    /// The lowest multiple that a scale can be.
+    pub scale_min: i16,
 }
 
 /// A fitted block of `x = d * scale * level(q)`.
-pub(super) struct Symmetric {
-    pub(super) d: F16Le,
-    pub(super) scales: [i16; 16], // [256 / sub_len], others unused
-    pub(super) q: [u8; 256],      // level indices
+#[derive(Clone, Debug)]
+pub struct Symmetric {
+    /// Scale of the scales.
+    pub d: F16Le,
+    /// Scale of each sub-block: `[256 / sub_len]`, others unused.
+    pub scales: [i16; 16],
+    /// Level indices.
+    pub q: [u8; 256],
 }
 
 /// The shape of a block type with minima: scales and minima in `0..=scale_max`, levels in `0..=q_max`.
-pub(super) struct AffineSpec {
-    pub(super) sub_len: usize,
-    pub(super) q_max: u8,
-    pub(super) scale_max: u8,
+#[derive(Clone, Copy, Debug)]
+pub struct AffineSpec {
+    /// Elements of a sub-block.
+    pub sub_len: usize,
+    /// The highest level.
+    pub q_max: u8,
+    /// The highest multiple that a scale or minimum can be.
+    pub scale_max: u8,
 }
 
 /// A fitted block of `x = d * scale * q - dmin * min`.
-pub(super) struct Affine {
-    pub(super) d: F16Le,
-    pub(super) dmin: F16Le,
-    pub(super) scales: [u8; 16], // [256 / sub_len], others unused
-    pub(super) mins: [u8; 16],   // [256 / sub_len], others unused
-    pub(super) q: [u8; 256],
+#[derive(Clone, Debug)]
+pub struct Affine {
+    /// Scale of the scales.
+    pub d: F16Le,
+    /// Scale of the minima.
+    pub dmin: F16Le,
+    /// Scale of each sub-block: `[256 / sub_len]`, others unused.
+    pub scales: [u8; 16],
+    /// Minimum of each sub-block: `[256 / sub_len]`, others unused.
+    pub mins: [u8; 16],
+    /// Levels.
+    pub q: [u8; 256],
 }
 
-/// A block prepared for the search: values of at most 2 in magnitude, weights of at most 1.
-struct Prepared<const N: usize> {
-    x: [f32; N],
-    w: [f32; N],
-    unit: f32, // a power of two
+/// A block prepared for the search: values below 4 in magnitude and weights.
+pub(super) struct Prepared<const N: usize> {
+    pub(super) x: [f32; N],
+    pub(super) w: [f32; N],
+    pub(super) unit: f32, // a power of two
 }
 
-/// Prepares a block; `None` if it decodes to zeros.
-fn prepare<const N: usize>(x: &[f32; N], w: &[f32; N]) -> Option<Prepared<N>> {
-    let peak = x[peak_idx(x)].abs();
-    if peak < LEAST_PEAK {
-        return None;
-    }
+/// Scales a block and weighs its elements. An error of a large element is more often seen in the output than one of a small
+/// element, so its weight grows with its size relative to the block.
+pub(super) fn prepare<const N: usize>(
+    values: &[f32; N],
+    weighing: Weighing<'_, N>,
+    sub_len: usize,
+) -> Prepared<N> {
+    let peak = values[peak_idx(values)].abs();
     // Halved so that the reciprocal of the largest power is not subnormal.
-    let unit = f32::from_bits((peak * 0.5).to_bits() & 0x7f80_0000);
-    let inv = 1.0 / unit;
-    let most = w.iter().fold(0.0f32, |most, &w| if w > most { w } else { most });
-    let (by, least) = if most > 0.0 && most.is_finite() { (most, LEAST_WEIGHT) } else { (1.0, 1.0) };
-    let weight = |w: f32| {
-        let w = w / by;
-        if w > least { w } else { least }
-    };
-    Some(Prepared { x: x.map(|v| v * inv * 0.5), w: w.map(weight), unit: unit * 2.0 })
+    let power = f32::from_bits((peak * 0.5).to_bits() & 0x7f80_0000);
+    let (inv, unit) = if peak < LEAST_PEAK { (0.0, 1.0) } else { (1.0 / power, power) };
+    let x = values.map(|v| v * inv);
+    let mut w = [1.0; N];
+    if let Weighing::Flat = weighing {
+        return Prepared { x, w, unit };
+    }
+    let total: f32 = x.chunks_exact(sub_len).map(|sub| sub.iter().fold(0.0, |sum, x| sum + x * x)).sum();
+    let per_mean = inverse(total * (1.0 / N as f32));
+    for (w, x) in w.iter_mut().zip(&x) {
+        *w = (SIZE_FLOOR + x * x * per_mean).sqrt();
+    }
+    if let Weighing::Importance(importance) = weighing {
+        w.iter_mut().zip(importance).for_each(|(w, importance)| *w *= importance);
+        let most = w.iter().fold(0.0f32, |most, &w| if w > most { w } else { most });
+        let is_usable = most > 0.0 && most < f32::INFINITY;
+        w = if is_usable { w.map(|w| above(w / most, LEAST_WEIGHT)) } else { [1.0; N] };
+    }
+    Prepared { x, w, unit }
+}
+
+fn above(v: f32, least: f32) -> f32 {
+    if v > least { v } else { least }
 }
 
 /// Fits a block whose sub-blocks have only scales; `None` if `d` overflows.
 pub(super) fn encode_symmetric(
-    x: &[f32; 256],
-    w: &[f32; 256],
+    values: &[f32; 256],
+    weighing: Weighing<'_, 256>,
     levels: &impl Levels,
     spec: SymmetricSpec,
 ) -> Option<Symmetric> {
-    let zero = levels.nearest(0.0);
-    let Some(Prepared { x, w, unit }) = prepare(x, w) else {
-        let d = F16Le::default();
-        return Some(Symmetric { d, scales: [0; 16], q: [zero; 256] });
-    };
+    let Prepared { x, w, unit } = prepare(values, weighing, spec.sub_len);
     let subs = || x.chunks_exact(spec.sub_len).zip(w.chunks_exact(spec.sub_len));
+    let n_subs = 256 / spec.sub_len;
     let mut fitted = [0.0; 16];
     for (scale, (x, w)) in fitted.iter_mut().zip(subs()) {
         *scale = best_scale(x, w, levels);
     }
-    // Map the largest scale to the lowest multiple, whatever its sign, since that side has one more.
-    let mut d = F16Le::from_f32(unit * fitted[peak_idx(&fitted)] / f32::from(spec.scale_min))?;
-    let (mut scales, mut error) = ([0; 16], f64::INFINITY);
-    for _ in 0..2 {
-        let step = d.to_f32() / unit;
-        let inv = inverse(step);
-        let (mut next, mut next_error, mut sums) = ([0; 16], 0.0, [0.0; 2]);
+    let mut fit = SymmetricFit::new(&fitted[..n_subs], unit, spec)?;
+    for _ in 0..MAX_FITS {
+        let mut round = [Multiple::default(); 16];
         for (s, (x, w)) in subs().enumerate() {
-            let centre =
-                round_in(fitted[s] * inv, spec.scale_min.into(), (-spec.scale_min - 1).into()) as i16;
-            let mut best = (f64::INFINITY, 0, [0.0; 2]);
-            for n in centre - 1..=centre + 1 {
-                let n = n.clamp(spec.scale_min, -spec.scale_min - 1);
-                let scale = step * f32::from(n);
-                let [error, xv, vv] = symmetric_sums(x, w, scale, levels);
-                if error < best.0 {
-                    best = (error, n, [f64::from(n) * xv, f64::from(n) * f64::from(n) * vv]);
-                }
-            }
-            next[s] = best.1;
-            next_error += best.0;
-            sums = [sums[0] + best.2[0], sums[1] + best.2[1]];
+            round[s] = best_multiple(x, w, fitted[s], fit.step(), levels, spec);
         }
-        if next_error >= error {
+        let Some(better) = fit.take(&round[..n_subs]) else { break };
+        // Only a fit for all levels: kept if the levels confirm it.
+        let step = better.to_f32() / unit;
+        let mut errors = [0.0; 16];
+        for (s, (x, w)) in subs().enumerate() {
+            errors[s] = symmetric_sums(x, w, step * f32::from(fit.scales[s]), levels)[0];
+        }
+        if !fit.confirm(better, &errors[..n_subs]) {
             break;
         }
-        (scales, error) = (next, next_error);
-        let better = F16Le::from_f32((sums[0] / sums[1]) as f32 * unit).filter(|_| sums[1] > 0.0);
-        match better {
-            // Only a fit for all levels: kept if the next round confirms it.
-            Some(better) if better != d => {
-                let step = better.to_f32() / unit;
-                let total: f64 = subs()
-                    .enumerate()
-                    .map(|(s, (x, w))| symmetric_sums(x, w, step * f32::from(scales[s]), levels)[0])
-                    .sum();
-                if total >= error {
-                    break;
-                }
-                (d, error) = (better, total);
-            }
-            _ => break,
-        }
     }
+    let (d, scales) = (fit.d, fit.scales);
     let mut block = Symmetric { d, scales, q: [0; 256] };
     let q = block.q.chunks_exact_mut(spec.sub_len);
     for (s, (x, q)) in x.chunks_exact(spec.sub_len).zip(q).enumerate() {
-        let inv = inverse(d.to_f32() / unit * f32::from(block.scales[s]));
+        let inv = inverse(fit.step() * f32::from(scales[s]));
         for (q, &x) in q.iter_mut().zip(x) {
             *q = levels.nearest(x * inv);
         }
@@ -184,36 +206,121 @@ pub(super) fn encode_symmetric(
     Some(block)
 }
 
-/// Fits a block whose sub-blocks have scales and minima; `None` if `d` or `dmin` overflows.
-pub(super) fn encode_affine(x: &[f32; 256], w: &[f32; 256], spec: AffineSpec) -> Option<Affine> {
-    let Some(Prepared { x, w, unit }) = prepare(x, w) else {
-        let zero = F16Le::default();
-        return Some(Affine { d: zero, dmin: zero, scales: [0; 16], mins: [0; 16], q: [0; 256] });
-    };
-    let subs = || x.chunks_exact(spec.sub_len).zip(w.chunks_exact(spec.sub_len));
-    let (mut fits, mut fixed) = ([Line::default(); 16], [Fixed::default(); 16]);
-    for (s, (x, w)) in subs().enumerate() {
-        fixed[s] = Fixed::of(x, w);
-        fits[s] = best_line(x, w, &fixed[s], spec.q_max, true);
+/// The best multiple of a block's scale for a sub-block.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Multiple {
+    /// The multiple.
+    pub n: f32,
+    /// The squared error.
+    pub error: f32,
+    /// Sums of `x v` and `v^2` over the levels v.
+    pub sums: [f32; 2],
+}
+
+/// The scales of a block while they are fitted. Works with the numbers of all sub-blocks, so that every implementation of
+/// the search can share it.
+#[derive(Clone, Debug)]
+pub struct SymmetricFit {
+    /// Scale of the scales.
+    pub d: F16Le,
+    /// Scale of each sub-block.
+    pub scales: [i16; 16],
+    unit: f32,
+    error: f64,
+}
+
+impl SymmetricFit {
+    /// Starts from the scales of all sub-blocks; `None` if they are too large.
+    pub fn new(fitted: &[f32], unit: f32, spec: SymmetricSpec) -> Option<SymmetricFit> {
+        // The largest scale becomes the lowest multiple, whatever its sign, since that side has one more.
+        let d = F16Le::from_f32(unit * fitted[peak_idx(fitted)] / f32::from(spec.scale_min))?;
+        Some(SymmetricFit { d, scales: [0; 16], unit, error: f64::INFINITY })
     }
-    let most = |value: fn(&Line) -> f32| fits.iter().map(value).fold(0.0f32, f32::max);
-    let d = F16Le::from_f32(unit * most(|fit| fit.scale) / f32::from(spec.scale_max))?;
-    let dmin = F16Le::from_f32(unit * most(|fit| -fit.offset) / f32::from(spec.scale_max))?;
-    let mut best = affine_multiples(&x, &w, &fits, &fixed, [d, dmin], unit, &spec);
-    for _ in 0..2 {
-        let Some([d, dmin]) = best.steps.filter(|steps| *steps != best.used) else { break };
-        let next = affine_multiples(&x, &w, &fits, &fixed, [d, dmin], unit, &spec);
-        if next.error >= best.error {
+
+    /// The scale of the scales, for the scaled values.
+    pub fn step(&self) -> f32 {
+        self.d.to_f32() / self.unit
+    }
+
+    /// Takes multiples if they are better. Returns the least-squares scale for them if it differs.
+    pub fn take(&mut self, round: &[Multiple]) -> Option<F16Le> {
+        let error: f64 = round.iter().map(|m| f64::from(m.error)).sum();
+        if error >= self.error {
+            return None;
+        }
+        self.error = error;
+        let mut sums = [0.0; 2];
+        for (scale, m) in self.scales.iter_mut().zip(round) {
+            let n = f64::from(m.n);
+            *scale = m.n as i16;
+            sums = [sums[0] + n * f64::from(m.sums[0]), sums[1] + n * n * f64::from(m.sums[1])];
+        }
+        let better = F16Le::from_f32((sums[0] / sums[1]) as f32 * self.unit).filter(|_| sums[1] > 0.0)?;
+        (better != self.d).then_some(better)
+    }
+
+    /// Takes another scale if the errors of all sub-blocks are smaller with it.
+    pub fn confirm(&mut self, better: F16Le, errors: &[f32]) -> bool {
+        let error: f64 = errors.iter().map(|&e| f64::from(e)).sum();
+        let is_better = error < self.error;
+        if is_better {
+            (self.d, self.error) = (better, error);
+        }
+        is_better
+    }
+}
+
+fn best_multiple(
+    x: &[f32],
+    w: &[f32],
+    fitted: f32,
+    step: f32,
+    levels: &impl Levels,
+    spec: SymmetricSpec,
+) -> Multiple {
+    let (low, high) = (f32::from(spec.scale_min), f32::from(-spec.scale_min - 1));
+    let centre = round_in(fitted * inverse(step), low, high);
+    let mut best = Multiple { error: f32::INFINITY, ..Multiple::default() };
+    for n in [centre, centre - 1.0, centre + 1.0] {
+        let n = if n > low { n } else { low };
+        let n = if n < high { n } else { high };
+        let [error, xv, vv] = symmetric_sums(x, w, step * n, levels);
+        if error < best.error {
+            best = Multiple { n, error, sums: [xv, vv] };
+        }
+    }
+    best
+}
+
+/// Fits a block whose sub-blocks have scales and minima; `None` if `d` or `dmin` overflows.
+pub(super) fn encode_affine(
+    values: &[f32; 256],
+    weighing: Weighing<'_, 256>,
+    spec: AffineSpec,
+) -> Option<Affine> {
+    let Prepared { x, w, unit } = prepare(values, weighing, spec.sub_len);
+    let subs = || x.chunks_exact(spec.sub_len).zip(w.chunks_exact(spec.sub_len));
+    let n_subs = 256 / spec.sub_len;
+    let mut fits = [Line::default(); 16];
+    for (fit, (x, w)) in fits.iter_mut().zip(subs()) {
+        *fit = best_line(x, w, spec.q_max, true);
+    }
+    let mut fit = AffineFit::new(&fits[..n_subs], unit, spec)?;
+    for _ in 0..=MAX_FITS {
+        let mut round = [LineMultiple::default(); 16];
+        for (s, (x, w)) in subs().enumerate() {
+            round[s] = best_line_multiple(x, w, fits[s], fit.steps(), spec);
+        }
+        if !fit.take(&fits[..n_subs], &round[..n_subs]) {
             break;
         }
-        best = next;
     }
-    let [d, dmin] = best.used;
-    let mut block = Affine { d, dmin, scales: best.scales, mins: best.mins, q: [0; 256] };
+    let [step, min_step] = fit.best_steps();
+    let mut block = fit.block();
     let q = block.q.chunks_exact_mut(spec.sub_len);
     for (s, (x, q)) in x.chunks_exact(spec.sub_len).zip(q).enumerate() {
-        let inv = inverse(d.to_f32() / unit * f32::from(block.scales[s]));
-        let min = dmin.to_f32() / unit * f32::from(block.mins[s]);
+        let inv = inverse(step * f32::from(block.scales[s]));
+        let min = min_step * f32::from(block.mins[s]);
         for (q, &x) in q.iter_mut().zip(x) {
             *q = round_in((x + min) * inv, 0.0, f32::from(spec.q_max)) as u8;
         }
@@ -221,68 +328,81 @@ pub(super) fn encode_affine(x: &[f32; 256], w: &[f32; 256], spec: AffineSpec) ->
     Some(block)
 }
 
-/// Multiples of a block's two scales.
-struct Multiples {
-    used: [F16Le; 2],
+/// The best multiples of a block's two scales for a sub-block.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct LineMultiple {
+    /// Multiple of the scale.
+    pub n: f32,
+    /// Multiple of the minimum.
+    pub m: f32,
+    /// The squared error.
+    pub error: f32,
+    /// Sums over the sub-block, of values without the offset of their fitted line.
+    pub fixed: Fixed,
+    /// Sums over the levels.
+    pub moments: Moments,
+}
+
+/// The scales and minima of a block while they are fitted; shared like [`SymmetricFit`].
+#[derive(Clone, Debug)]
+pub struct AffineFit {
+    unit: f32,
+    next: [F16Le; 2],
+    best: [F16Le; 2],
     scales: [u8; 16],
     mins: [u8; 16],
     error: f64,
-    /// The least-squares scales for these multiples.
-    steps: Option<[F16Le; 2]>,
 }
 
-/// Rounds the scales and minima of sub-blocks to multiples of the block's, each to the best near its fit.
-fn affine_multiples(
-    x: &[f32; 256],
-    w: &[f32; 256],
-    fits: &[Line; 16],
-    fixed: &[Fixed; 16],
-    used: [F16Le; 2],
-    unit: f32,
-    spec: &AffineSpec,
-) -> Multiples {
-    let [step, min_step] = used.map(|d| d.to_f32() / unit);
-    let (inv, min_inv) = (inverse(step), inverse(min_step));
-    let most = f32::from(spec.scale_max);
-    let mut all = Multiples { used, scales: [0; 16], mins: [0; 16], error: 0.0, steps: None };
-    let mut normal = [0.0f64; 5];
-    for (s, (x, w)) in x.chunks_exact(spec.sub_len).zip(w.chunks_exact(spec.sub_len)).enumerate() {
-        let centre = round_in(fits[s].scale * inv, 0.0, most);
-        let fit_min = round_in(-fits[s].offset * min_inv, 0.0, most);
-        let mut best = (f64::INFINITY, 0.0, 0.0, Moments::default());
-        for n in [centre - 1.0, centre, centre + 1.0] {
-            if n < 0.0 || n > most {
-                continue;
-            }
-            let scale = step * n;
-            let mut min = fit_min;
-            for _ in 0..2 {
-                let moments = Moments::of(x, w, inverse(scale), -min * min_step, spec.q_max);
-                // The best minimum for these levels.
-                let offset = moments.offset(&fixed[s], f64::from(scale));
-                let next = round_in((-offset) as f32 * min_inv, 0.0, most);
-                let error = moments.error(&fixed[s], scale.into(), (-next * min_step).into());
-                if error < best.0 {
-                    best = (error, n, next, moments);
-                }
-                if next == min {
-                    break;
-                }
-                min = next;
-            }
-        }
-        let (error, n, m, moments) = best;
-        (all.scales[s], all.mins[s]) = (n as u8, m as u8);
-        all.error += error;
-        let (n, m) = (f64::from(n), f64::from(m));
-        normal[0] += n * n * moments.qq;
-        normal[1] += n * m * moments.q;
-        normal[2] += m * m * fixed[s].w;
-        normal[3] += n * moments.xq;
-        normal[4] += m * fixed[s].x;
+impl AffineFit {
+    /// Starts from the lines of all sub-blocks; `None` if they are too large.
+    pub fn new(fits: &[Line], unit: f32, spec: AffineSpec) -> Option<AffineFit> {
+        let most = |value: fn(&Line) -> f32| fits.iter().map(value).fold(0.0f32, f32::max);
+        let d = F16Le::from_f32(unit * most(|fit| fit.scale) / f32::from(spec.scale_max))?;
+        let dmin = F16Le::from_f32(unit * most(|fit| -fit.offset) / f32::from(spec.scale_max))?;
+        let error = f64::INFINITY;
+        Some(AffineFit { unit, next: [d, dmin], best: [d, dmin], scales: [0; 16], mins: [0; 16], error })
     }
-    all.steps = solve_steps(normal, unit);
-    all
+
+    /// The scales of scales and minima to try, for the scaled values.
+    pub fn steps(&self) -> [f32; 2] {
+        self.next.map(|d| d.to_f32() / self.unit)
+    }
+
+    /// Those of the best multiples so far.
+    pub fn best_steps(&self) -> [f32; 2] {
+        self.best.map(|d| d.to_f32() / self.unit)
+    }
+
+    /// Takes multiples if they are better. Returns whether other scales fit them better, which are then the next to try.
+    pub fn take(&mut self, fits: &[Line], round: &[LineMultiple]) -> bool {
+        let error: f64 = round.iter().map(|m| f64::from(m.error)).sum();
+        if error >= self.error {
+            return false;
+        }
+        (self.error, self.best) = (error, self.next);
+        let mut normal = [0.0f64; 5];
+        for (s, (fit, multiple)) in fits.iter().zip(round).enumerate() {
+            (self.scales[s], self.mins[s]) = (multiple.n as u8, multiple.m as u8);
+            let (n, m, base) = (f64::from(multiple.n), f64::from(multiple.m), f64::from(fit.offset));
+            let [q, qq, zq] = [multiple.moments.q, multiple.moments.qq, multiple.moments.yq].map(f64::from);
+            let [w, z] = [multiple.fixed.w, multiple.fixed.y].map(f64::from);
+            normal[0] += n * n * qq;
+            normal[1] += n * m * q;
+            normal[2] += m * m * w;
+            normal[3] += n * (zq + base * q);
+            normal[4] += m * (z + base * w);
+        }
+        let Some(next) = solve_steps(normal, self.unit) else { return false };
+        self.next = next;
+        self.next != self.best
+    }
+
+    /// The best block, without its levels.
+    pub fn block(&self) -> Affine {
+        let [d, dmin] = self.best;
+        Affine { d, dmin, scales: self.scales, mins: self.mins, q: [0; 256] }
+    }
 }
 
 /// Solves `x = d * n * q - dmin * m` for the steps.
@@ -301,189 +421,251 @@ fn solve_steps([nn, nm, mm, nx, mx]: [f64; 5], unit: f32) -> Option<[F16Le; 2]> 
     Some([F16Le::from_f32(d as f32 * unit)?, F16Le::from_f32(dmin as f32 * unit)?])
 }
 
-/// Finds a scale, of either sign, for which the nearest levels have a small squared error.
-pub(super) fn fit_scale<const N: usize>(x: &[f32; N], w: &[f32; N], levels: &impl Levels) -> f32 {
-    prepare(x, w).map_or(0.0, |block| block.unit * best_scale(&block.x, &block.w, levels))
-}
-
-/// Finds a scale and an offset for which levels from 0 to `q_max` have a small squared error.
-pub(super) fn fit_line<const N: usize>(x: &[f32; N], w: &[f32; N], q_max: u8) -> [f32; 2] {
-    prepare(x, w).map_or([0.0; 2], |block| {
-        let fixed = Fixed::of(&block.x, &block.w);
-        let line = best_line(&block.x, &block.w, &fixed, q_max, false);
-        [line.scale * block.unit, line.offset * block.unit]
-    })
-}
-
-fn best_scale(x: &[f32], w: &[f32], levels: &impl Levels) -> f32 {
-    let peak = x[peak_idx(x)];
-    let (mut best, mut best_gain) = (0.0, 0.0);
-    for extreme in levels.extremes() {
-        for cover in COVERS {
-            let [sum_xv, sum_vv] = project(x, w, inverse(peak / extreme * cover), levels);
-            // Reduction of the sum of x^2 by the best scale for these levels.
-            let gain = if sum_vv > 0.0 { sum_xv * sum_xv / sum_vv } else { 0.0 };
-            if gain > best_gain {
-                (best, best_gain) = ((sum_xv / sum_vv) as f32, gain);
+/// Rounds the scale and minimum of a sub-block to multiples of the block's, to the best near its fit.
+fn best_line_multiple(
+    x: &[f32],
+    w: &[f32],
+    fit: Line,
+    [step, min_step]: [f32; 2],
+    spec: AffineSpec,
+) -> LineMultiple {
+    let mut z = [0.0; MAX_SUB];
+    let z = &mut z[..x.len()];
+    z.iter_mut().zip(x).for_each(|(z, x)| *z = x - fit.offset);
+    let fixed = Fixed::of(z, w);
+    let zz = z.iter().zip(w).fold(0.0, |sum, (z, w)| sum + w * z * z);
+    let min_inv = inverse(min_step);
+    let most = f32::from(spec.scale_max);
+    let centre = round_in(fit.scale * inverse(step), 0.0, most);
+    let fit_min = round_in(-fit.offset * min_inv, 0.0, most);
+    let mut best = LineMultiple { error: f32::INFINITY, fixed, ..LineMultiple::default() };
+    for n in [centre, centre - 1.0, centre + 1.0] {
+        let n = above(n, 0.0);
+        let n = if n < most { n } else { most };
+        let scale = step * n;
+        let mut m = fit_min;
+        for _ in 0..2 {
+            let moments = Moments::of(z, w, inverse(scale), (-m * min_step) - fit.offset, spec.q_max);
+            // The best minimum for these levels.
+            let offset = (fixed.y - scale * moments.q) / fixed.w;
+            m = round_in(-(offset + fit.offset) * min_inv, 0.0, most);
+            let offset = (-m * min_step) - fit.offset;
+            let error = zz - 2.0 * (scale * moments.yq + offset * fixed.y)
+                + scale * (scale * moments.qq + 2.0 * offset * moments.q)
+                + offset * offset * fixed.w;
+            if error < best.error {
+                best = LineMultiple { n, m, error, moments, fixed };
             }
         }
-    }
-    for _ in 0..MAX_ROUNDS {
-        let [sum_xv, sum_vv] = project(x, w, inverse(best), levels);
-        let gain = if sum_vv > 0.0 { sum_xv * sum_xv / sum_vv } else { 0.0 };
-        if gain <= best_gain {
-            break;
-        }
-        (best, best_gain) = ((sum_xv / sum_vv) as f32, gain);
     }
     best
 }
 
-/// A fitted `x = scale * q + offset`.
-#[derive(Clone, Copy, Default)]
-struct Line {
-    scale: f32,
-    offset: f32,
+/// Finds the scale, of either sign, and the levels with a small squared error. Returns the scale as an f16, `None` if it
+/// overflows.
+pub(super) fn encode_scale<const N: usize>(
+    values: &[f32; N],
+    weighing: Weighing<'_, N>,
+    levels: &impl Levels,
+) -> Option<(F16Le, [u8; N])> {
+    let Prepared { x, w, unit } = prepare(values, weighing, N);
+    let d = F16Le::from_f32(unit * best_scale(&x, &w, levels))?;
+    let inv = inverse(d.to_f32() / unit);
+    Some((d, x.map(|x| levels.nearest(x * inv))))
 }
 
-/// Sums that do not depend on levels.
-#[derive(Clone, Copy, Default)]
-struct Fixed {
-    w: f64,
-    x: f64,
-    xx: f64,
+/// Finds the scale, the offset and the levels from 0 to `q_max` with a small squared error. Returns scale and offset as
+/// f16s, `None` if they overflow.
+pub(super) fn encode_line<const N: usize>(
+    values: &[f32; N],
+    weighing: Weighing<'_, N>,
+    q_max: u8,
+) -> Option<(F16Le, F16Le, [u8; N])> {
+    let Prepared { x, w, unit } = prepare(values, weighing, N);
+    let line = best_line(&x, &w, q_max, false);
+    let (d, m) = (F16Le::from_f32(line.scale * unit)?, F16Le::from_f32(line.offset * unit)?);
+    let (inv, min) = (inverse(d.to_f32() / unit), m.to_f32() / unit);
+    Some((d, m, x.map(|x| round_in((x - min) * inv, 0.0, f32::from(q_max)) as u8)))
+}
+
+/// Sums of `x v` and `v^2` over levels v, whose least-squares scale is their ratio.
+#[derive(Clone, Copy)]
+struct Projection {
+    xv: f32,
+    vv: f32,
+}
+
+impl Projection {
+    fn of(x: &[f32], w: &[f32], inv: f32, levels: &impl Levels) -> Projection {
+        let (mut xv, mut vv) = (0.0, 0.0);
+        for (&x, &w) in x.iter().zip(w) {
+            let v = levels.rounded(x * inv);
+            xv += w * x * v;
+            vv += w * v * v;
+        }
+        Projection { xv, vv }
+    }
+
+    /// Reduction of the sum of x^2 by the best scale for these levels; NaN if all of them are zero.
+    fn gain(self) -> f32 {
+        self.xv * self.xv / self.vv
+    }
+}
+
+fn best_scale(x: &[f32], w: &[f32], levels: &impl Levels) -> f32 {
+    let per_peak = inverse(x[peak_idx(x)]);
+    let mut best = Projection { xv: 0.0, vv: 1.0 };
+    let mut best_gain = 0.0;
+    for extreme in levels.extremes() {
+        for cover in COVERS {
+            let next = Projection::of(x, w, per_peak * (extreme / cover), levels);
+            if next.gain() > best_gain {
+                (best, best_gain) = (next, next.gain());
+            }
+        }
+    }
+    for _ in 0..MAX_ROUNDS {
+        let next = Projection::of(x, w, inverse(best.xv / best.vv), levels);
+        if next.gain() > best_gain {
+            (best, best_gain) = (next, next.gain());
+        } else {
+            break;
+        }
+    }
+    best.xv / best.vv
+}
+
+/// A fitted `x = scale * q + offset`.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Line {
+    /// Distance of two levels.
+    pub scale: f32,
+    /// Value of level 0.
+    pub offset: f32,
+}
+
+/// Sums of weights and weighted values, which do not depend on levels.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Fixed {
+    /// Weights.
+    pub w: f32,
+    /// Values.
+    pub y: f32,
 }
 
 impl Fixed {
-    fn of(x: &[f32], w: &[f32]) -> Fixed {
-        let [w, x, xx] = sums(x, w, |x, w| [w, w * x, w * x * x]);
-        Fixed { w, x, xx }
+    fn of(y: &[f32], w: &[f32]) -> Fixed {
+        let mut fixed = Fixed::default();
+        for (&y, &w) in y.iter().zip(w) {
+            fixed.w += w;
+            fixed.y += w * y;
+        }
+        fixed
     }
 }
 
-/// Sums over the levels q of a sub-block.
-#[derive(Clone, Copy, Default)]
-struct Moments {
-    q: f64,
-    qq: f64,
-    xq: f64,
+/// Weighted sums over the levels q of a sub-block.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Moments {
+    /// Levels.
+    pub q: f32,
+    /// Their squares.
+    pub qq: f32,
+    /// Their products with the values.
+    pub yq: f32,
 }
 
 impl Moments {
-    fn of(x: &[f32], w: &[f32], inv: f32, offset: f32, q_max: u8) -> Moments {
+    fn of(y: &[f32], w: &[f32], inv: f32, offset: f32, q_max: u8) -> Moments {
         let most = f32::from(q_max);
-        let [q, qq, xq] = sums(x, w, |x, w| {
-            let q = round_in((x - offset) * inv, 0.0, most);
-            let wq = w * q;
-            [wq, wq * q, wq * x]
-        });
-        Moments { q, qq, xq }
+        let mut moments = Moments::default();
+        for (&y, &w) in y.iter().zip(w) {
+            let q = round_in((y - offset) * inv, 0.0, most);
+            moments.q += w * q;
+            moments.qq += w * q * q;
+            moments.yq += w * y * q;
+        }
+        moments
     }
 
-    /// The best offset for a scale.
-    fn offset(&self, fixed: &Fixed, scale: f64) -> f64 {
-        (fixed.x - scale * self.q) / fixed.w
-    }
-
-    fn error(&self, fixed: &Fixed, scale: f64, offset: f64) -> f64 {
-        fixed.xx - 2.0 * (scale * self.xq + offset * fixed.x)
-            + scale * (scale * self.qq + 2.0 * offset * self.q)
-            + offset * offset * fixed.w
-    }
-
-    /// The best line for these levels and its error.
-    fn line(&self, fixed: &Fixed, is_below_zero: bool) -> Option<(Line, f64)> {
-        if self.qq <= 0.0 {
-            return None;
+    /// The best line for these levels and by how much it reduces the error of the mean. `low` is what the values y were
+    /// reduced by; NaN if there is no such line.
+    fn line(&self, fixed: &Fixed, low: f32, is_below_zero: bool) -> (Line, f32) {
+        let Moments { q, qq, yq } = *self;
+        let det = fixed.w * qq - q * q;
+        let slope = fixed.w * yq - fixed.y * q;
+        let scale = slope / det;
+        let line = Line { scale, offset: (fixed.y - scale * q) / fixed.w };
+        let is_flat = !(det > FLAT * (fixed.w * qq));
+        if !is_flat && !(is_below_zero && low + line.offset > 0.0) {
+            return (line, slope * scale / fixed.w);
         }
-        let det = fixed.w * self.qq - self.q * self.q;
-        // With all values on one level, any offset fits.
-        let is_flat = det <= 1e-12 * fixed.w * self.qq;
-        if is_flat && !is_below_zero {
-            return None;
+        if !is_below_zero {
+            return (line, f32::NAN);
         }
-        let mut scale = if is_flat { 0.0 } else { (fixed.w * self.xq - fixed.x * self.q) / det };
-        let mut offset = self.offset(fixed, scale);
-        if is_flat || is_below_zero && offset > 0.0 {
-            (scale, offset) = (self.xq / self.qq, 0.0);
-        }
-        let line = Line { scale: scale as f32, offset: offset as f32 };
-        (scale > 0.0).then(|| (line, self.error(fixed, scale, offset)))
+        // The offset is zero.
+        let offset = -low;
+        let scale = (yq + low * q) / qq;
+        let gain = 2.0 * (scale * yq + offset * fixed.y)
+            - scale * (scale * qq + 2.0 * offset * q)
+            - offset * offset * fixed.w
+            - fixed.y * fixed.y / fixed.w;
+        (Line { scale, offset }, gain)
     }
 }
 
 /// Finds a line with a scale that is not negative; its offset is zero or below if `is_below_zero`.
-fn best_line(x: &[f32], w: &[f32], fixed: &Fixed, q_max: u8, is_below_zero: bool) -> Line {
-    let (mut low, high) = range(x);
-    if is_below_zero && low > 0.0 {
-        low = 0.0;
+fn best_line(x: &[f32], w: &[f32], q_max: u8, is_below_zero: bool) -> Line {
+    let (mut low, mut high) = (f32::INFINITY, f32::NEG_INFINITY);
+    for &x in x {
+        low = if x < low { x } else { low };
+        high = above(x, high);
     }
+    let low = if is_below_zero && low > 0.0 { 0.0 } else { low };
+    let mut y = [0.0; MAX_SUB];
+    let y = &mut y[..x.len()];
+    y.iter_mut().zip(x).for_each(|(y, x)| *y = x - low);
+    let fixed = Fixed::of(y, w);
     // Start with the solution for a constant sub-block: a single level at its value.
-    let offset = if is_below_zero { (fixed.x / fixed.w).min(0.0) } else { fixed.x / fixed.w };
-    let constant = Line { scale: 0.0, offset: offset as f32 };
-    let mut best = (constant, Moments::default().error(fixed, 0.0, offset));
-    let extent = high - low;
-    if extent <= 0.0 {
-        return constant;
+    let mut best = Line { scale: 0.0, offset: fixed.y / fixed.w };
+    let mut best_gain = 0.0;
+    if is_below_zero && low + best.offset > 0.0 {
+        best.offset = -low;
+        best_gain =
+            2.0 * best.offset * fixed.y - best.offset * best.offset * fixed.w - fixed.y * fixed.y / fixed.w;
     }
-    let levels = f32::from(q_max);
+    let per_extent = inverse(high - low);
     for start in 0..AFFINE_STARTS {
-        // From one level more than there are to one fewer.
-        let spread = levels + 1.0 - 2.0 * start as f32 / (AFFINE_STARTS - 1) as f32;
-        if spread < 1.0 {
-            continue;
-        }
-        let moments = Moments::of(x, w, spread / extent, low, q_max);
-        match moments.line(fixed, is_below_zero) {
-            Some(fit) if fit.1 < best.1 => best = fit,
-            _ => {}
+        let moments = Moments::of(y, w, rules::spread(start, q_max) * per_extent, 0.0, q_max);
+        let (line, gain) = moments.line(&fixed, low, is_below_zero);
+        if gain > best_gain && line.scale > 0.0 {
+            (best, best_gain) = (line, gain);
         }
     }
     for _ in 0..MAX_ROUNDS {
-        let Line { scale, offset } = best.0;
-        if scale == 0.0 {
+        let moments = Moments::of(y, w, inverse(best.scale), best.offset, q_max);
+        let (line, gain) = moments.line(&fixed, low, is_below_zero);
+        if gain > best_gain && line.scale > 0.0 {
+            (best, best_gain) = (line, gain);
+        } else {
             break;
         }
-        match Moments::of(x, w, inverse(scale), offset, q_max).line(fixed, is_below_zero) {
-            Some(fit) if fit.1 < best.1 => best = fit,
-            _ => break,
-        }
     }
-    best.0
-}
-
-/// Sums of `x v` and `v^2` for the nearest levels v.
-fn project(x: &[f32], w: &[f32], inv: f32, levels: &impl Levels) -> [f64; 2] {
-    sums(x, w, |x, w| {
-        let v = levels.rounded(x * inv);
-        let wv = w * v;
-        [wv * x, wv * v]
-    })
+    Line { scale: best.scale, offset: low + best.offset }
 }
 
 /// The squared error, and sums of `x v` and `v^2`, for the nearest levels v.
-fn symmetric_sums(x: &[f32], w: &[f32], scale: f32, levels: &impl Levels) -> [f64; 3] {
+fn symmetric_sums(x: &[f32], w: &[f32], scale: f32, levels: &impl Levels) -> [f32; 3] {
     let inv = inverse(scale);
-    sums(x, w, |x, w| {
+    let mut sums = [0.0; 3];
+    for (&x, &w) in x.iter().zip(w) {
         let v = levels.rounded(x * inv);
-        let (e, wv) = (x - scale * v, w * v);
-        [w * e * e, wv * x, wv * v]
-    })
-}
-
-/// Adds terms of all values and weights, whose number is a multiple of the lanes.
-#[inline(always)]
-fn sums<const S: usize>(x: &[f32], w: &[f32], term: impl Fn(f32, f32) -> [f32; S]) -> [f64; S] {
-    let mut all = [[0.0f32; LANES]; S];
-    for (x, w) in x.as_chunks::<LANES>().0.iter().zip(w.as_chunks::<LANES>().0) {
-        for lane in 0..LANES {
-            let term = term(x[lane], w[lane]);
-            for s in 0..S {
-                all[s][lane] += term[s];
-            }
-        }
+        let e = x - scale * v;
+        sums[0] += w * e * e;
+        sums[1] += w * x * v;
+        sums[2] += w * v * v;
     }
-    all.map(|lanes| lanes.iter().map(|&sum| f64::from(sum)).sum())
+    sums
 }
 
 /// Clamps and rounds to the nearest integer, ties to even. The limits are integers below 2^22.

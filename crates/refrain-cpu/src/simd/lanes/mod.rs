@@ -83,6 +83,23 @@ pub(crate) trait Simd: Copy {
     fn fmax(self, a: Self::F, b: Self::F) -> Self::F;
     /// `a < b ? a : b`, so `b` if either is NaN.
     fn fmin(self, a: Self::F, b: Self::F) -> Self::F;
+    fn fsqrt(self, a: Self::F) -> Self::F;
+    /// `x` in the lanes where `a < b`, otherwise `y`.
+    fn pick_less(self, a: Self::F, b: Self::F, x: Self::F, y: Self::F) -> Self::F;
+    /// `table[idx]`; all indices must be below 32.
+    #[inline(always)]
+    fn lookup32(self, table: &[f32; 32], idx: Self::I) -> Self::F {
+        let mut indices = [0u32; GROUP];
+        let mut found = [0f32; GROUP];
+        // SAFETY: both arrays have room for LANES elements, which are at most 16.
+        unsafe {
+            self.store(indices.as_mut_ptr().cast(), idx);
+            for i in 0..Self::LANES {
+                found[i] = table[indices[i] as usize & 31];
+            }
+            self.fload(found.as_ptr())
+        }
+    }
     /// `a * b + c`, rounded once.
     fn fma(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F;
     /// `acc + Σ₂ a·b` per lane, for pairs of bfloat16: adds the product of the upper halves first, then that of

@@ -158,6 +158,10 @@ impl<const DOT: bool> Simd for Neon<DOT> {
         fn fdiv(a: float32x4_t, b: float32x4_t) -> float32x4_t { vdivq_f32(a, b) }
         fn fmax(a: float32x4_t, b: float32x4_t) -> float32x4_t { vbslq_f32(vcgtq_f32(a, b), a, b) }
         fn fmin(a: float32x4_t, b: float32x4_t) -> float32x4_t { vbslq_f32(vcltq_f32(a, b), a, b) }
+        fn fsqrt(a: float32x4_t) -> float32x4_t { vsqrtq_f32(a) }
+        fn pick_less(a: float32x4_t, b: float32x4_t, x: float32x4_t, y: float32x4_t) -> float32x4_t {
+            vbslq_f32(vcltq_f32(a, b), x, y)
+        }
         fn fma(a: float32x4_t, b: float32x4_t, c: float32x4_t) -> float32x4_t { vfmaq_f32(c, a, b) }
         fn prefetch(p: *const u8) -> () {
             asm!("prfm pldl1keep, [{p}]", p = in(reg) p, options(nostack, preserves_flags, readonly))

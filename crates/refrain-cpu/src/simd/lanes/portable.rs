@@ -166,6 +166,18 @@ impl Simd for Portable {
         map2(a, b, |a, b| if a < b { a } else { b })
     }
     #[inline(always)]
+    fn fsqrt(self, a: [f32; 4]) -> [f32; 4] {
+        [a[0].sqrt(), a[1].sqrt(), a[2].sqrt(), a[3].sqrt()]
+    }
+    #[inline(always)]
+    fn pick_less(self, a: [f32; 4], b: [f32; 4], x: [f32; 4], y: [f32; 4]) -> [f32; 4] {
+        let mut picked = y;
+        for i in 0..4 {
+            picked[i] = if a[i] < b[i] { x[i] } else { y[i] };
+        }
+        picked
+    }
+    #[inline(always)]
     fn fma(self, a: [f32; 4], b: [f32; 4], c: [f32; 4]) -> [f32; 4] {
         map3(c, a, b, |c, a, b| fma(a, b, c))
     }

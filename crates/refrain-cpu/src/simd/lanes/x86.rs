@@ -124,6 +124,14 @@ impl<const VNNI: bool, const BF16: bool> Simd for Avx512<VNNI, BF16> {
         fn fdiv(a: __m512, b: __m512) -> __m512 { _mm512_div_ps(a, b) }
         fn fmax(a: __m512, b: __m512) -> __m512 { _mm512_max_ps(a, b) }
         fn fmin(a: __m512, b: __m512) -> __m512 { _mm512_min_ps(a, b) }
+        fn fsqrt(a: __m512) -> __m512 { _mm512_sqrt_ps(a) }
+        fn pick_less(a: __m512, b: __m512, x: __m512, y: __m512) -> __m512 {
+            _mm512_mask_blend_ps(_mm512_cmp_ps_mask::<_CMP_LT_OQ>(a, b), y, x)
+        }
+        fn lookup32(table: &[f32; 32], idx: __m512i) -> __m512 {
+            let (low, high) = (_mm512_loadu_ps(table.as_ptr()), _mm512_loadu_ps(table[16..].as_ptr()));
+            _mm512_permutex2var_ps(low, idx, high)
+        }
         fn fma(a: __m512, b: __m512, c: __m512) -> __m512 { _mm512_fmadd_ps(a, b, c) }
         fn dot_bf16(acc: __m512, a: __m512i, b: __m512i) -> __m512 {
             if BF16 {
@@ -328,6 +336,14 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
         fn fdiv(a: __m256, b: __m256) -> __m256 { _mm256_div_ps(a, b) }
         fn fmax(a: __m256, b: __m256) -> __m256 { _mm256_max_ps(a, b) }
         fn fmin(a: __m256, b: __m256) -> __m256 { _mm256_min_ps(a, b) }
+        fn fsqrt(a: __m256) -> __m256 { _mm256_sqrt_ps(a) }
+        fn pick_less(a: __m256, b: __m256, x: __m256, y: __m256) -> __m256 {
+            _mm256_blendv_ps(y, x, _mm256_cmp_ps::<_CMP_LT_OQ>(a, b))
+        }
+        fn lookup32(table: &[f32; 32], idx: __m256i) -> __m256 {
+            // Indices above 31 would read past the table.
+            _mm256_i32gather_ps::<4>(table.as_ptr(), _mm256_and_si256(idx, _mm256_set1_epi32(31)))
+        }
         fn fma(a: __m256, b: __m256, c: __m256) -> __m256 { _mm256_fmadd_ps(a, b, c) }
         fn prefetch(p: *const u8) -> () { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
     }
