@@ -463,7 +463,7 @@ fn flags_in(text: &str) -> Vec<String> {
 fn the_unit_and_the_container_use_flags_that_exist() {
     let cli = Cli::new();
     let help = cli.run(&["serve", "--help"]).ok();
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tools/serve");
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../deploy");
     let mut n_flags = 0;
     for (name, starts) in
         [("refrain.service", &["ExecStart="][..]), ("Containerfile", &["ENTRYPOINT", "CMD"])]
