@@ -304,63 +304,6 @@ fn a_chat_is_answered_by_the_built_in_model() {
     assert_eq!(reply["usage"]["completion_tokens"], logprobs.len());
 }
 
-#[test]
-fn replies_have_the_format_that_was_asked_for() {
-    let served = Served::ready(&[]);
-    let schema = json!({
-        "type": "object",
-        "properties": { "name": { "type": "string", "maxLength": 12 }, "age": { "type": "integer", "maximum": 120, "minimum": 0 } },
-        "required": ["name", "age"],
-        "additionalProperties": false,
-    });
-    let messages = json!([{ "role": "user", "content": "Who is Tom?" }]);
-    let format = json!({ "type": "json_schema", "json_schema": { "name": "person", "strict": true, "schema": schema } });
-    let body = json!({ "messages": messages, "temperature": 2, "n": 4, "seed": 7, "max_tokens": 150, "response_format": format });
-    let (status, reply) = served.post("/v1/chat/completions", &body);
-    assert_eq!(status, 200, "{reply}");
-    for choice in reply["choices"].as_array().expect("choices") {
-        assert_eq!(choice["finish_reason"], "stop", "{choice}");
-        let text = choice["message"]["content"].as_str().expect("a text");
-        let value: Value = serde_json::from_str(text).expect("JSON");
-        assert!(value["name"].is_string() && value["age"].as_u64().is_some_and(|age| age <= 120), "{text}");
-    }
-    let mut cut = body.clone();
-    cut["max_tokens"] = json!(3);
-    let (_, reply) = served.post("/v1/chat/completions", &cut);
-    assert_eq!(reply["choices"][0]["finish_reason"], "length", "{reply}");
-    // What cannot be used is refused with its place, also in a stream.
-    let wrong = json!({ "type": "json_schema", "json_schema": { "name": "x", "schema": { "properties": { "a": { "not": {} } }, "required": ["a"] } } });
-    for stream in [false, true] {
-        let body = json!({ "messages": messages, "response_format": wrong, "stream": stream });
-        let (status, reply) = served.post("/v1/chat/completions", &body);
-        let message = reply["error"]["message"].as_str().unwrap_or_default();
-        assert!(status == 400 && message.contains("#/properties/a"), "{status} {reply}");
-    }
-    let (status, reply) =
-        served.post("/v1/completions", &json!({ "prompt": "Yes or no?", "guided_choice": ["yes", "no"] }));
-    let text = reply["choices"][0]["text"].as_str().unwrap_or_default();
-    assert!(status == 200 && ["yes", "no"].contains(&text), "{reply}");
-}
-
-#[test]
-fn a_constrained_reply_survives_the_death_of_its_worker() {
-    let served = Served::ready(&[]);
-    let body = json!({
-        "prompt": "Once upon a time", "temperature": 3, "seed": 5, "max_tokens": 200,
-        "structured_outputs": { "regex": "([a-z]{2,8} ){60,80}" },
-    });
-    let (_, undisturbed) = served.post("/v1/completions", &body);
-    let pid = served.worker_pid().expect("a worker");
-    let (status, reply) = thread::scope(|scope| {
-        let reply = scope.spawn(|| served.post("/v1/completions", &body));
-        thread::sleep(Duration::from_millis(150));
-        Served::signal(pid, "-KILL");
-        reply.join().expect("no panic")
-    });
-    assert_eq!(status, 200, "{reply}");
-    assert_eq!(reply["choices"][0]["text"], undisturbed["choices"][0]["text"]);
-}
-
 /// The built-in model with a small encoder beside it, and the encoder's folder.
 fn with_encoder(flags: &[&str]) -> (Served, PathBuf) {
     let cli = Cli::new();
@@ -520,7 +463,7 @@ fn flags_in(text: &str) -> Vec<String> {
 fn the_unit_and_the_container_use_flags_that_exist() {
     let cli = Cli::new();
     let help = cli.run(&["serve", "--help"]).ok();
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tools/serve");
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../deploy");
     let mut n_flags = 0;
     for (name, starts) in
         [("refrain.service", &["ExecStart="][..]), ("Containerfile", &["ENTRYPOINT", "CMD"])]
@@ -535,4 +478,61 @@ fn the_unit_and_the_container_use_flags_that_exist() {
         }
     }
     assert!(n_flags >= 3, "{n_flags} flags");
+}
+
+#[test]
+fn replies_have_the_format_that_was_asked_for() {
+    let served = Served::ready(&[]);
+    let schema = json!({
+        "type": "object",
+        "properties": { "name": { "type": "string", "maxLength": 12 }, "age": { "type": "integer", "maximum": 120, "minimum": 0 } },
+        "required": ["name", "age"],
+        "additionalProperties": false,
+    });
+    let messages = json!([{ "role": "user", "content": "Who is Tom?" }]);
+    let format = json!({ "type": "json_schema", "json_schema": { "name": "person", "strict": true, "schema": schema } });
+    let body = json!({ "messages": messages, "temperature": 2, "n": 4, "seed": 7, "max_tokens": 150, "response_format": format });
+    let (status, reply) = served.post("/v1/chat/completions", &body);
+    assert_eq!(status, 200, "{reply}");
+    for choice in reply["choices"].as_array().expect("choices") {
+        assert_eq!(choice["finish_reason"], "stop", "{choice}");
+        let text = choice["message"]["content"].as_str().expect("a text");
+        let value: Value = serde_json::from_str(text).expect("JSON");
+        assert!(value["name"].is_string() && value["age"].as_u64().is_some_and(|age| age <= 120), "{text}");
+    }
+    let mut cut = body.clone();
+    cut["max_tokens"] = json!(3);
+    let (_, reply) = served.post("/v1/chat/completions", &cut);
+    assert_eq!(reply["choices"][0]["finish_reason"], "length", "{reply}");
+    // What cannot be used is refused with its place, also in a stream.
+    let wrong = json!({ "type": "json_schema", "json_schema": { "name": "x", "schema": { "properties": { "a": { "not": {} } }, "required": ["a"] } } });
+    for stream in [false, true] {
+        let body = json!({ "messages": messages, "response_format": wrong, "stream": stream });
+        let (status, reply) = served.post("/v1/chat/completions", &body);
+        let message = reply["error"]["message"].as_str().unwrap_or_default();
+        assert!(status == 400 && message.contains("#/properties/a"), "{status} {reply}");
+    }
+    let (status, reply) =
+        served.post("/v1/completions", &json!({ "prompt": "Yes or no?", "guided_choice": ["yes", "no"] }));
+    let text = reply["choices"][0]["text"].as_str().unwrap_or_default();
+    assert!(status == 200 && ["yes", "no"].contains(&text), "{reply}");
+}
+
+#[test]
+fn a_constrained_reply_survives_the_death_of_its_worker() {
+    let served = Served::ready(&[]);
+    let body = json!({
+        "prompt": "Once upon a time", "temperature": 3, "seed": 5, "max_tokens": 200,
+        "structured_outputs": { "regex": "([a-z]{2,8} ){60,80}" },
+    });
+    let (_, undisturbed) = served.post("/v1/completions", &body);
+    let pid = served.worker_pid().expect("a worker");
+    let (status, reply) = thread::scope(|scope| {
+        let reply = scope.spawn(|| served.post("/v1/completions", &body));
+        thread::sleep(Duration::from_millis(150));
+        Served::signal(pid, "KILL");
+        reply.join().expect("no panic")
+    });
+    assert_eq!(status, 200, "{reply}");
+    assert_eq!(reply["choices"][0]["text"], undisturbed["choices"][0]["text"]);
 }

@@ -249,21 +249,6 @@ impl TokenEngine for ServiceEngine {
     }
 }
 
-fn open(
-    service: &Service,
-    request: Request,
-    n_delivered: usize,
-) -> Result<Box<dyn TokenSource>, EngineFailure> {
-    match service.submit_tokens(request) {
-        Ok(stream) => Ok(Box::new(ServiceSource { stream })),
-        // The earlier worker failed between the last token and the end.
-        Err(refrain::Error::Engine(EngineError::PromptTooLong { .. })) if n_delivered > 0 => {
-            Ok(Box::new(Ended(Some(FinishedBy::ContextFull))))
-        }
-        Err(error) => Err(failure(&error)),
-    }
-}
-
 /// How the steps of a ledger ran.
 pub(crate) fn counts(ledger: &Ledger) -> StepCounts {
     let mut steps = StepCounts::default();
@@ -279,6 +264,21 @@ pub(crate) fn counts(ledger: &Ledger) -> StepCounts {
         }
     }
     steps
+}
+
+fn open(
+    service: &Service,
+    request: Request,
+    n_delivered: usize,
+) -> Result<Box<dyn TokenSource>, EngineFailure> {
+    match service.submit_tokens(request) {
+        Ok(stream) => Ok(Box::new(ServiceSource { stream })),
+        // The earlier worker failed between the last token and the end.
+        Err(refrain::Error::Engine(EngineError::PromptTooLong { .. })) if n_delivered > 0 => {
+            Ok(Box::new(Ended(Some(FinishedBy::ContextFull))))
+        }
+        Err(error) => Err(failure(&error)),
+    }
 }
 
 /// The request that goes on where another one was interrupted.
