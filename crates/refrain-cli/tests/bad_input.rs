@@ -446,7 +446,7 @@ fn a_grammar_that_cannot_be_used_is_refused_with_its_place() {
     assert!(run(&["--grammar", "empty.lark"]).refused().contains("the grammar is empty"));
     std::fs::write(cli.home.path().join("latin.lark"), b"start: \"\xe9\"").unwrap();
     assert!(run(&["--grammar", "latin.lark"]).refused().contains("latin.lark is not UTF-8 text"));
-    cli.file("huge.json", &format!("{{\"description\": \"{}\"}}", "a".repeat(10 << 20)));
+    cli.file("huge.json", format!("{{\"description\": \"{}\"}}", "a".repeat(10 << 20)));
     assert!(run(&["--json-schema", "huge.json"]).refused().contains("at most 1048576 are allowed"));
     assert!(run(&["--regex", "("]).refused().contains("the regular expression cannot be used"));
     run(&["--regex", "a", "--json-object"]).misused();

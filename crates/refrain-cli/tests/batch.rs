@@ -144,7 +144,7 @@ fn lines_have_formats_of_their_own_or_that_of_the_flags() {
     let wrong = r#"{"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}"#;
     cli.file(
         "in.jsonl",
-        &format!(
+        format!(
             "{{\"prompt\": \"A cat\", \"response_format\": {schema}}}\n{{\"prompt\": \"A dog\"}}\n{{\"prompt\": \"A bird\", \"response_format\": {wrong}}}\n"
         ),
     );
