@@ -204,21 +204,37 @@ fn to_json(args: &Args, reference: &Model, compared: &[ComparedModel]) -> serde_
     })
 }
 
+/// A model's name without its folder and ending.
+fn file_stem(name: &str) -> String {
+    let stem = std::path::Path::new(name).file_stem();
+    one_line(&stem.map_or_else(|| name.to_owned(), |stem| stem.to_string_lossy().into_owned()))
+}
+
 fn to_html(args: &Args, reference: &Model, compared: &[ComparedModel]) -> String {
-    const MIB: u64 = 1 << 20;
-    let points = |value: fn(&Comparison) -> f64| {
-        let mut points: Vec<(u64, f64)> =
-            compared.iter().map(|m| (m.bytes / MIB, value(&m.scores))).collect();
-        points.sort_by_key(|(size, _)| *size);
-        points
+    // Points are whole numbers of the unit: it is small next to the differences.
+    const FINE: u64 = 64 << 20;
+    let sizes = || compared.iter().map(|m| m.bytes);
+    let spread = sizes().max().unwrap_or(0) - sizes().min().unwrap_or(0);
+    let (unit, unit_name) = if spread >= FINE { (1 << 20, "MiB") } else { (1 << 10, "KiB") };
+    let mut compared_by_size: Vec<&ComparedModel> = compared.iter().collect();
+    compared_by_size.sort_by_key(|m| m.bytes);
+    let points = |value: fn(&Comparison) -> f64| -> Vec<(u64, f64)> {
+        compared_by_size.iter().map(|m| (m.bytes / unit, value(&m.scores))).collect()
+    };
+    let names = |value: fn(&Comparison) -> f64| -> Vec<(u64, f64, String)> {
+        let name = |m: &&ComparedModel| (m.bytes / unit, value(&m.scores), file_stem(&m.name));
+        compared_by_size.iter().map(name).collect()
     };
     let series = vec![
         Series::new("mean", CurveStyle::Curve, points(|s| s.mean_kl)),
         Series::new("99 %", CurveStyle::Second, points(|s| s.p99_kl)),
     ];
-    let chart = Chart::new("divergence", "KL divergence from the reference, in nats", "MiB", true, series);
+    let chart =
+        Chart::new("divergence", "KL divergence from the reference, in nats", unit_name, true, series)
+            .with_names(names(|s| s.mean_kl));
     let perplexity = vec![Series::new("perplexity", CurveStyle::Curve, points(|s| s.perplexity[1]))];
-    let perplexity = Chart::new("perplexity", "Perplexity", "MiB", false, perplexity);
+    let perplexity = Chart::new("perplexity", "Perplexity", unit_name, false, perplexity)
+        .with_names(names(|s| s.perplexity[1]));
     let mut facts = vec![
         ("reference".to_owned(), one_line(&args.reference)),
         ("its size".to_owned(), ByteSize(file_bytes(reference)).to_string()),

@@ -145,11 +145,7 @@ fn a_destination_that_cannot_be_written_leaves_nothing() {
     if Path::new("/proc/self").exists() {
         cli.run(&["quantize", "f32.gguf", "Q8_0", "-o", "/proc/out.gguf"]).refused();
     }
-    // The size limit of a shell stands for a disk that fills up.
-    let script = "trap '' XFSZ; ulimit -f 600; exec \"$0\" quantize f32.gguf Q8_0 -o out.gguf";
-    let mut limited = Command::new("sh");
-    let limited = limited.args(["-c", script, env!("CARGO_BIN_EXE_refrain")]).current_dir(cli.home.path());
-    let ended = common::ended(limited.env("REFRAIN_OFFLINE", "1").output().unwrap());
+    let ended = on_a_full_disk(&cli, 600, "quantize f32.gguf Q8_0 -o out.gguf");
     assert!(ended.code == Some(1) && ended.stderr.contains("cannot write out.gguf"), "{}", ended.stderr);
     assert_eq!(names(&cli), before);
 }
@@ -195,6 +191,89 @@ fn a_folder_converts_to_a_file_and_back_with_the_same_text() {
     assert_eq!(cli.run(&["show", "back", "--template"]).ok(), template);
     let refused = cli.run(&["convert", "tiny", "--to", "safetensors", "-o", "back"]).refused();
     assert!(refused.contains("back already exists"), "{refused}");
+}
+
+/// Runs a command that cannot write more than `blocks` of 512 bytes: the limit of a shell stands for a disk that fills up.
+fn on_a_full_disk(cli: &Cli, blocks: usize, command: &str) -> common::Ended {
+    let script = format!("trap '' XFSZ; ulimit -f {blocks}; exec \"$0\" {command}");
+    let mut limited = Command::new("sh");
+    let limited = limited.args(["-c", &script, env!("CARGO_BIN_EXE_refrain")]).current_dir(cli.home.path());
+    common::ended(limited.env("REFRAIN_OFFLINE", "1").output().unwrap())
+}
+
+#[test]
+fn a_conversion_that_fails_or_is_killed_leaves_nothing_under_its_name() {
+    let cli = with_floats();
+    let before = names(&cli);
+    let file = ["convert", "f32.gguf", "--type", "f16", "-o", "out.gguf"];
+    let folder = ["convert", "f32.gguf", "--to", "safetensors", "--type", "f16", "-o", "out"];
+    for args in [&file[..], &folder[..]] {
+        let ended = on_a_full_disk(&cli, 600, &args.join(" "));
+        assert_eq!(ended.code, Some(1), "{}", ended.stderr);
+        assert!(ended.stderr.contains("cannot write"), "{}", ended.stderr);
+        assert_eq!(names(&cli), before, "{args:?}");
+        for wait in [5, 20, 60] {
+            let mut child = cli.command(args).spawn().unwrap();
+            std::thread::sleep(std::time::Duration::from_millis(wait));
+            child.kill().unwrap();
+            child.wait().unwrap();
+            let out = cli.home.path().join(args[args.len() - 1]);
+            // What is there is complete.
+            if out.exists() {
+                cli.run(&["inspect", args[args.len() - 1]]).ok();
+                let removed = if out.is_dir() { std::fs::remove_dir_all } else { std::fs::remove_file };
+                removed(&out).unwrap();
+            }
+            let mut left = names(&cli);
+            left.retain(|name| name != "out.part");
+            assert_eq!(left, before, "{args:?} after {wait} ms");
+        }
+    }
+    // The rest of a killed conversion is in nobody's way, and gone afterwards.
+    std::fs::create_dir_all(cli.home.path().join("out.part")).unwrap();
+    cli.file("out.part/model.safetensors", "half");
+    cli.run(&folder).ok();
+    assert_eq!(names(&cli), ["f32.gguf", "out", "text.txt"]);
+    // Other people's files are not touched.
+    cli.file("other.part/notes.txt", "mine");
+    let other = ["convert", "f32.gguf", "--to", "safetensors", "-o", "other"];
+    assert!(cli.run(&other).refused().contains("other.part already exists"));
+    assert!(cli.home.path().join("other.part/notes.txt").exists());
+    if Path::new("/proc/self").exists() {
+        cli.run(&["convert", "f32.gguf", "-o", "/proc/out.gguf"]).refused();
+        cli.run(&["convert", "f32.gguf", "--to", "safetensors", "-o", "/proc/out"]).refused();
+    }
+}
+
+#[test]
+fn the_guide_of_five_commands_runs_as_it_is_written() {
+    let guide = include_str!("../../../docs/quantize.md");
+    let block = guide.split("```sh\n").nth(1).and_then(|rest| rest.split("```").next()).expect("commands");
+    let commands: Vec<Vec<&str>> = block
+        .lines()
+        .map(|line| line.split('#').next().unwrap_or_default().split_whitespace().collect())
+        .collect();
+    assert_eq!(commands.len(), 5);
+    let cli = Cli::new();
+    std::fs::rename(cli.tiny_chat_model(), cli.home.path().join("folder")).unwrap();
+    cli.file("calibration.txt", STORY.repeat(4));
+    cli.file("wiki.txt", STORY.repeat(4));
+    let outputs: Vec<String> = commands
+        .iter()
+        .map(|command| {
+            assert_eq!(command[0], "refrain");
+            let ended = cli.run(&command[1..]);
+            assert_eq!(ended.code, Some(0), "{command:?}: {}", ended.stderr);
+            ended.stdout + &ended.stderr
+        })
+        .collect();
+    assert!(outputs[2].contains("importance") || outputs[2].contains("bits per weight"), "{}", outputs[2]);
+    assert!(outputs[3].contains("KL mean"), "{}", outputs[3]);
+    assert!(outputs[4].contains("needs"), "{}", outputs[4]);
+    let written = names(&cli);
+    for file in ["model.gguf", "imatrix.gguf", "q4.gguf"] {
+        assert!(written.iter().any(|name| name == file), "{written:?}");
+    }
 }
 
 /// Adds a tensor that no model has.
@@ -265,6 +344,11 @@ fn a_model_equals_itself_and_a_page_draws_sizes() {
     assert!(table.contains("KL mean") && table.contains("largest relative errors of Q4_0.gguf"), "{table}");
     let page = std::fs::read_to_string(cli.home.path().join("page.html")).unwrap();
     assert!(page.contains("KL divergence from the reference") && page.contains("</html>"));
+    // Files of 4 and 8 MB are at different places, with their names.
+    for name in ["Q8_0", "Q4_0"] {
+        assert_eq!(page.matches(&format!(">{name}</text>")).count(), 2, "{name}");
+    }
+    assert!(page.contains(">KiB</text>"));
     cli.tiny_chat_model();
     let refused = cli.run(&["compare", "f32.gguf", "tiny", "-f", "text.txt", "-c", "32"]).refused();
     assert!(refused.contains("compare files of the same model"), "{refused}");

@@ -86,6 +86,14 @@ pub enum ImatrixFault {
         /// Its `general.type`.
         found: String,
     },
+    /// Neither a GGUF file nor the older binary form.
+    #[error("not an importance matrix: {what} at byte {at}")]
+    Binary {
+        /// What was found.
+        what: &'static str,
+        /// Where.
+        at: u64,
+    },
     /// One of a tensor's two parts is missing.
     #[error("{tensor:?} has no {part}")]
     Part {

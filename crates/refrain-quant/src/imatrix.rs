@@ -1,7 +1,10 @@
 //! Importance matrices: for each matrix of a model, the mean squared activation of each of its columns.
 //!
 //! Files are llama.cpp's GGUF form: for each matrix `NAME.in_sum2`, the sums of squares `[n_matrices, n_columns]`, and
-//! `NAME.counts`, the number of rows that were summed `[n_matrices, 1]`; one matrix, or one for each expert.
+//! `NAME.counts`, the number of rows that were summed `[n_matrices, 1]`; one matrix, or one for each expert. The binary
+//! form that its tools wrote before (`.dat`) is read, too.
+
+mod legacy; // llama.cpp's older files
 
 use crate::error::{ImatrixFault, QuantError};
 use crate::pass::InputTensor;
@@ -33,6 +36,10 @@ pub struct ImatrixEntry {
 }
 
 impl ImatrixEntry {
+    fn has_valid_values(&self) -> bool {
+        self.sums.iter().chain(&self.counts).all(|v| v.is_finite() && *v >= 0.0)
+    }
+
     /// The mean square of each column. Columns of an expert that was never chosen count the same.
     pub fn means(&self) -> Vec<f32> {
         let n_columns = self.sums.len() / self.counts.len().max(1);
@@ -55,8 +62,11 @@ impl Imatrix {
         self.entries.insert(tensor.to_owned(), entry);
     }
 
-    /// Reads a file.
+    /// Reads a file of either form.
     pub fn open(path: &Path) -> Result<Imatrix, QuantError> {
+        if let Some(legacy) = legacy::open(path)? {
+            return Ok(legacy);
+        }
         let gguf = Gguf::open(path)?;
         let metadata = gguf.metadata();
         let blame = |fault| QuantError::Imatrix { path: path.to_owned(), fault };
@@ -83,8 +93,7 @@ impl Imatrix {
                 gguf.tensor(name)?.to_f32().map_err(wrap)
             };
             let entry = ImatrixEntry { sums: values(info.name())?, counts: values(&counts)? };
-            let bad = |v: &f32| !v.is_finite() || *v < 0.0;
-            if entry.sums.iter().chain(&entry.counts).any(bad) {
+            if !entry.has_valid_values() {
                 return Err(blame(ImatrixFault::Value { tensor: tensor.to_owned() }));
             }
             if entry.counts.is_empty() || !entry.sums.len().is_multiple_of(entry.counts.len()) {
@@ -188,6 +197,58 @@ mod tests {
         let read = Imatrix::open(&path).unwrap();
         assert_eq!(read, Imatrix { path, ..imatrix() });
         assert_eq!(read.find("a.weight").unwrap().means(), [0.5, 1.0, 1.0, 1.0]);
+    }
+
+    /// Made with the `gguf` package by tools/imatrix_goldens.py.
+    const GGUF: &[u8] = include_bytes!("../tests/data/imatrix.gguf");
+    const BINARY: &[u8] = include_bytes!("../tests/data/imatrix.dat");
+
+    fn read(bytes: &[u8]) -> Result<Imatrix, QuantError> {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("imatrix");
+        std::fs::write(&path, bytes).unwrap();
+        Imatrix::open(&path)
+    }
+
+    #[test]
+    fn both_forms_of_llama_cpp_are_read() {
+        let (gguf, binary) = (read(GGUF).unwrap(), read(BINARY).unwrap());
+        for (imatrix, datasets) in
+            [(&gguf, vec!["a.txt".to_owned(), "b.txt".into()]), (&binary, vec!["a.txt".into()])]
+        {
+            assert_eq!((imatrix.n_chunks(), imatrix.datasets()), (7, &*datasets));
+            let names: Vec<&str> = imatrix.entries().map(|(name, _)| name).collect();
+            assert_eq!(names, ["blk.0.attn_q.weight", "blk.0.ffn_up_exps.weight"]);
+            // Means of columns 0, 1, 2 ... are 0.5, 1, 1.5 ... in both.
+            let want: Vec<f32> = (1..=64).map(|i| 0.5 * i as f32).collect();
+            assert_eq!(imatrix.find("blk.0.attn_q.weight").unwrap().means(), want);
+            let want: Vec<f32> = (1..=96).map(|i| 0.25 * i as f32).collect();
+            assert_eq!(imatrix.find("blk.0.ffn_up_exps.weight").unwrap().means(), want);
+        }
+        assert_eq!(gguf.chunk_tokens, 512);
+    }
+
+    #[test]
+    fn damaged_binary_files_are_refused_with_the_place() {
+        let message = |bytes: &[u8]| read(bytes).unwrap_err().to_string();
+        for n in [0, 3, 4, 9, 40, BINARY.len() - 1] {
+            assert!(message(&BINARY[..n]).contains("the end of the file at byte"), "{n}");
+        }
+        assert!(message(&[0; 64]).contains("an impossible number of entries at byte 4"));
+        assert!(message(&[0xff; 64]).contains("an impossible number of entries"));
+        let with = |at: usize, value: i32| {
+            let mut bytes = BINARY.to_vec();
+            bytes[at..at + 4].copy_from_slice(&value.to_le_bytes());
+            message(&bytes)
+        };
+        // The length of the first name, then its number of calls, its number of values, and a value.
+        let name = "blk.0.attn_q.weight".len();
+        assert!(with(4, -1).contains("an impossible length of a name"));
+        assert!(with(4, 0).contains("an empty name"));
+        assert!(with(8 + name, -1).contains("an impossible number of calls"));
+        assert!(with(12 + name, i32::MAX).contains("an impossible number of values"));
+        assert!(with(12 + name, 1 << 20).contains("the end of the file"));
+        assert!(with(16 + name, f32::NAN.to_bits() as i32).contains("negative or not finite"));
     }
 
     #[test]

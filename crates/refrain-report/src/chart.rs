@@ -84,6 +84,7 @@ pub struct Chart {
     x_name: &'static str,
     steps: (u64, u64),
     scale: ChartScale,
+    names: Vec<(u64, f64, String)>,
 }
 
 /// The vertical axis.
@@ -163,7 +164,15 @@ impl Chart {
         let last = ranges().map(|(_, last)| last).max().unwrap_or(0);
         let scale =
             ChartScale::new(series.iter().flat_map(|series| series.finite().map(|(_, v)| v)), may_be_log);
-        Self { id, title, x_name, steps: (first, last.max(first.saturating_add(1))), scale, series }
+        let steps = (first, last.max(first.saturating_add(1)));
+        Self { id, title, x_name, steps, scale, series, names: Vec::new() }
+    }
+
+    /// Marks points and writes a name next to each, in turn above and below.
+    #[must_use]
+    pub fn with_names(mut self, names: Vec<(u64, f64, String)>) -> Self {
+        self.names = names;
+        self
     }
 
     fn x(&self, step: f64) -> f64 {
@@ -212,6 +221,20 @@ impl Chart {
             escape(self.x_name)
         );
         self.series.iter().for_each(|series| self.curve(series, out));
+        for (i, (step, value, name)) in self.names.iter().enumerate().filter(|(_, (_, v, _))| v.is_finite()) {
+            let (x, y) = (self.x(*step as f64), self.scale.y(*value));
+            // Near the right edge, names end at their point.
+            let (dx, anchor) = if x < 0.8 * WIDTH { (6.0, "start") } else { (-6.0, "end") };
+            let dy = if i % 2 == 0 { -7.0 } else { 16.0 };
+            let _ = writeln!(
+                out,
+                "<circle class=\"dot\" cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"3\"/>\
+                 <text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"{anchor}\">{}</text>",
+                x + dx,
+                (y + dy).clamp(TOP, bottom - 4.0),
+                escape(name)
+            );
+        }
         let _ = writeln!(out, "<line class=\"cursor\" y1=\"{TOP}\" y2=\"{bottom}\"/>");
         let _ = writeln!(
             out,
@@ -328,6 +351,19 @@ mod tests {
                 assert!((TOP - 0.1..=HEIGHT - BOTTOM + 0.1).contains(&y), "{value} at {y} of {values:?}");
             }
         }
+    }
+
+    #[test]
+    fn names_are_written_next_to_points_inside_the_chart() {
+        let points = vec![(10, 1.0), (20, 3.0)];
+        let chart =
+            Chart::new("x", "x", "KiB", false, vec![Series::new("x", CurveStyle::Curve, points.clone())]);
+        let names = points.iter().map(|(step, value)| (*step, *value, format!("<file {step}>"))).collect();
+        let mut out = String::new();
+        chart.with_names(names).write(&mut out);
+        assert!(out.contains("text-anchor=\"start\">&lt;file 10&gt;</text>"), "{out}");
+        assert!(out.contains("text-anchor=\"end\">&lt;file 20&gt;</text>"), "{out}");
+        assert_eq!(out.matches("<circle").count(), 2);
     }
 
     #[test]

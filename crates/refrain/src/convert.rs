@@ -10,7 +10,7 @@ use refrain_quant::{InputTensor, ModelInput, QuantError};
 use refrain_tensor::{DType, HostTensor};
 use std::cell::RefCell;
 use std::collections::BTreeSet;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// What a conversion may leave out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -116,7 +116,32 @@ pub fn convert_to_folder(files: &ModelFiles, out: &Path, dtype: DType) -> Result
     let mut tokenizer = form.build()?;
     tokenizer.add_end_of_generation(&model.config().eos);
     tokenizer.add_end_of_generation(&files.generation_defaults()?.eos);
-    Exporter { form: &form, tokenizer: &tokenizer }.write_hf(&model, out, dtype)
+    // Written under another name: a folder of this name is always complete.
+    let mut part = out.as_os_str().to_owned();
+    part.push(".part");
+    let part = PathBuf::from(part);
+    // What an interrupted conversion left.
+    remove_part(&part);
+    if part.exists() {
+        return Err(Error::MergeExists { path: part });
+    }
+    let exporter = Exporter { form: &form, tokenizer: &tokenizer };
+    let written = exporter.write_hf(&model, &part, dtype).and_then(|()| {
+        let rename = std::fs::rename(&part, out);
+        Ok(rename.map_err(|source| FormatError::Io { verb: "create", path: out.to_owned(), source })?)
+    });
+    if written.is_err() {
+        remove_part(&part);
+    }
+    written
+}
+
+/// Removes the files that an unfinished conversion wrote, and nothing else.
+fn remove_part(part: &Path) {
+    for name in crate::train::export::FOLDER_FILES {
+        std::fs::remove_file(part.join(name)).ok();
+    }
+    std::fs::remove_dir(part).ok();
 }
 
 /// The chat template of open files, if they have one.

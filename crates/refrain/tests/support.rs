@@ -223,11 +223,11 @@ fn types(device: &Device, arch: Arch, table: &mut Table) {
         shape
     };
     let config = shape.fresh_config(64);
-    // Models with recurrent layers can be read, but not written.
+    // These have golden models only.
     if config.recurrent.is_some() {
         return;
     }
-    // A folder cannot hold experts stacked in one tensor.
+    // Folders with experts are tried by the golden models.
     let has_experts = config.experts.is_some();
     let fresh = Model::fresh(config, 3).unwrap();
     let is_tried = |dtype: &DType| can_encode(*dtype) && (arch == Arch::Llama || FEW.contains(dtype));

@@ -538,7 +538,13 @@ fn short(value: f32) -> f64 {
 fn query_scalar(scale: f32, head_dim: usize) -> serde_json::Value {
     let scalar = f64::from(scale).powi(-2);
     let is_head = scale == (head_dim as f32).sqrt().recip();
-    if is_head { head_dim.into() } else { scalar.into() }
+    // `transformers` accepts whole numbers only.
+    let is_whole = (scalar - scalar.round()).abs() < 1e-6 * scalar;
+    match (is_head, is_whole) {
+        (true, _) => head_dim.into(),
+        (false, true) => (scalar.round() as u64).into(),
+        (false, false) => scalar.into(),
+    }
 }
 
 fn dtype_word(dtype: DType) -> &'static str {

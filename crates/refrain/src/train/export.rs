@@ -40,6 +40,10 @@ fn create(folder: &Path) -> Result<(), FormatError> {
     })
 }
 
+/// The files of an exported folder.
+pub(crate) const FOLDER_FILES: [&str; 5] =
+    ["model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"];
+
 pub(crate) struct Exporter<'e> {
     pub(crate) form: &'e TokenizerForm,
     pub(crate) tokenizer: &'e Tokenizer,
