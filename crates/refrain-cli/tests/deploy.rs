@@ -104,7 +104,7 @@ fn probes_and_metrics_have_paths_that_the_server_answers() {
         for document in &documents {
             let template = &document["spec"]["template"];
             let is_ours = |container: &&Value| container["command"][0] == "refrain";
-            if !template.is_mapping() || !containers(&template["spec"]).iter().any(|c| is_ours(c)) {
+            if !template.is_mapping() || !containers(&template["spec"]).iter().any(is_ours) {
                 continue;
             }
             for container in containers(&template["spec"]) {

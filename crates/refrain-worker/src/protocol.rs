@@ -47,6 +47,7 @@ pub(crate) fn build() -> &'static str {
 pub(crate) type WireId = u64;
 
 /// A message to a worker.
+#[expect(clippy::large_enum_variant, reason = "a message lives while it is handled, and none is stored")]
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) enum ToWorker<'a> {
     /// Serve a request.

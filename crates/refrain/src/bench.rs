@@ -389,13 +389,17 @@ fn measure_batches(
             let mut streams = (0..n_seqs).map(submit).collect::<Result<Vec<_>, _>>()?;
             streams.iter_mut().try_for_each(|stream| wait_for_tokens(stream, 1))?;
             let began = Instant::now();
-            // The sequences that started first have further tokens by now.
-            let n_before: usize = streams.iter_mut().map(take_ready).sum::<Result<usize, Error>>()?;
-            streams.iter_mut().try_for_each(|stream| wait_for_tokens(stream, options.n_decode))?;
+            // The sequences that started first have further tokens by now, and end first: until then, all of them decode.
+            let Some((earliest, others)) = streams.split_first_mut() else { continue };
+            let n_early = take_ready(earliest)?;
+            others.iter_mut().try_for_each(|stream| take_ready(stream).map(drop))?;
+            let n_left = options.n_decode.saturating_sub(n_early).max(1);
+            wait_for_tokens(earliest, n_left)?;
+            let n_others = others.iter_mut().map(take_ready).sum::<Result<usize, Error>>()?;
             let took = began.elapsed().as_secs_f64();
             streams.iter_mut().for_each(TokenStream::stop);
             if round > 0 {
-                speed.0.push((n_seqs * options.n_decode - n_before) as f64 / took);
+                speed.0.push((n_left + n_others) as f64 / took);
             }
         }
         reports.push(BatchReport { n_seqs, depth: BATCH_DEPTH, speed });

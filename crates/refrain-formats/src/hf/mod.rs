@@ -265,9 +265,7 @@ impl Weights {
             files.push(Shard { path, bytes, mapped });
         }
         stored.sort_by(|a, b| a.name.cmp(&b.name).then(a.file_idx.cmp(&b.file_idx)));
-        if let Some([first, second]) =
-            stored.array_windows::<2>().find(|[first, second]| first.name == second.name)
-        {
+        if let Some([first, second]) = stored.windows(2).find(|pair| pair[0].name == pair[1].name) {
             let [first, path] = [first, second].map(|part| &files[part.file_idx as usize].path);
             let (name, other) = (second.name.to_string(), first.display().to_string());
             return Err(FormatError::hf(path, HfFault::Duplicate { name, other }));

@@ -52,6 +52,7 @@ struct WaitingRequest {
 }
 
 /// What a request asks for.
+#[expect(clippy::large_enum_variant, reason = "most requests are for tokens, and few wait for a model")]
 pub(super) enum Work {
     Tokens { request: TokenRequest, n_delivered: usize },
     Vectors { request: EmbedRequest },
