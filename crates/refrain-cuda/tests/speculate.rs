@@ -95,6 +95,9 @@ fn plain(device: &Device, case: &str, options: CudaOptions, n_tokens: usize) -> 
     requests(n_tokens).into_iter().map(|request| collect(engine.submit(request).unwrap())).collect()
 }
 
+/// Outputs of [`guessed`] from a request that had every step for itself.
+const N_ALONE: usize = 15;
+
 /// Output with guesses: of each source alone, then of all together. Every step must run as `is_replayed` says.
 fn guessed(
     device: &Device,
@@ -154,9 +157,10 @@ fn replayed_equals_eager_and_no_text_changes(device: impl Fn() -> Device, cases:
         let want = plain(&device(), case, of(GraphMode::Require), n_tokens);
         let replayed = guessed(&device(), case, of(GraphMode::Require), n_tokens, &want);
         let eager = guessed(&device(), case, of(GraphMode::Off), n_tokens, &want);
-        assert_eq!(replayed, eager, "{case}");
+        // Which requests share a step depends on when they arrive, and on a card the last bits depend on that.
+        assert_eq!(replayed[..N_ALONE], eager[..N_ALONE], "{case}");
         for (idx, got) in replayed.iter().enumerate() {
-            let want = &want[if idx < 15 { idx / 5 } else { idx - 15 }];
+            let want = &want[if idx < N_ALONE { idx / 5 } else { idx - N_ALONE }];
             assert_eq!(ids(got), ids(want), "{case}, output {idx}");
             let near = |(a, b): (&Token, &Token)| (f32::from_bits(a.1) - f32::from_bits(b.1)).abs() < 2e-3;
             assert!(got.iter().zip(want).all(near), "{case}, output {idx}");
@@ -169,7 +173,7 @@ fn reproducible_bits_do_not_depend_on_guesses(device: impl Fn() -> Device, cases
         let of = || CudaOptions { reproducible: true, ..options(GraphMode::Require, Method::Stream) };
         let want = plain(&device(), case, of(), n_tokens);
         for (idx, got) in guessed(&device(), case, of(), n_tokens, &want).iter().enumerate() {
-            assert_eq!(got, &want[if idx < 15 { idx / 5 } else { idx - 15 }], "{case}, output {idx}");
+            assert_eq!(got, &want[if idx < N_ALONE { idx / 5 } else { idx - N_ALONE }], "{case}, output {idx}");
         }
     }
 }
