@@ -530,7 +530,7 @@ fn a_constrained_reply_survives_the_death_of_its_worker() {
     let (status, reply) = thread::scope(|scope| {
         let reply = scope.spawn(|| served.post("/v1/completions", &body));
         thread::sleep(Duration::from_millis(150));
-        Served::signal(pid, "KILL");
+        Served::signal(pid, "-KILL");
         reply.join().expect("no panic")
     });
     assert_eq!(status, 200, "{reply}");

@@ -323,8 +323,7 @@ impl ModelConfig {
     /// Pairs that rotate by time, height and width; for text all positions are equal.
     fn rope_sections(&self) -> [u32; 3] {
         let n_pairs = self.rope.dims / 2;
-        let third = n_pairs.div_ceil(3);
-        [third, third, n_pairs.saturating_sub(2 * third)].map(|n| u32::try_from(n).unwrap_or(0))
+        [2, 1, 0].map(|more| u32::try_from((n_pairs + more) / 3).unwrap_or(0))
     }
 
     /// Checks that the written metadata reads back the same.
