@@ -26,6 +26,7 @@ const EDGES: &[(&str, &[&str])] = &[
             "refrain-hub",
             "refrain-models",
             "refrain-quant",
+            "refrain-report",
             "refrain-tensor",
             "refrain-train",
         ],
