@@ -173,7 +173,11 @@ fn reproducible_bits_do_not_depend_on_guesses(device: impl Fn() -> Device, cases
         let of = || CudaOptions { reproducible: true, ..options(GraphMode::Require, Method::Stream) };
         let want = plain(&device(), case, of(), n_tokens);
         for (idx, got) in guessed(&device(), case, of(), n_tokens, &want).iter().enumerate() {
-            assert_eq!(got, &want[if idx < N_ALONE { idx / 5 } else { idx - N_ALONE }], "{case}, output {idx}");
+            assert_eq!(
+                got,
+                &want[if idx < N_ALONE { idx / 5 } else { idx - N_ALONE }],
+                "{case}, output {idx}"
+            );
         }
     }
 }
