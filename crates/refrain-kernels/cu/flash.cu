@@ -50,6 +50,13 @@ struct Or {
     inline u32 operator()(u32 a, u32 b) const { return a | b; }
 };
 
+inline u32 count(u64 bits) { return (u32)__popc((u32)bits) + (u32)__popc((u32)(bits >> 32)); }
+// Index of the lowest bit that is set; there must be one.
+inline u32 lowest(u64 bits) {
+    u32 low = (u32)bits;
+    return low != 0 ? (u32)__ffs(low) - 1 : 31 + (u32)__ffs((u32)(bits >> 32));
+}
+
 // Positions that the rows of one sequence see: every row sees highest .. lowest; together they see first ..
 // last, except for gaps that windows leave.
 struct Seen {
@@ -140,7 +147,7 @@ inline void flash(float* y, u16* narrow, const float* q, const T* k_cache, const
     __syncthreads();
     const u64 all_leads = (u64)sh.leads[1] << 32 | sh.leads[0];
     // Rows without a position belong to the first share.
-    if (share > 0 && (u32)__popcll(all_leads) <= share) return;
+    if (share > 0 && count(all_leads) <= share) return;
     struct alignas(8) Four { u32 a, b; };
 #pragma unroll 8
     for (int j = 0; j < ROWS * (D / 4) / THREADS; j++) {
@@ -165,7 +172,7 @@ inline void flash(float* y, u16* narrow, const float* q, const T* k_cache, const
         row_first[h] = sh.first[r];
         row_seq[h] = sh.seq[r];
         i32 lead = sh.lead[r];
-        u32 turn = lead < 0 ? 0 : (u32)__popcll(all_leads & (((u64)1 << lead) - 1));
+        u32 turn = lead < 0 ? 0 : count(all_leads & (((u64)1 << lead) - 1));
         row_mine[h] = turn % s.n_shares == share;
         max_score[h] = -inf_f32();
         sum[h] = 0.0f;
@@ -221,7 +228,7 @@ inline void flash(float* y, u16* narrow, const float* q, const T* k_cache, const
 #pragma unroll 1
     for (u64 leads = all_leads, turn = 0; leads != 0; leads &= leads - 1, turn++) {
         if (turn % s.n_shares != share) continue;
-        i32 seq = sh.seq[__ffsll((long long)leads) - 1];
+        i32 seq = sh.seq[lowest(leads)];
         Seen seen = seen_by_rows(sh, seq);
         const i32* table = tables + (u64)seq * s.max_blocks;
         u32 begin = (u32)seen.first / TILE * TILE, end = (u32)seen.last + 1, buffer = 0;

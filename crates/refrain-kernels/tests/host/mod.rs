@@ -121,6 +121,7 @@ fn launch(
             40 => params.extend(bytemuck::bytes_of(&k.arg::<[u32; 10]>(i)?)),
             44 => params.extend(bytemuck::bytes_of(&k.arg::<[u32; 11]>(i)?)),
             48 => params.extend(bytemuck::bytes_of(&k.arg::<[u32; 12]>(i)?)),
+            52 => params.extend(bytemuck::bytes_of(&k.arg::<[u32; 13]>(i)?)),
             60 => params.extend(bytemuck::bytes_of(&k.arg::<[u32; 15]>(i)?)),
             72 => params.extend(bytemuck::bytes_of(&k.arg::<[u32; 18]>(i)?)),
             76 => params.extend(bytemuck::bytes_of(&k.arg::<[u32; 19]>(i)?)),
