@@ -2,8 +2,8 @@
 //!
 //! Invariant: results go to standard output, messages to standard error.
 //! Invariant: a command has no business logic; it parses, calls the library and prints.
-// Doc comments of arguments are help texts for a terminal, where brackets are not links.
-#![allow(rustdoc::broken_intra_doc_links)]
+// Doc comments of arguments are help texts for a terminal, where brackets and addresses are not links.
+#![allow(rustdoc::bare_urls, rustdoc::broken_intra_doc_links)]
 #![forbid(unsafe_code)]
 
 mod cli; // commands and global flags
