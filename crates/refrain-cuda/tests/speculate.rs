@@ -148,7 +148,7 @@ fn guessed(
 }
 
 fn speculates(case: &str) -> bool {
-    !matches!(case, "qwen35" | "qwen35-odd" | "lfm2")
+    !case.starts_with("qwen35") && case != "lfm2"
 }
 
 fn replayed_equals_eager_and_no_text_changes(device: impl Fn() -> Device, cases: &[&str], n_tokens: usize) {
