@@ -200,7 +200,7 @@ fn check_host(headers: &HeaderMap) -> Result<(), ApiError> {
 
 impl App {
     /// Reads the body as JSON, within the limits.
-    pub(crate) async fn json(&self, request: Request) -> Result<Value, ApiError> {
+    async fn json(&self, request: Request) -> Result<Value, ApiError> {
         check_content_type(request.headers())?;
         let bytes = self.bytes(request.into_body()).await?;
         let is_large = bytes.len() > LARGE_BODY_BYTES;
@@ -211,6 +211,17 @@ impl App {
             })
         };
         if is_large { blocking(parse).await } else { parse() }
+    }
+
+    /// Reads the body as JSON and makes a `T` of it, away from the threads that serve connections.
+    pub(crate) async fn read<T: Send + 'static>(
+        self: &Arc<App>,
+        request: Request,
+        read: impl FnOnce(&App, Value) -> Result<T, ApiError> + Send + 'static,
+    ) -> Result<T, ApiError> {
+        let body = self.json(request).await?;
+        let app = self.clone();
+        blocking(move || read(&app, body)).await
     }
 
     async fn bytes(&self, body: Body) -> Result<Bytes, ApiError> {

@@ -5,7 +5,7 @@ use super::generation::{Generation, Job, WholeChoice, finish_reason, stop_reason
 use super::logprobs;
 use super::params::{Params, token_limit, top_count};
 use super::stream::{self, EventWriter, event};
-use crate::app::{App, Caller, blocking};
+use crate::app::{App, Caller};
 use crate::error::ApiError;
 use crate::fields::Fields;
 use crate::ids;
@@ -24,9 +24,7 @@ pub(crate) async fn serve(
     Extension(caller): Extension<Caller>,
     request: Request,
 ) -> Result<Response, ApiError> {
-    let body = app.json(request).await?;
-    let reading = app.clone();
-    let job = blocking(move || read(&reading, body)).await?;
+    let job = app.read(request, read).await?;
     let (wants_stream, wants_usage) = (job.params.stream, job.params.include_usage);
     let with_logprobs = job.params.n_top.is_some();
     let generation = job.start(&app, &caller, "chatcmpl-")?;
@@ -67,19 +65,8 @@ fn read(app: &App, body: Value) -> Result<Job, ApiError> {
     fields.without_effect(&["store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"]);
     fields.only("modalities", &[json!(["text"])], "text is the only modality")?;
     fields.finish()?;
-    let context = model.context(&app.backend.status());
-    let mut conversation = Conversation { messages, tools, tool_choice, options, ..Conversation::default() };
-    conversation.constrain(&params)?;
-    let prompt = conversation.render(&model, context)?;
-    params.grammar = params.grammar.or(prompt.call);
-    Ok(Job {
-        prompts: vec![prompt.tokens],
-        think: prompt.think,
-        tools: prompt.tools,
-        single_call,
-        model,
-        params,
-    })
+    let conversation = Conversation { messages, tools, tool_choice, options, ..Conversation::default() };
+    conversation.job(app, model, params, single_call)
 }
 
 /// Reads the variables of the chat template.

@@ -4,7 +4,7 @@ use super::generation::{Generation, Job, WholeChoice, finish_reason, stop_reason
 use super::logprobs;
 use super::params::{Params, token_limit, top_count};
 use super::stream::{self, EventWriter, event};
-use crate::app::{App, Caller, blocking};
+use crate::app::{App, Caller};
 use crate::error::ApiError;
 use crate::fields::{Fields, kind};
 use crate::served::ServedModel;
@@ -26,9 +26,7 @@ pub(crate) async fn serve(
     Extension(caller): Extension<Caller>,
     request: Request,
 ) -> Result<Response, ApiError> {
-    let body = app.json(request).await?;
-    let reading = app.clone();
-    let (job, echo) = blocking(move || read(&reading, body)).await?;
+    let (job, echo) = app.read(request, read).await?;
     let (wants_stream, wants_usage) = (job.params.stream, job.params.include_usage);
     let with_logprobs = job.params.n_top.is_some();
     let n_per_prompt = job.params.n;

@@ -1,6 +1,8 @@
 //! Conversations with tools, in the form that chat templates take, whichever API they came through.
 
+use super::generation::Job;
 use super::params::Params;
+use crate::app::App;
 use crate::error::ApiError;
 use crate::fields::{Fields, kind};
 use crate::ids;
@@ -9,6 +11,7 @@ use crate::tools::ToolFormat;
 use refrain::{Message, RenderOptions, ThinkFilter, ThinkTags};
 use refrain_worker::TokenGrammar;
 use serde_json::{Map, Value, json};
+use std::sync::Arc;
 
 /// A conversation to answer.
 #[derive(Clone, Debug, Default)]
@@ -39,13 +42,28 @@ pub(crate) enum ToolChoice {
 /// A rendered conversation.
 pub(crate) struct RenderedPrompt {
     pub(crate) tokens: Vec<u32>,
-    pub(crate) think: Option<ThinkFilter>,
-    pub(crate) tools: Option<ToolFormat>,
+    think: Option<ThinkFilter>,
+    tools: Option<ToolFormat>,
     /// The form of a call that the reply must be.
-    pub(crate) call: Option<TokenGrammar>,
+    call: Option<TokenGrammar>,
 }
 
 impl Conversation {
+    /// The generation of a reply. Blocks.
+    pub(crate) fn job(
+        mut self,
+        app: &App,
+        model: Arc<ServedModel>,
+        mut params: Params,
+        single_call: bool,
+    ) -> Result<Job, ApiError> {
+        self.constrain(&params)?;
+        let context = model.context(&app.backend.status());
+        let RenderedPrompt { tokens, think, tools, call } = self.render(&model, context)?;
+        params.grammar = params.grammar.or(call);
+        Ok(Job { prompts: vec![tokens], think, tools, single_call, model, params })
+    }
+
     /// Renders and tokenizes the conversation. Blocks.
     pub(crate) fn render(mut self, model: &ServedModel, context: usize) -> Result<RenderedPrompt, ApiError> {
         if self.messages.is_empty() {
@@ -73,7 +91,7 @@ impl Conversation {
 
     /// Prepares a conversation whose reply has a format: that of the request, or of a tool call. Such a reply has no room for
     /// thinking, so that is switched off.
-    pub(crate) fn constrain(&mut self, params: &Params) -> Result<(), ApiError> {
+    fn constrain(&mut self, params: &Params) -> Result<(), ApiError> {
         let is_forced = matches!(self.tool_choice, ToolChoice::Required | ToolChoice::Named(_));
         self.is_constrained = is_forced || params.grammar.is_some();
         if !self.is_constrained {

@@ -40,9 +40,7 @@ pub(crate) async fn serve(
     Extension(caller): Extension<Caller>,
     request: Request,
 ) -> Result<Response, ApiError> {
-    let body = app.json(request).await?;
-    let reading = app.clone();
-    let EmbedJob { model, inputs, encoding, user } = blocking(move || read(&reading, body)).await?;
+    let EmbedJob { model, inputs, encoding, user } = app.read(request, read).await?;
     let n_tokens: usize = inputs.iter().map(Vec::len).sum();
     let _key = caller.0.as_ref().map(|key| KeyUse::open(key, n_tokens)).transpose()?;
     let user = caller.user(user.as_deref());

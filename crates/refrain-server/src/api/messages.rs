@@ -4,7 +4,7 @@ use super::conversation::{Conversation, ToolChoice, read_content, read_function,
 use super::generation::{Generation, Job, WholeChoice};
 use super::params::{Params, read_stop, token_limit};
 use super::stream::{self, EventWriter, named_event};
-use crate::app::{App, Caller, blocking};
+use crate::app::{App, Caller};
 use crate::error::ApiError;
 use crate::fields::{Fields, kind};
 use crate::ids;
@@ -22,9 +22,7 @@ pub(crate) async fn serve(
     Extension(caller): Extension<Caller>,
     request: Request,
 ) -> Result<Response, ApiError> {
-    let body = app.json(request).await?;
-    let reading = app.clone();
-    let job = blocking(move || read(&reading, body, true)).await?;
+    let job = app.read(request, |app, body| read(app, body, true)).await?;
     let wants_stream = job.params.stream;
     let generation = job.start(&app, &caller, "msg_")?;
     if wants_stream {
@@ -39,8 +37,7 @@ pub(crate) async fn count_tokens(
     State(app): State<Arc<App>>,
     request: Request,
 ) -> Result<Json<Value>, ApiError> {
-    let body = app.json(request).await?;
-    let job = blocking(move || read(&app, body, false)).await?;
+    let job = app.read(request, |app, body| read(app, body, false)).await?;
     Ok(Json(json!({ "input_tokens": job.prompts.iter().map(Vec::len).sum::<usize>() })))
 }
 
@@ -89,19 +86,8 @@ fn read(app: &App, body: Value, generates: bool) -> Result<Job, ApiError> {
     }
     fields.without_effect(&["service_tier", "cache_control"]);
     fields.finish()?;
-    let context = model.context(&app.backend.status());
-    let mut conversation = Conversation { messages, tools, tool_choice, options, ..Conversation::default() };
-    conversation.constrain(&params)?;
-    let prompt = conversation.render(&model, context)?;
-    params.grammar = params.grammar.or(prompt.call);
-    Ok(Job {
-        prompts: vec![prompt.tokens],
-        think: prompt.think,
-        tools: prompt.tools,
-        single_call,
-        model,
-        params,
-    })
+    let conversation = Conversation { messages, tools, tool_choice, options, ..Conversation::default() };
+    conversation.job(app, model, params, single_call)
 }
 
 fn read_tools(fields: &mut Fields) -> Result<Vec<Value>, ApiError> {

@@ -6,7 +6,7 @@ use super::conversation::{
 use super::generation::{Generation, Job, WholeChoice};
 use super::params::{Params, read_format, token_limit};
 use super::stream::{self, EventWriter, named_event};
-use crate::app::{App, Caller, blocking};
+use crate::app::{App, Caller};
 use crate::error::ApiError;
 use crate::fields::{Fields, kind};
 use crate::ids;
@@ -24,9 +24,7 @@ pub(crate) async fn serve(
     Extension(caller): Extension<Caller>,
     request: Request,
 ) -> Result<Response, ApiError> {
-    let body = app.json(request).await?;
-    let reading = app.clone();
-    let job = blocking(move || read(&reading, body)).await?;
+    let job = app.read(request, read).await?;
     let wants_stream = job.params.stream;
     let generation = job.start(&app, &caller, "resp_")?;
     if wants_stream {
@@ -97,19 +95,8 @@ fn read(app: &App, body: Value) -> Result<Job, ApiError> {
         "stream_options",
     ]);
     fields.finish()?;
-    let context = model.context(&app.backend.status());
-    let mut conversation = Conversation { messages, tools, tool_choice, options, ..Conversation::default() };
-    conversation.constrain(&params)?;
-    let prompt = conversation.render(&model, context)?;
-    params.grammar = params.grammar.or(prompt.call);
-    Ok(Job {
-        prompts: vec![prompt.tokens],
-        think: prompt.think,
-        tools: prompt.tools,
-        single_call,
-        model,
-        params,
-    })
+    let conversation = Conversation { messages, tools, tool_choice, options, ..Conversation::default() };
+    conversation.job(app, model, params, single_call)
 }
 
 fn read_tools(fields: &mut Fields) -> Result<Vec<Value>, ApiError> {

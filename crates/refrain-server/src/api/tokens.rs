@@ -2,7 +2,7 @@
 
 use super::chat::read_template_options;
 use super::conversation::{Conversation, read_messages, read_tools};
-use crate::app::{App, blocking};
+use crate::app::App;
 use crate::error::ApiError;
 use crate::fields::Fields;
 use axum::Json;
@@ -12,8 +12,7 @@ use serde_json::{Value, json};
 use std::sync::Arc;
 
 pub(crate) async fn tokenize(State(app): State<Arc<App>>, request: Request) -> Result<Json<Value>, ApiError> {
-    let body = app.json(request).await?;
-    blocking(move || read(&app, body)).await.map(Json)
+    app.read(request, read).await.map(Json)
 }
 
 /// A text, or a conversation as the chat template renders it. Blocks.
@@ -51,8 +50,7 @@ pub(crate) async fn detokenize(
     State(app): State<Arc<App>>,
     request: Request,
 ) -> Result<Json<Value>, ApiError> {
-    let body = app.json(request).await?;
-    blocking(move || {
+    app.read(request, |app, body| {
         let mut fields = Fields::body(body)?;
         let model = app.models.find(fields.string("model")?.as_deref())?;
         let tokens = fields.token_ids("tokens")?;
