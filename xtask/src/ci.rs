@@ -4,6 +4,7 @@ use crate::shell;
 use crate::shell::root;
 use crate::{cross, edges, models, nvrtc};
 use anyhow::Result;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 /// Runs all steps; the first failure ends the suite.
@@ -27,14 +28,6 @@ fn suite(steps: &mut Vec<(String, Duration)>, skipped: &mut Vec<String>) -> Resu
     } else {
         skipped.push("tests of the feature shared-data: ../shared/data does not exist".into());
     }
-    step("real models", &mut || {
-        match models::fetch()?.as_slice() {
-            [] => features.push("real-models"),
-            missing => skipped
-                .push(format!("tests of the feature real-models: {} not downloaded", missing.join(", "))),
-        }
-        Ok(())
-    })?;
     let mut nvrtc = None;
     step("NVRTC", &mut || {
         match nvrtc::library() {
@@ -53,25 +46,22 @@ fn suite(steps: &mut Vec<(String, Duration)>, skipped: &mut Vec<String>) -> Resu
     }
     skipped.push("tests of the feature gpu-tests: they need a GPU machine: cargo xtask gpu-bundle".into());
 
-    let flags = test_features(&features)?;
-    let mut test = vec!["test", "--workspace", "--profile", "ci"];
-    if !flags.is_empty() {
-        test.extend(["--features", &flags]);
-    }
-    step("tests", &mut || {
-        let mut command = shell::command("cargo", &test);
-        if let Some(library) = &nvrtc {
-            command.env("REFRAIN_NVRTC", library);
+    // Everything is built once: the program that downloads the models is the one under test.
+    features.push("real-models");
+    step("build", &mut || test(&features, &["--no-run"], nvrtc.as_deref()))?;
+    let refrain = root().join("target/ci/refrain").to_string_lossy().into_owned();
+    step("real models", &mut || {
+        let missing = models::fetch(&|arguments| shell::command(&refrain, arguments))?;
+        if !missing.is_empty() {
+            features.retain(|feature| *feature != "real-models");
+            let missing = missing.join(", ");
+            skipped.push(format!("tests of the feature real-models: {missing} not downloaded"));
         }
-        let status = command.status()?;
-        anyhow::ensure!(status.success(), "cargo {}: {status}", test.join(" "));
         Ok(())
     })?;
+    step("tests", &mut || test(&features, &[], nvrtc.as_deref()))?;
     step("docs", &mut || docs())?;
-    step("doctor on the simulated device", &mut || {
-        let refrain = ["run", "--quiet", "--profile", "ci", "--package", "refrain-cli", "--"];
-        shell::run("cargo", &[&refrain[..], &["doctor", "--device", "sim"]].concat())
-    })
+    step("doctor on the simulated device", &mut || shell::run(&refrain, &["doctor", "--device", "sim"]))
 }
 
 /// Runs the suite and prints the time of each step and the skipped tests.
@@ -86,6 +76,23 @@ pub(crate) fn run() -> Result<()> {
         println!("skipped: {reason}");
     }
     result
+}
+
+/// Runs `cargo test` for the workspace with these features of its crates.
+fn test(features: &[&str], arguments: &[&str], nvrtc: Option<&Path>) -> Result<()> {
+    let flags = test_features(features)?;
+    let mut line = vec!["test", "--workspace", "--profile", "ci"];
+    if !flags.is_empty() {
+        line.extend(["--features", &flags]);
+    }
+    line.extend(arguments);
+    let mut command = shell::command("cargo", &line);
+    if let Some(library) = nvrtc {
+        command.env("REFRAIN_NVRTC", library);
+    }
+    let status = command.status()?;
+    anyhow::ensure!(status.success(), "cargo {}: {status}", line.join(" "));
+    Ok(())
 }
 
 /// Returns `crate/feature` for every workspace crate that has one of these features.

