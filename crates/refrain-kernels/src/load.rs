@@ -265,7 +265,8 @@ impl Kernels {
         Ok(self.loaded.borrow().get(name).ok_or_else(unknown)?.clone())
     }
 
-    fn load_units(
+    /// Loads the kernels of these units; they are compiled side by side.
+    pub fn load_units(
         &self,
         units: &[KernelUnit],
         on_progress: &mut dyn FnMut(Compiling),

@@ -129,15 +129,20 @@ fn machine_code_is_compiled_once_and_a_damaged_or_read_only_cache_costs_only_tim
         KernelOrigin::Compiled { n_cached, n_compiled } => (n_cached, n_compiled),
         origin => panic!("{origin:?}"),
     };
+    // A few are enough: the next test compiles all.
+    let families = [KernelFamily::Copy, KernelFamily::Digest, KernelFamily::Norm];
+    let units: Vec<KernelUnit> =
+        KernelUnit::all().iter().filter(|unit| families.contains(&unit.family())).copied().collect();
     let load = |cache: &Path| {
         let kernels = open(cache);
         let mut progress = Vec::new();
-        kernels.load_all(&mut |event| progress.push(event)).unwrap_or_else(|e| panic!("{e}"));
-        assert_eq!(kernels.loaded().len(), KernelUnit::all().len());
+        kernels.load_units(&units, &mut |event| progress.push(event)).unwrap_or_else(|e| panic!("{e}"));
+        assert_eq!(kernels.loaded(), units);
         assert_eq!(progress.last().map_or(0, |event| event.n_done), n_compiled(&kernels).1);
         n_compiled(&kernels)
     };
-    let n = KernelUnit::all().len();
+    let n = units.len();
+    assert!(n >= families.len());
     assert_eq!(load(&cache), (0, n));
     assert_eq!(load(&cache), (n, 0));
 

@@ -3,11 +3,12 @@
 //! This finds wrong arithmetic, wrong indices and missing barriers without a GPU. Anything specific to a GPU
 //! (rounding of its functions, memory model, speed) is left to the GPU tests.
 
-use std::ffi::{CString, c_char};
+use std::ffi::{CString, OsStr, c_char};
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Condvar, Mutex, OnceLock, PoisonError};
 
 use refrain_driver::Device;
 use refrain_driver::api::DevicePtr;
@@ -18,8 +19,29 @@ use crate::bed::{Bed, Regions};
 
 type RunKernel = unsafe extern "C" fn(*const c_char, *const u32, *const u32, *const u8, *const usize) -> i32;
 
-/// The library keeps its state in globals, so launches run one at a time.
-static TURN: Mutex<()> = Mutex::new(());
+/// Copies of the library that no launch is using. A library keeps its state in globals, so each copy runs one launch
+/// at a time.
+struct Libraries {
+    idle: Mutex<Vec<RunKernel>>,
+    returned: Condvar,
+}
+
+impl Libraries {
+    fn run(&self, work: impl FnOnce(RunKernel) -> i32) -> i32 {
+        let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
+        let library = loop {
+            match idle.pop() {
+                Some(library) => break library,
+                None => idle = self.returned.wait(idle).unwrap_or_else(PoisonError::into_inner),
+            }
+        };
+        drop(idle);
+        let result = work(library);
+        self.idle.lock().unwrap_or_else(PoisonError::into_inner).push(library);
+        self.returned.notify_one();
+        result
+    }
+}
 
 /// A simulated device whose kernels are compiled for the host.
 pub fn bed() -> Bed {
@@ -28,32 +50,57 @@ pub fn bed() -> Bed {
 
 /// The same with other device options.
 pub fn bed_on(options: SimOptions) -> Bed {
-    let run = build();
+    let libraries = libraries();
     let sim = SimDriver::new(SimOptions { seed: 3, strict: false, ..options });
     let regions = Regions::default();
     for info in kernels() {
         let (regions, name) = (Regions::clone(&regions), CString::new(info.name.as_str()).unwrap());
         let params = info.params.clone();
-        sim.register(&info.name, &info.params, move |k| launch(k, run, &name, &params, &regions));
+        sim.register(&info.name, &info.params, move |k| launch(k, libraries, &name, &params, &regions));
     }
     Bed { regions, copies_all: true, ..Bed::new(Device::simulated(&sim).unwrap()) }
 }
 
-fn build() -> RunKernel {
-    static LIBRARY: Mutex<Option<&'static libloading::Library>> = Mutex::new(None);
-    let mut library = LIBRARY.lock().unwrap_or_else(PoisonError::into_inner);
-    let library = library.get_or_insert_with(|| {
+fn libraries() -> &'static Libraries {
+    static LIBRARIES: OnceLock<Libraries> = OnceLock::new();
+    LIBRARIES.get_or_init(|| {
         let folder = tempfile::tempdir().unwrap();
         let file = compile(folder.path());
-        // SAFETY: the library was just built from this folder's sources; its only initialisers register
-        // kernels.
-        Box::leak(Box::new(unsafe { libloading::Library::new(file) }.unwrap()))
-    });
-    // SAFETY: the function has this signature in fibers.cpp, and the library is never closed.
-    *unsafe { library.get::<RunKernel>(b"run_kernel\0") }.unwrap()
+        let n_copies = std::thread::available_parallelism().map_or(1, usize::from).min(8);
+        let idle = (0..n_copies).map(|i| {
+            // The loader gives each file globals of its own.
+            let copy = folder.path().join(format!("kernels-{i}.so"));
+            fs::copy(&file, &copy).unwrap();
+            // SAFETY: the library was just built from this folder's sources; its only initialisers register
+            // kernels.
+            let library: &libloading::Library =
+                Box::leak(Box::new(unsafe { libloading::Library::new(copy) }.unwrap()));
+            // SAFETY: the function has this signature in fibers.cpp, and the library is never closed.
+            *unsafe { library.get::<RunKernel>(b"run_kernel\0") }.unwrap()
+        });
+        Libraries { idle: Mutex::new(idle.collect()), returned: Condvar::new() }
+    })
 }
 
-fn compile(folder: &Path) -> std::path::PathBuf {
+/// Runs the C++ compiler.
+fn compiler(folder: &Path, arguments: &[&OsStr]) {
+    let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let output = Command::new("c++")
+        // No implicit contraction into fused operations.
+        .args(["-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-w"])
+        .arg("-I")
+        .arg(here.join("tests/host"))
+        .arg("-I")
+        .arg(here.join("cu"))
+        .arg("-I")
+        .arg(folder)
+        .args(arguments)
+        .output()
+        .expect("this test needs a C++ compiler called c++");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+fn compile(folder: &Path) -> PathBuf {
     let here = Path::new(env!("CARGO_MANIFEST_DIR"));
     let mut sources = vec![here.join("tests/host/fibers.cpp")];
     for (name, text) in generated_headers(GpuArch { major: 9, minor: 0 }) {
@@ -68,29 +115,32 @@ fn compile(folder: &Path) -> std::path::PathBuf {
         fs::write(&file, text).unwrap();
         sources.push(file);
     }
+    let objects: Vec<PathBuf> =
+        sources.iter().map(|source| folder.join(source.file_name().unwrap()).with_extension("o")).collect();
+    let next = AtomicUsize::new(0);
+    std::thread::scope(|scope| {
+        for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
+            scope.spawn(|| {
+                while let Some((source, object)) =
+                    sources.iter().zip(&objects).nth(next.fetch_add(1, Ordering::Relaxed))
+                {
+                    let (c, o) = (OsStr::new("-c"), OsStr::new("-o"));
+                    compiler(folder, &[c, source.as_os_str(), o, object.as_os_str()]);
+                }
+            });
+        }
+    });
     let library = folder.join("kernels.so");
-    let output = Command::new("c++")
-        // No implicit contraction into fused operations.
-        .args(["-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared", "-w"])
-        .arg("-I")
-        .arg(here.join("tests/host"))
-        .arg("-I")
-        .arg(here.join("cu"))
-        .arg("-I")
-        .arg(folder)
-        .args(&sources)
-        .arg("-o")
-        .arg(&library)
-        .output()
-        .expect("this test needs a C++ compiler called c++");
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let mut arguments = vec![OsStr::new("-shared"), OsStr::new("-o"), library.as_os_str()];
+    arguments.extend(objects.iter().map(|object| object.as_os_str()));
+    compiler(folder, &arguments);
     library
 }
 
 /// Copies device memory to the host, runs the kernel there, and copies the memory back.
 fn launch(
     k: &mut SimKernel<'_>,
-    run: RunKernel,
+    libraries: &Libraries,
     name: &CString,
     sizes: &[usize],
     regions: &Regions,
@@ -135,13 +185,13 @@ fn launch(
         }
     }
     let (grid, block) = (k.config().grid, k.config().block);
-    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     // SAFETY: parameters are at the given offsets, with the sizes that the launchers list and the compiler
     // checked. Pointers among them refer to `copies`, which outlive the call. A kernel that accesses memory
     // outside its buffers does so here too: the pools have guard zones around each buffer, and this is a
     // test.
-    let result =
-        unsafe { run(name.as_ptr(), grid.as_ptr(), block.as_ptr(), params.as_ptr(), offsets.as_ptr()) };
+    let result = libraries.run(|run| unsafe {
+        run(name.as_ptr(), grid.as_ptr(), block.as_ptr(), params.as_ptr(), offsets.as_ptr())
+    });
     assert_eq!(result, 0, "no kernel {name:?}");
     for (&(at, n), copy) in regions.iter().zip(&copies) {
         k.write(DevicePtr(at), &bytemuck::cast_slice::<u128, u8>(copy)[..n as usize])?;
