@@ -7,9 +7,10 @@ use std::time::Duration;
 
 use refrain_driver::{Device, DeviceKind, Worker};
 use refrain_graph::{
-    Backend, ByteEdit, Collected, CommittedStep, CompileError, Fusion, Graph, GroupQuery, Io, Plan,
+    Backend, ByteEdit, Collected, CommittedStep, CompileError, Fusion, Graph, GroupQuery, Io, LateRows, Plan,
     PlanOptions, Query, Ran, Run, RunError, SlotLayout, State, StateEdit, StateId, StatePart, StepQueue,
-    Support, Weight, collect_stepwise, finish_stepwise, queue_stepwise, send_stepwise, take_stepwise,
+    Support, Weight, collect_stepwise, finish_stepwise, queue_stepwise, send_stepwise, supply_stepwise,
+    take_stepwise,
 };
 use refrain_kernels::packed_bytes;
 use refrain_tensor::{DType, HostTensor};
@@ -51,6 +52,8 @@ pub struct CudaBackend {
     pub(crate) running: Option<u64>,
     /// Whether state edits may still be waiting for steps of that run.
     pub(crate) has_deferred_edits: bool,
+    /// Whether the body of a step of that run may be in flight without its choice.
+    pub(crate) may_have_body: bool,
     pub(crate) control_pool: ControlPool,
 }
 
@@ -81,6 +84,8 @@ pub struct CudaCompiled {
     plan: Arc<Plan>,
     /// Rows whose choices become their next inputs on the device.
     n_fed_rows: usize,
+    /// Whether its steps wait for masks.
+    has_masks: bool,
     retired: Arc<Mutex<Vec<ProgramId>>>,
 }
 
@@ -166,6 +171,7 @@ impl CudaBackend {
             pump,
             running: None,
             has_deferred_edits: false,
+            may_have_body: false,
             control_pool: ControlPool::default(),
         })
     }
@@ -460,8 +466,10 @@ impl Backend for CudaBackend {
             | CudaError::Kernels(_)
             | CudaError::TooFewCases { .. }) => CompileError::Backend { backend, source: Arc::new(error) },
         })?;
-        let n_fed_rows = feed::feedback(&plan).map_or(0, |feedback| feedback.n_rows);
-        Ok(CudaCompiled { id, plan, n_fed_rows, retired: Arc::clone(&self.retired) })
+        let feedback = feed::feedback(&plan);
+        let n_fed_rows = feedback.map_or(0, |feedback| feedback.n_rows);
+        let has_masks = feedback.is_some_and(|feedback| feedback.mask.is_some());
+        Ok(CudaCompiled { id, plan, n_fed_rows, has_masks, retired: Arc::clone(&self.retired) })
     }
 
     fn plan<'c>(&self, compiled: &'c CudaCompiled) -> &'c Plan {
@@ -542,6 +550,7 @@ impl Backend for CudaBackend {
         let most = match compiled.n_fed_rows {
             _ if self.options.profile => 1,
             0 => 1,
+            _ if compiled.has_masks => feed::MAX_AHEAD_WITH_MASKS,
             1 => feed::MAX_AHEAD,
             _ => feed::MAX_AHEAD_OF_ROWS,
         };
@@ -562,6 +571,20 @@ impl Backend for CudaBackend {
         self.fetched.clear();
         self.check_io(compiled, weights, states, run.control())?;
         self.send_ahead(compiled, run, n).map_err(self.run_error("a step launched ahead"))
+    }
+
+    fn supply(
+        &mut self,
+        compiled: &mut CudaCompiled,
+        weights: &CudaWeights,
+        states: &mut CudaStates,
+        run: &mut Run,
+        late: LateRows,
+    ) -> Result<(), RunError> {
+        match compiled.n_fed_rows {
+            0 => supply_stepwise(self, compiled, weights, states, run, &late),
+            _ => self.supply_ahead(run, late).map_err(self.run_error("a step launched ahead")),
+        }
     }
 
     fn take(&mut self, compiled: &mut CudaCompiled, run: &mut Run) -> Result<CommittedStep, RunError> {

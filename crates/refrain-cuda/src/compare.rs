@@ -14,6 +14,7 @@ use crate::device_model::{DeviceModel, ProgramId};
 use crate::error::CudaError;
 use crate::feed::{RING_ENTRIES, payload_bytes};
 use crate::resident::ResidentMemory;
+use crate::states;
 use crate::verify::{LiveRing, LiveStep, VerifyError, compare_live};
 use crate::warm::WarmPlan;
 
@@ -45,17 +46,19 @@ impl DeviceModel {
 
     /// Runs the next decode step both ways. `None` means that there is no graph to compare and that the step
     /// still has to be launched.
-    pub(crate) fn send_compared(&mut self, id: ProgramId) -> Result<Option<Ran>, CudaError> {
+    pub(crate) fn send_compared(&mut self, id: ProgramId, part: usize) -> Result<Option<Ran>, CudaError> {
         let (Some(program), Some(resident)) = (self.programs.get(&id), &mut self.resident) else {
             return Err(DeviceModel::gone());
         };
-        let (Some((segment, warm)), Some(followed)) = (program.only_segment(), &self.followed) else {
+        let (Some((segment, warm)), Some(followed)) = (program.device_part(part), &self.followed) else {
             return Ok(None);
         };
         let Some(feedback) = program.feedback else { return Ok(None) };
-        let step = live_step(&program.plan, segment, warm, resident, Some((&feedback, followed.control())))
+        let fed =
+            Fed { feedback: &feedback, control: followed.control(), commits: part + 1 == program.n_parts() };
+        let step = live_step(&program.plan, segment, warm, resident, Some(fed))
             .map_err(CudaError::driver("preparing a comparison"))?;
-        self.compare(id, step)
+        self.compare(id, part, step)
     }
 
     /// Runs a queued step both ways; its control block is already in place. `None` as for
@@ -68,15 +71,15 @@ impl DeviceModel {
         let mut step = live_step(&program.plan, segment, warm, resident, None)
             .map_err(CudaError::driver("preparing a comparison"))?;
         step.digests = Some((self.digester.clone(), resident.scratch));
-        self.compare(id, step)
+        self.compare(id, 0, step)
     }
 
-    fn compare(&mut self, id: ProgramId, step: LiveStep) -> Result<Option<Ran>, CudaError> {
+    fn compare(&mut self, id: ProgramId, part: usize, step: LiveStep) -> Result<Option<Ran>, CudaError> {
         let (Some(program), Some(resident)) = (self.programs.get(&id), &mut self.resident) else {
             return Err(DeviceModel::gone());
         };
-        let Some((_, warm)) = program.only_segment() else { return Ok(None) };
-        let key = (id, 0);
+        let Some((_, warm)) = program.device_part(part) else { return Ok(None) };
+        let key = (id, part);
         let Some(graph) = self.cache.graph(&key) else { return Ok(None) };
         self.states_are_zero = false;
         let began = Instant::now();
@@ -90,7 +93,8 @@ impl DeviceModel {
             Ok(()) => None,
             Err(error @ VerifyError::Mismatch { .. }) => Some(error),
         };
-        self.compared.n_steps += 1;
+        // A step in two parts counts once, with its last.
+        self.compared.n_steps += u64::from(part + 1 == program.n_parts());
         self.compared.took += began.elapsed();
         let Some(error) = error else { return Ok(Some(Ran::REPLAYED)) };
         self.compared.n_mismatches += 1;
@@ -103,6 +107,16 @@ impl DeviceModel {
     }
 }
 
+/// A step that feeds itself, or a part of one.
+#[derive(Clone, Copy)]
+struct Fed<'a> {
+    feedback: &'a Feedback,
+    /// The control block as the host knows it.
+    control: &'a [u8],
+    /// Whether this part ends with the commit.
+    commits: bool,
+}
+
 /// The current step's inputs that have to be restored and the results to compare. A step that feeds itself
 /// comes with the control block as the host knows it.
 fn live_step(
@@ -110,10 +124,13 @@ fn live_step(
     segment: &Segment,
     warm: &WarmPlan,
     resident: &ResidentMemory,
-    fed: Option<(&Feedback, &[u8])>,
+    fed: Option<Fed<'_>>,
 ) -> Result<LiveStep, DriverError> {
     let mut step = LiveStep { inputs: Vec::new(), ring: None, results: Vec::new(), digests: None };
-    if let Some((feedback, _)) = fed {
+    for (buffer, _) in states::live_in(plan, segment) {
+        step.inputs.push(resident.buffer(plan, buffer)?);
+    }
+    if let Some(Fed { feedback, commits: true, .. }) = fed {
         let feed = resident.feed_of(feedback.n_rows)?;
         step.inputs.extend([feed, resident.control]);
         let unreported = (feed.slice(0, 8)?, UNREPORTED);
@@ -129,13 +146,13 @@ fn live_step(
         match resident.state(id.idx()).kind {
             // A row is written before it is read, so nothing has to be restored.
             StateKind::Paged => {
-                if let Some((_, control)) = fed {
+                if let Some(Fed { control, .. }) = fed {
                     step.results.extend(written_blocks(plan, resident, id.idx(), control)?);
                 }
             }
             // A step reads one slot of the pair and writes the other.
             StateKind::Slots => {
-                if let Some((_, control)) = fed {
+                if let Some(Fed { control, .. }) = fed {
                     step.results.extend(written_slots(plan, resident, id.idx(), control)?);
                 }
             }

@@ -64,12 +64,23 @@ impl CudaProgram {
         self.lowered.as_ref().map_or(&[], |lowered| &lowered.parts)
     }
 
+    /// Number of parts, each one recordable segment or one host step.
+    pub(crate) fn n_parts(&self) -> usize {
+        self.parts().len()
+    }
+
+    /// Launches of a part of a program without host steps.
+    pub(crate) fn device_part(&self, part: usize) -> Option<(&Segment, &WarmPlan)> {
+        let is_device = |part: &ProgramPart| matches!(part, ProgramPart::Device { .. });
+        match self.parts().get(part).filter(|_| self.parts().iter().all(is_device))? {
+            ProgramPart::Device { segment, warm } => Some((segment, warm)),
+            ProgramPart::Host { .. } => None,
+        }
+    }
+
     /// Launches of a program that consists of one segment.
     pub(crate) fn only_segment(&self) -> Option<(&Segment, &WarmPlan)> {
-        match self.parts() {
-            [ProgramPart::Device { segment, warm }] => Some((segment, warm)),
-            _ => None,
-        }
+        self.device_part(0).filter(|_| self.n_parts() == 1)
     }
 
     /// Launches over the current memory, or the reason why there are none.
@@ -352,7 +363,7 @@ impl DeviceModel {
             let because = "one has steps in flight and must be finished first".to_owned();
             return Err(CudaError::Mismatch { what: "runs", because });
         }
-        self.drain()
+        self.drain().map(drop)
     }
 
     /// Location of part of a state.
@@ -498,20 +509,24 @@ impl DeviceModel {
             blas: self.supplies.products.blas.as_ref(),
             areas: tasks.areas.place(resident.scratch).map_err(CudaError::driver("placing workspaces"))?,
         };
-        let one = plan.segments().iter().filter(|s| s.kind == SegmentKind::Recordable).count() <= 1;
+        let is_recordable = |s: &&Segment| s.kind == SegmentKind::Recordable;
+        let one = plan.segments().iter().filter(is_recordable).count() <= 1;
         let mut parts = Vec::with_capacity(plan.segments().len());
         for (idx, segment) in plan.segments().iter().enumerate() {
             if segment.kind != SegmentKind::Recordable {
                 segment.steps.clone().for_each(|step| parts.push(ProgramPart::Host { step }));
                 continue;
             }
-            let name = match one {
-                true => format!("step of {}", tokens(plan)),
-                false => format!("step of {}, segment {idx}", tokens(plan)),
+            let is_last = idx + 1 == plan.segments().len();
+            let name = match (one, feedback) {
+                (true, _) => format!("step of {}", tokens(plan)),
+                (false, None) => format!("step of {}, segment {idx}", tokens(plan)),
+                (false, Some(_)) if is_last => format!("step of {}, its choice", tokens(plan)),
+                (false, Some(_)) => format!("step of {}, its body", tokens(plan)),
             };
             let mut warm = WarmPlan::new(&name, &resident.space);
             lowering.push(&tasks.segments[idx], &mut warm)?;
-            if let Some(feedback) = feedback {
+            if let Some(feedback) = feedback.filter(|_| is_last) {
                 feed::push_commit(&self.supplies.kernels, plan, resident, feedback, &mut warm)?;
             }
             if !warm.work().is_empty() {
@@ -748,6 +763,17 @@ impl DeviceModel {
     /// Enqueues one step; it counts as replayed if every recordable segment was. Host steps read `control`. A
     /// program without launches for the current memory is an error, not an empty step.
     pub(crate) fn enqueue(&mut self, id: ProgramId, control: &[u8]) -> Result<Ran, CudaError> {
+        let n_parts = self.programs.get(&id).map_or(0, CudaProgram::n_parts);
+        self.enqueue_parts(id, control, 0..n_parts)
+    }
+
+    /// Enqueues some parts of a step, like [`DeviceModel::enqueue`].
+    pub(crate) fn enqueue_parts(
+        &mut self,
+        id: ProgramId,
+        control: &[u8],
+        range: Range<usize>,
+    ) -> Result<Ran, CudaError> {
         self.states_are_zero = false;
         let Some(program) = self.programs.get(&id) else { return Err(DeviceModel::gone()) };
         program.lowered()?;
@@ -759,15 +785,17 @@ impl DeviceModel {
                     ProgramPart::Device { warm, .. } => warm.work().len(),
                     ProgramPart::Host { .. } => 0,
                 };
-                let n_launches = parts.iter().map(launches).sum();
-                self.profile.begin_step(program.plan.bounds().n_tokens(), n_launches);
+                if range.start == 0 {
+                    let n_launches = parts.iter().map(launches).sum();
+                    self.profile.begin_step(program.plan.bounds().n_tokens(), n_launches);
+                }
                 Moved::of(&program.plan, resident, control).map_err(CudaError::driver("counting bytes"))?
             }
             false => Moved::default(),
         };
         let mut not_replayed = None;
         let (mut n_launches, mut n_host_steps) = (0, 0);
-        for (idx, part) in parts.iter().enumerate() {
+        for (idx, part) in parts.iter().enumerate().take(range.end).skip(range.start) {
             let reason = match part {
                 ProgramPart::Device { warm, .. } if self.options.profile => {
                     if self.options.graphs.mode == GraphMode::Require {

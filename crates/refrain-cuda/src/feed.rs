@@ -26,6 +26,9 @@ pub(crate) const RING_ENTRIES: u32 = 64;
 pub(crate) const MAX_AHEAD: usize = RING_ENTRIES as usize / 2;
 /// Maximum number of steps of several rows in flight: a sequence that joins waits for them.
 pub(crate) const MAX_AHEAD_OF_ROWS: usize = 4;
+/// Maximum number of steps with masks in flight: while the masks of one are computed, its body runs, and the next one is
+/// launched together with its choice.
+pub(crate) const MAX_AHEAD_WITH_MASKS: usize = 2;
 /// Maximum number of rows that feed themselves.
 pub(crate) const MAX_ROWS: usize = 512;
 /// Bytes of the ring.
@@ -61,6 +64,12 @@ impl FeedLayout {
         FeedLayout::STATES + size_of::<CommitState>() * row
     }
 
+    /// Word of the control region that holds a row, in a region whose control block starts at `FEED_BYTES`.
+    pub(crate) const fn hold_word(self, row: usize) -> usize {
+        let hold = std::mem::offset_of!(CommitState, hold);
+        (FEED_BYTES as usize - self.bytes() + self.state(row) + hold) / 4
+    }
+
     /// End ids of the same rank are contiguous, so that neighbouring rows read neighbouring words.
     const fn end(self, row: usize, idx: usize) -> usize {
         self.ends() + 4 * (idx * self.n_rows + row)
@@ -92,10 +101,11 @@ pub(crate) const fn payload_bytes(n_rows: usize) -> usize {
     n_rows * size_of::<CommitEntry>()
 }
 
-/// Feedback of a plan that runs entirely on the device, in one segment.
+/// Feedback of a plan that runs entirely on the device: in one segment, or in two if its choices need masks.
 pub(crate) fn feedback(plan: &Plan) -> Option<Feedback> {
     let on_device = plan.segments().iter().all(|s| s.kind == SegmentKind::Recordable);
-    Feedback::of(plan).filter(|f| f.n_rows <= MAX_ROWS && on_device && plan.segments().len() == 1)
+    let n_parts = |f: &Feedback| 1 + usize::from(f.mask.is_some());
+    Feedback::of(plan).filter(|f| f.n_rows <= MAX_ROWS && on_device && plan.segments().len() == n_parts(f))
 }
 
 /// Initial state of a row. Padding starts as ended.
@@ -110,7 +120,7 @@ pub(crate) fn commit_state(limits: Option<&RowLimits>) -> CommitState {
         history_next: word(limits.history_next),
         bias_until: limits.lapsing.map_or(0, |lapsing| lapsing.until),
         n_bias_kept: limits.lapsing.map_or(0, |lapsing| word(lapsing.n_kept)),
-        unused: 0,
+        hold: 0,
     }
 }
 

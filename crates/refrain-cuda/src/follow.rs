@@ -8,8 +8,10 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
+use refrain_driver::DriverError;
 use refrain_graph::{
-    ByteEdit, Committed, CommittedStep, Feedback, OutOfBounds, Ran, RowLimits, Run, StepFlags,
+    ByteEdit, Committed, CommittedStep, Feedback, Field, LateRows, OutOfBounds, Ran, RowLimits, Run,
+    StepFlags,
 };
 use refrain_kernels::{CommitEntry, Edits};
 
@@ -37,6 +39,10 @@ pub(crate) struct Followed {
     control: Vec<u8>,
     /// Requested steps and edits that have not been launched, in order.
     requested: VecDeque<RequestedSteps>,
+    /// How the body of the step ran that still needs its masks, in a run with masks.
+    body: Option<Ran>,
+    /// Masks of the next steps, in order.
+    late: VecDeque<LateRows>,
 }
 
 /// Steps to launch, and edits to apply before them.
@@ -64,15 +70,45 @@ impl Followed {
         }
     }
 
-    /// Accounts for a launched step.
-    fn advance(&mut self) {
+    /// Accounts for a launched step, which some rows sat out.
+    fn advance(&mut self, held: &[usize]) {
         let words = self.control.get_mut(self.feedback.positions.range()).unwrap_or_default();
-        for word in words.as_chunks_mut::<4>().0 {
+        for (row, word) in words.as_chunks_mut::<4>().0.iter_mut().enumerate() {
             let position = i32::from_le_bytes(*word);
-            *word = if position < 0 { position } else { position.saturating_add(1) }.to_le_bytes();
+            let is_over = position < 0 || held.contains(&row);
+            *word = if is_over { position } else { position.saturating_add(1) }.to_le_bytes();
         }
     }
+
+    /// Writes masks into the control block; returns the fields to upload.
+    fn set_masks(&mut self, masks: &[(usize, Vec<u32>)]) -> Vec<Field> {
+        let Some(all) = self.feedback.mask else { return Vec::new() };
+        let mut fields: Vec<Field> = Vec::new();
+        for (row, bits) in masks {
+            let field = all.row(self.feedback.n_rows, *row);
+            field.put(&mut self.control, bits);
+            fields.push(field);
+        }
+        fields.sort_unstable_by_key(|field| field.offset);
+        let mut joined: Vec<Field> = Vec::new();
+        for field in fields {
+            match joined.last_mut() {
+                Some(last) if last.range().end == field.offset => last.len += field.len,
+                _ => joined.push(field),
+            }
+        }
+        if let [first, .., last] = joined[..]
+            && joined.len() > MAX_PIECES
+        {
+            // The rows between them keep their masks, which the host knows too.
+            joined = vec![Field { offset: first.offset, len: (last.range().end - first.offset) / 4 }];
+        }
+        joined
+    }
 }
+
+/// Maximum number of separate uploads of masks: each needs a pinned slot of its own.
+const MAX_PIECES: usize = 2;
 
 impl DeviceModel {
     /// Uploads the first step's inputs.
@@ -89,7 +125,8 @@ impl DeviceModel {
         self.pump.restart(feedback.n_rows).map_err(CudaError::driver("beginning a run"))?;
         let sent = resident.send_control(&mut self.stream, Some(header), &control);
         sent.map_err(CudaError::driver("uploading the control block"))?;
-        self.followed = Some(Followed { id, feedback, control, requested: VecDeque::new() });
+        let (requested, late) = (VecDeque::new(), VecDeque::new());
+        self.followed = Some(Followed { id, feedback, control, requested, body: None, late });
         Ok(())
     }
 
@@ -108,21 +145,60 @@ impl DeviceModel {
         Ok(())
     }
 
-    /// Launches the next step, whose inputs are already on the device.
+    /// Launches the next step, whose inputs are already on the device. In a run with masks, launches only its body.
     fn send_next(&mut self) -> Result<Ran, CudaError> {
-        let Some(id) = self.followed.as_ref().map(|followed| followed.id) else {
-            return Err(DeviceModel::gone());
-        };
+        self.n_decoded += 1;
+        match self.followed.as_ref().is_some_and(|followed| followed.feedback.mask.is_some()) {
+            true => self.send_part(BODY),
+            false => self.send_last_part(BODY, &[]),
+        }
+    }
+
+    /// Uploads the masks of the step whose body was launched, and launches its choice.
+    fn send_choice(&mut self, body: Ran, late: &LateRows) -> Result<Ran, CudaError> {
+        self.upload_masks(late).map_err(CudaError::driver("uploading masks"))?;
+        Ok(body.then(self.send_last_part(CHOICE, &late.held)?))
+    }
+
+    /// Launches the part of a step that commits it.
+    fn send_last_part(&mut self, part: usize, held: &[usize]) -> Result<Ran, CudaError> {
         if !self.pump.reserve() {
             return Err(CudaError::Mismatch { what: "runs", because: "the ring is full".into() });
         }
-        self.n_decoded += 1;
-        let compared = if self.is_comparison_due() { self.send_compared(id)? } else { None };
-        let ran = compared.map_or_else(|| self.enqueue(id, &[]), Ok)?;
+        let ran = self.send_part(part)?;
         if let Some(followed) = &mut self.followed {
-            followed.advance();
+            followed.advance(held);
         }
         Ok(ran)
+    }
+
+    fn send_part(&mut self, part: usize) -> Result<Ran, CudaError> {
+        let Some(id) = self.followed.as_ref().map(|followed| followed.id) else {
+            return Err(DeviceModel::gone());
+        };
+        let compared = if self.is_comparison_due() { self.send_compared(id, part)? } else { None };
+        compared.map_or_else(|| self.enqueue_parts(id, &[], part..part + 1), Ok)
+    }
+
+    fn upload_masks(&mut self, late: &LateRows) -> Result<(), DriverError> {
+        let (Some(followed), Some(resident)) = (&mut self.followed, &mut self.resident) else {
+            return Ok(());
+        };
+        for field in followed.set_masks(&late.masks) {
+            let to = resident.control.slice(field.offset as u64, 4 * field.len as u64)?;
+            let bytes = followed.control.get(field.range()).unwrap_or_default();
+            self.stream.stage(&mut resident.lease, &mut resident.staging, to, bytes)?;
+        }
+        let lowered = self.programs.get(&followed.id).and_then(|program| program.lowered().ok());
+        if let (Some(launch), false) =
+            (lowered.and_then(|lowered| lowered.edit.as_ref()), late.held.is_empty())
+        {
+            let layout = FeedLayout { n_rows: followed.feedback.n_rows };
+            let mut edits = Edits::default();
+            late.held.iter().for_each(|row| edits.push(layout.hold_word(*row) as u32, &[1]));
+            resident.send_edits(&mut self.stream, launch, &edits)?;
+        }
+        Ok(())
     }
 
     /// Runs a single step as a run of its own.
@@ -139,7 +215,11 @@ impl DeviceModel {
         let rows = vec![(commit_state(Some(&limits)), &[][..]); feedback.n_rows];
         let header = FeedLayout { n_rows: feedback.n_rows }.header(0, &rows);
         self.begin(id, &header, control.to_vec())?;
-        let sent = self.send_next();
+        let sent = self.send_next().and_then(|ran| match feedback.mask {
+            // Its masks are in the control block.
+            Some(_) => self.send_choice(ran, &LateRows::default()),
+            None => Ok(ran),
+        });
         // The run is over even on an error: no step follows.
         self.followed = None;
         let ran = sent?;
@@ -162,6 +242,31 @@ impl DeviceModel {
         self.send_requested();
     }
 
+    /// Takes the masks of the oldest step without them, and launches what waits for them.
+    fn supply(&mut self, late: LateRows) {
+        if let Some(followed) = &mut self.followed {
+            followed.late.push_back(late);
+        }
+        self.send_requested();
+    }
+
+    /// Launches the choice of the step whose body was launched, if its masks are there. Returns whether the next step
+    /// may be launched.
+    fn send_supplied(&mut self) -> bool {
+        let Some(followed) = &mut self.followed else { return false };
+        let Some(body) = followed.body.clone() else { return true };
+        if self.pump.is_stopped() {
+            return false;
+        }
+        let Some(late) = followed.late.pop_front() else { return false };
+        followed.body = None;
+        match self.send_choice(body, &late) {
+            Ok(ran) => self.pump.sent(ran),
+            Err(error) => self.pump.fail(error, true),
+        }
+        true
+    }
+
     /// Defers state edits until the requested steps are launched; returns them if there are none.
     pub(crate) fn defer_state_edits(
         &mut self,
@@ -180,7 +285,8 @@ impl DeviceModel {
     /// be compared both write to the ring, so they wait until all earlier steps are collected; the caller
     /// that collects the last one requests the remaining steps. Edits keep their position among the steps.
     fn send_requested(&mut self) {
-        while let Some(followed) = &mut self.followed {
+        while self.send_supplied() {
+            let Some(followed) = &mut self.followed else { return };
             let id = followed.id;
             let Some(requested) = followed.requested.front_mut() else { return };
             if requested.n_steps == 0 && requested.states.is_empty() {
@@ -208,13 +314,14 @@ impl DeviceModel {
             if uses_ring && self.pump.n_pending() > 0 {
                 return;
             }
-            match self.send_next() {
+            let sent = self.send_next();
+            let Some(followed) = &mut self.followed else { return };
+            match sent {
+                Ok(ran) if followed.feedback.mask.is_some() => followed.body = Some(ran),
                 Ok(ran) => self.pump.sent(ran),
                 Err(error) => return self.pump.fail(error, true),
             }
-            if let Some(requested) =
-                self.followed.as_mut().and_then(|followed| followed.requested.front_mut())
-            {
+            if let Some(requested) = followed.requested.front_mut() {
                 requested.n_steps -= 1;
             }
         }
@@ -235,18 +342,24 @@ impl DeviceModel {
     }
 
     /// Waits for all launched steps. Requested steps are not launched, but state edits among them are
-    /// applied.
-    pub(crate) fn drain(&mut self) -> Result<(), CudaError> {
-        let requested = self.followed.take().map(|followed| followed.requested).unwrap_or_default();
+    /// applied. Returns whether the body of a step was launched for nothing.
+    pub(crate) fn drain(&mut self) -> Result<bool, CudaError> {
+        let followed = self.followed.take();
+        let has_body = followed.as_ref().is_some_and(|followed| followed.body.is_some());
+        let requested = followed.map(|followed| followed.requested).unwrap_or_default();
         let mut requested = requested.iter().filter(|requested| !requested.states.is_empty());
         let edited = requested.try_for_each(|requested| self.enqueue_state_edits(&requested.states));
         self.stream.synchronize().map_err(CudaError::driver(DRAIN))?;
         self.pump.discard();
-        edited
+        edited.map(|()| has_body)
     }
 }
 
 const STEP: &str = "a step launched ahead";
+
+/// Parts of a step with masks: up to the logits, and the choice. Another step has one part.
+const BODY: usize = 0;
+const CHOICE: usize = 1;
 
 impl CudaBackend {
     /// Has `n` more steps of a run launched, without waiting for that.
@@ -266,6 +379,7 @@ impl CudaBackend {
             self.finish_ahead(0)?;
             self.pump.reset();
             self.running = Some(run.id());
+            self.may_have_body = run.is_late();
         }
         run.sent(n);
         if let Err(error) = checked {
@@ -296,11 +410,24 @@ impl CudaBackend {
         Ok(())
     }
 
+    /// Gives the oldest step without masks its masks and has the rest of it launched, without waiting for that.
+    pub(crate) fn supply_ahead(&mut self, run: &mut Run, late: LateRows) -> Result<(), CudaError> {
+        if self.running != Some(run.id()) || !run.may_supply() {
+            let because = "no step of it waits for masks".to_owned();
+            return Err(CudaError::Mismatch { what: "runs", because });
+        }
+        run.supply(&late);
+        self.post(SEND, move |m| m.supply(late))
+    }
+
     /// Waits for the oldest uncollected step, polling the ring directly.
     pub(crate) fn take_ahead(&mut self, run: &mut Run) -> Result<CommittedStep, CudaError> {
         let ended = |because: &str| CudaError::Mismatch { what: "runs", because: because.to_owned() };
         if self.running != Some(run.id()) {
             return Err(ended("none has started"));
+        }
+        if run.awaits_masks() {
+            return Err(ended("its oldest step waits for masks"));
         }
         let mut began = Instant::now();
         let (mut next_check, mut interval) = (FIRST_CHECK, FIRST_CHECK);
@@ -352,13 +479,16 @@ impl CudaBackend {
         }
         // A failed step may have left a ring entry that is never written.
         let is_quiet = self.pump.is_idle() && self.pump.n_pending() == 0 && self.pump.n_sent() == n_taken;
-        if !is_quiet || std::mem::take(&mut self.has_deferred_edits) {
+        let mut has_body = false;
+        let (may_have_body, has_edits) =
+            (std::mem::take(&mut self.may_have_body), std::mem::take(&mut self.has_deferred_edits));
+        if !is_quiet || has_edits || may_have_body {
             self.pump.stop();
-            self.call(DRAIN, self.options.step_limit, DeviceModel::drain)?;
+            has_body = self.call(DRAIN, self.options.step_limit, DeviceModel::drain)?;
         }
         match self.pump.take_failure() {
             Some(error) => Err(error),
-            None => Ok(self.pump.n_sent().saturating_sub(n_taken) as usize),
+            None => Ok(self.pump.n_sent().saturating_sub(n_taken) as usize + usize::from(has_body)),
         }
     }
 }

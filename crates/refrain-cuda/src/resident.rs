@@ -24,8 +24,9 @@ pub use upload::Upload;
 
 /// Alignment of everything that kernels read from its start.
 const ALIGN: u64 = 256;
-/// Pinned slots for control blocks in transit, which bounds the steps in flight.
-const CONTROL_SLOTS: usize = MAX_QUEUED + 1;
+/// Pinned slots for control blocks, edits and masks in transit, which bounds the steps in flight: a step with masks may
+/// send two pieces of them and two edits.
+const CONTROL_SLOTS: usize = MAX_QUEUED + 3;
 /// Bytes of pinned memory into which kernels write a step's small results, so that reading them takes no
 /// copy.
 const RESULT_BYTES: u64 = 4096;

@@ -7,8 +7,8 @@
 
 use refrain_driver::Buf;
 use refrain_graph::{
-    ADAM_PARAMS, AdamParam, AdamW, Feedback, Field, Op, PagedBound, Place, Plan, SAMPLE_PARAMS, SampleParam,
-    Segment, SlotBound, StateKind, TrainOp,
+    ADAM_PARAMS, AdamParam, AdamW, Feedback, Field, Op, PagedBound, Place, Plan, SAMPLE_PARAMS, Sample,
+    SampleParam, Segment, SlotBound, StateKind, TrainOp,
 };
 use refrain_kernels::{CommitState, Digester};
 use refrain_tensor::DType;
@@ -104,7 +104,7 @@ pub(crate) fn check(
 }
 
 /// Arena buffers that the segment reads before it writes them, with the dtype of that read.
-fn live_in(plan: &Plan, segment: &Segment) -> Vec<(refrain_graph::BufferId, DType)> {
+pub(crate) fn live_in(plan: &Plan, segment: &Segment) -> Vec<(refrain_graph::BufferId, DType)> {
     let mut written = vec![false; plan.buffers().len()];
     let mut found: Vec<(refrain_graph::BufferId, DType)> = Vec::new();
     for step in &plan.steps()[segment.steps.clone()] {
@@ -164,7 +164,7 @@ fn control_block(plan: &Plan, n_scratch: usize, case: usize, rng: &mut Random) -
             let values: Vec<u32> = (0..seeds.len).map(|_| rng.next()).collect();
             seeds.put(&mut block, &values);
         }
-        if let Some(mask) = field(6).filter(|_| sample.masked) {
+        if let Some(mask) = field(Sample::MASK).filter(|_| sample.masked) {
             // About half of the tokens, and never none.
             let values: Vec<u32> = (0..mask.len).map(|_| rng.next() | 1).collect();
             mask.put(&mut block, &values);
@@ -337,7 +337,7 @@ fn run_state(feedback: &Feedback, case: usize) -> Vec<u8> {
             history_next,
             bias_until: u32::from((row + case).is_multiple_of(2)),
             n_bias_kept: (row % 4) as u32,
-            unused: 0,
+            hold: u32::from(case == 1 && row % 7 == 3),
         };
         (state, &[1, 2][..])
     };

@@ -303,3 +303,77 @@ mod on_a_gpu {
         many_join_at_once(&gpu());
     }
 }
+
+/// The mask of a text's choice at a position: about two thirds of the tokens, others each time.
+fn mask_at(idx: usize, position: usize) -> Vec<u32> {
+    let bit = |token: usize| u32::from((token * 5 + idx * 3 + position * 7) % 11 < 7);
+    (0..4).map(|word| (0..32).map(|i| bit(32 * word + i) << i).sum()).collect()
+}
+
+/// Sets the masks of every other text, some of which are late.
+fn set_masks(texts: &mut [Text], idxs: &[usize], mut is_late: impl FnMut(usize) -> bool) {
+    for (text, &idx) in texts.iter_mut().zip(idxs).filter(|(_, idx)| **idx % 2 == 1) {
+        text.row.is_late = is_late(idx);
+        let mask = mask_at(idx, text.session.tokens().len() + 1);
+        text.row.mask = if text.row.is_late { Vec::new() } else { mask };
+    }
+}
+
+/// Texts with masks and without share runs, join and leave. A late mask changes when a token comes, not which.
+#[test]
+fn texts_with_late_masks_give_what_they_give_alone() {
+    const N: usize = 7;
+    for (every, faults) in [(None, ""), (NonZeroU32::new(5), ""), (None, "on every 9th replay: fail 701")] {
+        let mode = if faults.is_empty() { GraphMode::Require } else { GraphMode::Auto };
+        let (_, device) = sim("");
+        let (mut single, _) = core(&device, cuda_options(GraphMode::Require, &[1]), N);
+        let wanted: Vec<Vec<(u32, f32)>> = (0..N)
+            .map(|idx| {
+                let mut text = [Text::begin(&mut single, idx, n_wanted(idx) / 2)];
+                while !text[0].is_over() {
+                    set_masks(&mut text, &[idx], |_| false);
+                    step(&mut single, &mut text, &[true]);
+                }
+                single.drain();
+                let [text] = text;
+                text.said
+            })
+            .collect();
+        let (_sim, device) = sim(faults);
+        let options = CudaOptions { verify_every: every, ..cuda_options(mode, &[1, 2, 4, 8]) };
+        let (mut core, monitor) = core(&device, options, N);
+        let mut random = Random(3);
+        let idxs: Vec<usize> = (0..N).collect();
+        let mut texts: Vec<Text> =
+            idxs.iter().map(|&idx| Text::begin(&mut core, idx, n_wanted(idx) / 2)).collect();
+        let mut present = [true; N];
+        let mut n_steps = 0;
+        while texts.iter().any(|text| !text.is_over()) {
+            if random.below(6) == 0 {
+                present[random.below(N)] ^= true;
+            }
+            if !texts.iter().zip(present).any(|(text, present)| present && !text.is_over()) {
+                present = [true; N];
+            }
+            set_masks(&mut texts, &idxs, |_| random.below(3) == 0);
+            step(&mut core, &mut texts, &present);
+            n_steps += 1;
+            assert!(n_steps < 1000, "there is no progress");
+        }
+        core.drain();
+        for (idx, (text, want)) in texts.iter().zip(&wanted).enumerate() {
+            assert_same(&text.said, want, &format!("text {idx}, {faults:?}"));
+            // The first token is that of the prompt, which has no mask.
+            let start = text.session.tokens().len() + 1 - text.said.len();
+            let masked = text.said.iter().enumerate().skip(1).filter(|_| idx % 2 == 1);
+            for (nth, (token, _)) in masked {
+                let mask = mask_at(idx, start + nth);
+                assert_eq!(mask[*token as usize / 32] >> (token % 32) & 1, 1, "text {idx}, choice {nth}");
+            }
+        }
+        let decode = core.ledger().tally(StepKind::Decode);
+        assert!(decode.launches > decode.replayed && decode.failed == 0, "{decode}");
+        assert_eq!(decode.eager > 0, !faults.is_empty(), "{decode}");
+        assert_eq!(monitor.status().compared.n_mismatches, 0);
+    }
+}

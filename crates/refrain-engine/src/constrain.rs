@@ -1,14 +1,16 @@
 //! Requests whose text follows a grammar.
 //!
-//! The mask of a choice depends on the token before it. So it is computed as soon as that token is known, for several requests
-//! on several threads, and such a request takes part in steps one by one. Tokens that the grammar forces are appended at once and
-//! evaluated together, like a short prompt.
+//! The mask of a choice depends on the token before it. So it is computed as soon as that token is known, on a thread of
+//! [`crate::masks`], while the device evaluates the token. Tokens that the grammar forces are appended at once and evaluated
+//! together, like a short prompt, by a request that runs alone. Beside others, such a prompt would interrupt them all: there
+//! a forced token is a choice with a mask of one bit.
 
 use crate::error::EngineError;
 use crate::request::Request;
 use crate::sampling::SamplingRow;
-use refrain_grammar::{Grammar, Matcher};
+use refrain_grammar::{Grammar, GrammarError, Matcher};
 use refrain_models::Model;
+use std::collections::VecDeque;
 
 /// Has the text of a request follow a grammar.
 #[derive(Clone, Debug)]
@@ -41,12 +43,23 @@ impl Constraint {
 }
 
 /// What follows a chosen token.
-#[derive(Debug)]
+#[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Followed {
-    /// Tokens that the grammar forces.
+    /// Tokens that the grammar forces, to be appended at once.
     pub(crate) forced: Vec<u32>,
     /// Whether something is left to choose.
     pub(crate) is_open: bool,
+}
+
+/// Where a text is after a chosen token.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Place {
+    /// Tokens before the next choice, without forced ones.
+    pub(crate) position: usize,
+    /// Number of forced tokens that may still be appended; `None` if the request ends here.
+    pub(crate) n_left: Option<usize>,
+    /// Whether forced tokens are chosen one by one, because other requests share the steps.
+    pub(crate) is_shared: bool,
 }
 
 /// A text that follows a grammar.
@@ -54,9 +67,23 @@ pub(crate) struct Followed {
 pub(crate) struct ConstrainedText {
     matcher: Matcher,
     forces: bool,
+    /// The request's biases: some forbid tokens.
+    rules: SamplingRow,
+    end: Vec<u32>,
     /// Whether nothing is left to choose.
     is_complete: bool,
+    /// Tokens before the next choice.
+    position: usize,
+    /// Mask of that choice.
+    mask: Vec<u32>,
+    /// Forced tokens that are chosen one by one. The matcher is past them.
+    next: VecDeque<u32>,
+    /// Choices since a token forced others.
+    n_unforced: usize,
 }
+
+/// After this many choices without forced tokens, none are expected.
+const FORCED_WITHIN: usize = 16;
 
 impl ConstrainedText {
     /// The text of a request so far, with the mask of its first choice in the row. Fails if the given tokens do not follow
@@ -70,10 +97,30 @@ impl ConstrainedText {
         let mut matcher = constraint.grammar.matcher();
         let given = request.prompt.len().saturating_sub(constraint.n_given);
         request.prompt[given..].iter().try_for_each(|token| matcher.accept(*token))?;
-        // Forced tokens have no choice, so there is nothing to report about them.
-        let forces = constraint.forces && request.n_top_logprobs == 0;
-        let mut text = ConstrainedText { matcher, forces, is_complete: false };
-        text.prepare(row, &request.end, request.prompt.len(), n_vocab)?;
+        let mut text = ConstrainedText {
+            matcher,
+            // Forced tokens have no choice, so there is nothing to report about them.
+            forces: constraint.forces && request.n_top_logprobs == 0,
+            rules: row.clone(),
+            end: request.end.clone(),
+            is_complete: false,
+            position: request.prompt.len(),
+            mask: vec![0; n_vocab.div_ceil(32)],
+            next: VecDeque::new(),
+            n_unforced: FORCED_WITHIN,
+        };
+        if constraint.n_given > 0 && request.max_tokens > 0 {
+            // An interrupted text goes on as it would have: with what its last token forces.
+            let before = text.matcher.clone();
+            let forced = text.force(request.max_tokens)?;
+            match text.may_choose(&forced) {
+                true => text.next = forced.into(),
+                // Banned tokens can only be appended, and there is no step to append them to.
+                false => text.matcher = before,
+            }
+        }
+        text.prepare()?;
+        text.hand_over(row);
         Ok(Some(text))
     }
 
@@ -82,68 +129,106 @@ impl ConstrainedText {
         self.is_complete
     }
 
-    /// Appends a chosen token that does not end the text, which then has `position` tokens before its next choice, and the
-    /// tokens that the grammar forces after it, at most `n_left`. Prepares the next choice, unless the request ends here:
-    /// then `n_left` is `None`.
-    pub(crate) fn follow(
-        &mut self,
-        row: &mut SamplingRow,
-        end: &[u32],
-        (chosen, position): (u32, usize),
-        n_left: Option<usize>,
-        n_vocab: usize,
-    ) -> Result<Followed, EngineError> {
+    /// Whether its next token is likely to force others, so that a step launched before would be for nothing.
+    pub(crate) fn is_likely_to_force(&self) -> bool {
+        self.forces && self.n_unforced < FORCED_WITHIN
+    }
+
+    /// Appends a chosen token that does not end the text, and the tokens that the grammar forces after it. If something is
+    /// left to choose and the request goes on, the next choice has to be prepared.
+    pub(crate) fn follow(&mut self, chosen: u32, place: Place) -> Result<Followed, EngineError> {
+        self.position = place.position;
+        if let Some(next) = self.next.pop_front() {
+            if next != chosen {
+                let n_tokens = self.matcher.n_accepted() - self.next.len() - 1;
+                return Err(GrammarError::NotAllowed { token: chosen, n_tokens }.into());
+            }
+            return Ok(Followed { forced: Vec::new(), is_open: self.is_open() });
+        }
         self.matcher.accept(chosen)?;
-        let Some(n_left) = n_left else {
-            return Ok(Followed { forced: Vec::new(), is_open: !self.matcher.is_complete() });
+        let Some(n_left) = place.n_left else {
+            return Ok(Followed { forced: Vec::new(), is_open: self.is_open() });
         };
-        let forced = self.force(n_left, end)?;
-        let is_open = self.prepare(row, end, position + forced.len(), n_vocab)?;
-        Ok(Followed { forced, is_open })
+        let mut forced = self.force(n_left)?;
+        self.n_unforced = if forced.is_empty() { self.n_unforced.saturating_add(1) } else { 0 };
+        if place.is_shared && self.may_choose(&forced) {
+            self.next = std::mem::take(&mut forced).into();
+        }
+        self.position += forced.len();
+        Ok(Followed { forced, is_open: self.is_open() })
+    }
+
+    fn is_open(&self) -> bool {
+        !self.next.is_empty() || !self.matcher.is_complete()
+    }
+
+    /// Whether the request's biases allow the choice of all these tokens, the first of them next.
+    fn may_choose(&self, forced: &[u32]) -> bool {
+        let is_banned = |(at, token): (usize, &u32)| self.rules.banned(at).any(|banned| banned == *token);
+        !(self.position..).zip(forced).any(is_banned)
     }
 
     /// Appends the tokens that the grammar forces, at most `n_max`, and returns them. A token that ends the text is not
     /// appended as text.
-    fn force(&mut self, n_max: usize, end: &[u32]) -> Result<Vec<u32>, EngineError> {
+    fn force(&mut self, n_max: usize) -> Result<Vec<u32>, EngineError> {
         let mut forced = if self.forces { self.matcher.forced()? } else { Vec::new() };
-        let n_before_end = forced.iter().position(|token| end.contains(token)).unwrap_or(forced.len());
+        let n_before_end = forced.iter().position(|token| self.end.contains(token)).unwrap_or(forced.len());
         forced.truncate(n_max.min(n_before_end));
         forced.iter().try_for_each(|token| self.matcher.accept(*token))?;
         Ok(forced)
     }
 
-    /// Writes the mask of the choice at `position` into the row. Returns false if there is nothing left to choose: the text
+    /// Makes the mask of the next choice if that is a forced token.
+    pub(crate) fn prepare_forced(&mut self) -> bool {
+        let Some(next) = self.next.front() else { return false };
+        self.mask.fill(0);
+        if let Some(word) = self.mask.get_mut(*next as usize / 32) {
+            *word = 1 << (next % 32);
+        }
+        true
+    }
+
+    /// Computes the mask of the next choice, which may take long. Returns false if there is nothing left to choose: the text
     /// is complete.
-    fn prepare(
-        &mut self,
-        row: &mut SamplingRow,
-        end: &[u32],
-        position: usize,
-        n_vocab: usize,
-    ) -> Result<bool, EngineError> {
+    pub(crate) fn prepare(&mut self) -> Result<bool, EngineError> {
+        if self.prepare_forced() {
+            return Ok(true);
+        }
         self.is_complete = self.matcher.is_complete();
         if self.is_complete {
             return Ok(false);
         }
-        let mut mask = std::mem::take(&mut row.mask);
-        mask.resize(n_vocab.div_ceil(32), 0);
-        self.matcher.mask(end, &mut mask)?;
+        self.matcher.mask(&self.end, &mut self.mask)?;
         let n_allowed = |mask: &[u32]| mask.iter().map(|word| word.count_ones()).sum::<u32>();
-        let n_before = n_allowed(&mask);
-        for banned in row.banned(position) {
-            if let Some(word) = mask.get_mut(banned as usize / 32) {
+        let n_before = n_allowed(&self.mask);
+        for banned in self.rules.banned(self.position) {
+            if let Some(word) = self.mask.get_mut(banned as usize / 32) {
                 *word &= !(1 << (banned % 32));
             }
         }
-        let n_after = n_allowed(&mask);
-        row.mask = mask;
-        match n_after {
+        match n_allowed(&self.mask) {
             0 if self.matcher.may_end()? => {
                 self.is_complete = true;
                 Ok(false)
             }
-            0 => Err(EngineError::NothingAllowed { position, n_banned: n_before as usize }),
+            0 => {
+                let (position, n_banned) = (self.position, n_before as usize);
+                Err(EngineError::NothingAllowed { position, n_banned })
+            }
             _ => Ok(true),
         }
+    }
+
+    /// Puts the prepared mask into the row.
+    pub(crate) fn hand_over(&mut self, row: &mut SamplingRow) {
+        std::mem::swap(&mut self.mask, &mut row.mask);
+        row.is_late = false;
+    }
+
+    /// Takes the row's mask back, to compute the next one into it.
+    pub(crate) fn take_back(&mut self, row: &mut SamplingRow) {
+        std::mem::swap(&mut self.mask, &mut row.mask);
+        row.mask.clear();
+        row.is_late = true;
     }
 }

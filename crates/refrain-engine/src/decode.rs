@@ -6,6 +6,9 @@
 //! that turn out to be unneeded have only written KV past the end of a sequence. Its blocks can still be
 //! released: a new owner writes them in later steps, and steps run in launch order.
 //!
+//! In a run with masks, each step waits for those of its rows: the first part of a step is launched ahead, the rest once
+//! the masks are there. A row whose mask is late sits out the choice of the step.
+//!
 //! The runner owns the run and its rows. This module tracks which sequence is in which row.
 
 use crate::core::{Chosen, Core, SequenceState, check_tokens};
@@ -15,7 +18,7 @@ use crate::request::lock;
 use crate::runner::{DecodeProgress, RunMember, RunShape};
 use crate::sampling::SamplingRow;
 use crate::step::Want;
-use refrain_graph::{Committed, CommittedStep, Ran, StepFlags, StepKind};
+use refrain_graph::{Committed, CommittedStep, LateRows, Ran, StepFlags, StepKind};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -68,6 +71,8 @@ impl DecodeRow<'_> {
 pub enum LaunchPolicy {
     /// Launch as many steps as may be in flight.
     LaunchAhead,
+    /// Launch the next step, if none is in flight.
+    LaunchNext,
     /// Launch nothing: collect the steps in flight, because other work follows.
     CollectOnly,
 }
@@ -76,7 +81,7 @@ pub enum LaunchPolicy {
 #[derive(Debug)]
 pub struct DecodedStep {
     /// The chosen token; the sequence now holds the token before it. `None` for a row that joins after the
-    /// steps in flight. Non-finite logits fail only their own row.
+    /// steps in flight, and for one whose mask is late. Non-finite logits fail only their own row.
     pub choices: Vec<Option<Result<Chosen, EngineError>>>,
     /// Duration recorded in the ledger for the step.
     pub took: Duration,
@@ -221,20 +226,45 @@ impl Core {
                 self.record_step(rows, &choices, ran.as_ref(), took);
                 Ok(DecodedStep { choices, took })
             }
-            Err(error) => {
-                let reason = error.reason();
-                self.ledger.failed(StepKind::Decode, took, &reason);
-                // Which sequence made a shared step fail is unknown until they run one by one.
-                if let [row] = rows {
-                    lock(&row.sequence.ledger).failed(StepKind::Decode, took, &reason);
-                }
-                let (active_run, run) = (self.active_run.take(), self.runner.progress());
-                // A second error of the same run adds nothing; its in-flight steps stay out of the ledger.
-                if let (Ok(n), Some(active_run)) = (self.runner.finish(), active_run) {
-                    self.record_discarded(&active_run, run, n as u64);
-                }
-                Err(error)
+            Err(error) => Err(self.decode_failed(rows, error, took)),
+        }
+    }
+
+    /// Ends the run after an error, which counts as that of a step.
+    fn decode_failed(&mut self, rows: &[DecodeRow<'_>], error: EngineError, took: Duration) -> EngineError {
+        let reason = error.reason();
+        self.ledger.failed(StepKind::Decode, took, &reason);
+        // Which sequence made a shared step fail is unknown until they run one by one.
+        if let [row] = rows {
+            lock(&row.sequence.ledger).failed(StepKind::Decode, took, &reason);
+        }
+        let (active_run, run) = (self.active_run.take(), self.runner.progress());
+        // A second error of the same run adds nothing; its in-flight steps stay out of the ledger.
+        if let (Ok(n), Some(active_run)) = (self.runner.finish(), active_run) {
+            self.record_discarded(&active_run, run, n as u64);
+        }
+        error
+    }
+
+    /// Launches the steps that [`Core::decode_rows`] would launch for these rows, and collects none. Their masks need not
+    /// be known. An error ends the run and is that of the step.
+    pub(crate) fn launch_rows(
+        &mut self,
+        rows: &mut [DecodeRow<'_>],
+        policy: LaunchPolicy,
+    ) -> Result<(), EngineError> {
+        let began = Instant::now();
+        let launched = self.assign_rows(rows, policy).and_then(|(row_idxs, policy)| match policy {
+            LaunchPolicy::LaunchAhead | LaunchPolicy::LaunchNext => self.top_up(rows, &row_idxs, policy),
+            LaunchPolicy::CollectOnly => Ok(()),
+        });
+        match (launched, &mut self.active_run) {
+            (Ok(()), Some(active_run)) => {
+                active_run.last_collected.get_or_insert(began);
+                Ok(())
             }
+            (Ok(()), None) => Ok(()),
+            (Err(error), _) => Err(self.decode_failed(rows, error, began.elapsed())),
         }
     }
 
@@ -281,7 +311,7 @@ impl Core {
     ) -> Result<(Choices, Option<Ran>), EngineError> {
         let (row_idxs, policy) = self.assign_rows(rows, policy)?;
         match policy {
-            LaunchPolicy::LaunchAhead => self.top_up(rows, &row_idxs)?,
+            LaunchPolicy::LaunchAhead | LaunchPolicy::LaunchNext => self.top_up(rows, &row_idxs, policy)?,
             LaunchPolicy::CollectOnly
                 if self.active_run.is_none() || self.runner.progress().n_in_flight() == 0 =>
             {
@@ -290,6 +320,7 @@ impl Core {
             LaunchPolicy::CollectOnly => {}
         }
         let step = self.runner.progress().n_collected;
+        let held = if self.runner.awaits_masks() { self.supply(rows, &row_idxs, step)? } else { Vec::new() };
         let CommittedStep { rows: committed, ran } = self.runner.collect()?;
         let Some(active_run) = &mut self.active_run else { return Err(EngineError::NoRun) };
         active_run.last_collected = (self.runner.progress().n_in_flight() > 0).then(Instant::now);
@@ -297,7 +328,9 @@ impl Core {
         let mut choices = Vec::with_capacity(rows.len());
         for (of, row_idx) in rows.iter_mut().zip(row_idxs) {
             let row = row_idx.and_then(|idx| Some((active_run.rows[idx].as_mut()?, committed.get(idx)?)));
-            let Some((row, committed)) = row.filter(|(row, _)| row.first_step <= step) else {
+            let takes_part = |idx: &usize| !held.contains(idx);
+            let is_in_step = row_idx.as_ref().is_some_and(takes_part);
+            let Some((row, committed)) = row.filter(|(row, _)| is_in_step && row.first_step <= step) else {
                 choices.push(None);
                 continue;
             };
@@ -326,6 +359,28 @@ impl Core {
         Ok((choices, Some(ran)))
     }
 
+    /// Gives the next step its masks. Rows without one yet are held; returns them.
+    fn supply(
+        &mut self,
+        rows: &[DecodeRow<'_>],
+        row_idxs: &[Option<usize>],
+        step: u64,
+    ) -> Result<Vec<usize>, EngineError> {
+        let Some(active_run) = &self.active_run else { return Err(EngineError::NoRun) };
+        let mut late = LateRows::default();
+        for (row, idx) in rows.iter().zip(row_idxs).filter_map(|(row, idx)| Some((&*row.row, (*idx)?))) {
+            let is_in_step = active_run.rows[idx].as_ref().is_some_and(|member| member.first_step <= step);
+            match row.is_masked() && is_in_step {
+                true if row.is_late => late.held.push(idx),
+                true => late.masks.push((idx, row.mask.clone())),
+                false => {}
+            }
+        }
+        let held = late.held.clone();
+        self.runner.supply(late)?;
+        Ok(held)
+    }
+
     /// Finds each sequence's row in the run or assigns one; rows of other sequences are cleared. A run of
     /// another size begins only once all steps of the last one are collected, so nothing is launched until
     /// then.
@@ -335,7 +390,8 @@ impl Core {
         policy: LaunchPolicy,
     ) -> Result<(Vec<Option<usize>>, LaunchPolicy), EngineError> {
         let n_history = rows.iter().map(|row| row.row.n_history(row.sequence.context)).max().unwrap_or(0);
-        let shape = self.runner.run_shape(rows.len(), n_history);
+        let is_masked = rows.iter().any(|row| row.row.is_masked());
+        let shape = self.runner.run_shape(rows.len(), n_history, is_masked);
         if let Some(active_run) = &self.active_run {
             let mut row_idxs: Vec<Option<usize>> = rows.iter().map(|row| active_run.find(row)).collect();
             if row_idxs.iter().any(Option::is_some) {
@@ -352,13 +408,13 @@ impl Core {
                     row_idx.is_some() || row.sequence.table.holds_state(row.sequence.tokens.len())
                 };
                 let may_join = rows.iter().zip(&row_idxs).all(is_whole);
-                if policy == LaunchPolicy::LaunchAhead && is_fitting && may_join {
+                if policy != LaunchPolicy::CollectOnly && is_fitting && may_join {
                     for (row, row_idx) in
                         rows.iter_mut().zip(&mut row_idxs).filter(|(_, row_idx)| row_idx.is_none())
                     {
                         *row_idx = Some(self.join(row)?);
                     }
-                    return Ok((row_idxs, LaunchPolicy::LaunchAhead));
+                    return Ok((row_idxs, policy));
                 }
                 if policy == LaunchPolicy::CollectOnly || n_in_flight > 0 {
                     return Ok((row_idxs, LaunchPolicy::CollectOnly));
@@ -380,7 +436,7 @@ impl Core {
         let mut members: Vec<_> = rows.iter().map(|row| Some(ActiveRunRow::new(row, 0))).collect();
         members.resize_with(shape.n_rows.max(rows.len()), || None);
         self.active_run = Some(ActiveRun { rows: members, shape, max_in_flight: max, last_collected: None });
-        Ok(((0..rows.len()).map(Some).collect(), LaunchPolicy::LaunchAhead))
+        Ok(((0..rows.len()).map(Some).collect(), policy))
     }
 
     /// Gives a sequence a free row, starting after the steps already launched.
@@ -404,7 +460,12 @@ impl Core {
     }
 
     /// Launches steps in batches: the device gets more once only half of the maximum is still in flight.
-    fn top_up(&mut self, rows: &mut [DecodeRow<'_>], row_idxs: &[Option<usize>]) -> Result<(), EngineError> {
+    fn top_up(
+        &mut self,
+        rows: &mut [DecodeRow<'_>],
+        row_idxs: &[Option<usize>],
+        policy: LaunchPolicy,
+    ) -> Result<(), EngineError> {
         let Some(active_run) = &mut self.active_run else { return Err(EngineError::NoRun) };
         let run = self.runner.progress();
         let in_flight = run.n_in_flight();
@@ -414,7 +475,8 @@ impl Core {
             row.n_wanted().saturating_add(first.saturating_sub(run.n_collected) as usize)
         };
         let longest = rows.iter().zip(row_idxs).map(n_wanted).max().unwrap_or(1);
-        let max = active_run.max_in_flight.min(longest);
+        let most = if policy == LaunchPolicy::LaunchNext { 1 } else { active_run.max_in_flight };
+        let max = most.min(longest);
         if in_flight > 0 && (max <= in_flight || in_flight > active_run.max_in_flight / 2) {
             return Ok(());
         }

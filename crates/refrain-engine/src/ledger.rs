@@ -59,7 +59,10 @@ impl fmt::Display for Tally {
         let (steps, s) = (self.steps(), if self.steps() == 1 { "" } else { "s" });
         write!(f, "{steps} step{s}, {} replayed", self.replayed)?;
         if self.launches != self.replayed {
-            write!(f, " in {} launches with {} host steps", self.launches, self.host_steps)?;
+            write!(f, " in {} launches", self.launches)?;
+        }
+        if self.host_steps > 0 {
+            write!(f, " with {} host steps", self.host_steps)?;
         }
         write!(f, ", {} eager", self.eager)?;
         if self.failed > 0 {

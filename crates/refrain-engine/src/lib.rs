@@ -47,6 +47,7 @@ mod mailbox; // messages to the engine's thread
 mod serve; // the engine's thread: steps of all running requests
 mod engine; // handle to that thread
 mod constrain; // requests whose text follows a grammar
+mod masks; // threads that compute their masks
 mod stop; // stop strings
 mod perplexity; // how well a model predicts a text
 mod embed; // vectors of texts

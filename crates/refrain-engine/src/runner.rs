@@ -8,7 +8,9 @@ use crate::speculate::VerifyCost;
 use crate::step::{
     StepRequest, Want, bucket, choice_rows, decode_spec, fill, fill_row, history_capacity, sample_head, spec,
 };
-use refrain_graph::{Backend, CommittedStep, ControlBlock, Feedback, Io, Plan, Ran, RowLimits, Run};
+use refrain_graph::{
+    Backend, CommittedStep, ControlBlock, Feedback, Io, LateRows, Plan, Ran, RowLimits, Run,
+};
 use refrain_graph::{RunError, StateEdit, StateId, StateKind, StepFlags, StepInputs, fuse};
 use refrain_models::{KvSpec, Model, StepSpec};
 use refrain_tensor::DType;
@@ -55,6 +57,8 @@ pub struct RunShape {
     pub n_rows: usize,
     /// Capacity of each row's history of recent tokens.
     pub n_history: usize,
+    /// Whether choices depend on masks that become known while a step runs.
+    pub is_masked: bool,
 }
 
 impl RunMember<'_> {
@@ -81,9 +85,9 @@ pub trait Runner: Send {
     /// Runs one step: tokens of several sequences, each followed by the requested output.
     fn step(&mut self, requests: &[StepRequest<'_>], out: &mut StepOut) -> Result<Ran, EngineError>;
     /// Returns the size that the next step should have for `n_seqs` sequences whose penalties look back
-    /// `n_history` tokens. Call it once per step: a size that is not compiled yet is compiled only after
+    /// `n_history` tokens, with masks or without. Call it once per step: a size that is not compiled yet is compiled only after
     /// several steps in a row have requested it; until then, a larger compiled size serves.
-    fn run_shape(&mut self, n_seqs: usize, n_history: usize) -> RunShape;
+    fn run_shape(&mut self, n_seqs: usize, n_history: usize, is_masked: bool) -> RunShape;
     /// Begins a run of self-feeding decode steps of that size, with the sequences in its first rows, without
     /// launching any. Returns how many steps may be in flight at once. A previous run must be finished first.
     fn begin(&mut self, rows: &[RunMember<'_>], shape: RunShape) -> Result<usize, EngineError>;
@@ -98,6 +102,10 @@ pub trait Runner: Send {
     /// Launches `n` more steps of the run; the tables must cover their positions as far as the rows can
     /// advance.
     fn launch(&mut self, n: usize) -> Result<(), EngineError>;
+    /// Whether the oldest uncollected step of the run needs masks before it can be collected.
+    fn awaits_masks(&self) -> bool;
+    /// Gives that step its masks, and launches the rest of it.
+    fn supply(&mut self, late: LateRows) -> Result<(), EngineError>;
     /// Waits for the oldest uncollected step of the run. After an error the run must be finished.
     fn collect(&mut self) -> Result<CommittedStep, EngineError>;
     /// Progress of the run; zero if there is none.
@@ -413,14 +421,14 @@ where
         Ok(ran)
     }
 
-    fn run_shape(&mut self, n_seqs: usize, n_history: usize) -> RunShape {
+    fn run_shape(&mut self, n_seqs: usize, n_history: usize, is_masked: bool) -> RunShape {
         let n_history = history_capacity(n_history);
-        let shape = |n_rows: usize| RunShape { n_rows, n_history };
+        let shape = |n_rows: usize| RunShape { n_rows, n_history, is_masked };
         if n_seqs <= 1 {
             return shape(1);
         }
         let wanted = bucket(self.backend.row_buckets(), n_seqs);
-        let is_ready = |n: usize| self.compiled.iter().any(|c| c.spec == decode_spec(n, n_history));
+        let is_ready = |n: usize| self.compiled.iter().any(|c| c.spec == decode_spec(shape(n)));
         let larger = |n: &usize| (wanted + 1..=2 * wanted).contains(n) && is_ready(*n);
         let serving = match is_ready(wanted) {
             true => None,
@@ -440,9 +448,10 @@ where
         let limits = rows.iter().map(|row| row.limits().map(Some)).collect::<Result<Vec<_>, _>>()?;
         let spec = match shape.n_rows.max(rows.len()) {
             0 | 1 => {
-                StepSpec::of_one(bucket(self.backend.buckets(), 1), 1, sample_head(shape.n_history, 0, false))
+                let head = sample_head(shape.n_history, 0, shape.is_masked);
+                StepSpec::of_one(bucket(self.backend.buckets(), 1), 1, head)
             }
-            n_rows => decode_spec(n_rows, shape.n_history),
+            n_rows => decode_spec(RunShape { n_rows, ..shape }),
         };
         let idx = self.prepare(spec)?;
         let PreparedStep { compiled, control, inputs, .. } = &mut self.compiled[idx];
@@ -476,6 +485,15 @@ where
     fn launch(&mut self, n: usize) -> Result<(), EngineError> {
         let (backend, weights, states, compiled, run) = self.running()?;
         Ok(backend.send(compiled, weights, states, run, n)?)
+    }
+
+    fn awaits_masks(&self) -> bool {
+        self.run.as_ref().is_some_and(|(_, run)| run.awaits_masks())
+    }
+
+    fn supply(&mut self, late: LateRows) -> Result<(), EngineError> {
+        let (backend, weights, states, compiled, run) = self.running()?;
+        Ok(backend.supply(compiled, weights, states, run, late)?)
     }
 
     fn collect(&mut self) -> Result<CommittedStep, EngineError> {

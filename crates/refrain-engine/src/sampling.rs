@@ -143,6 +143,8 @@ pub struct SamplingRow {
     pub n_top: usize,
     /// One bit per token: whether it may be chosen. Empty if every token may.
     pub mask: Vec<u32>,
+    /// Whether the mask of the next choice is still being computed.
+    pub is_late: bool,
     /// Maximum number of tokens that penalties look at.
     window: usize,
     /// Bias entries in use.
@@ -162,6 +164,7 @@ impl SamplingRow {
             bias: [0.0; MAX_BIAS],
             n_top: 0,
             mask: Vec::new(),
+            is_late: false,
             window: if params.has_penalties() { params.penalty_window } else { 0 },
             n_bias: params.logit_bias.len().min(MAX_BIAS),
             lapsing: None,
@@ -195,6 +198,11 @@ impl SamplingRow {
         self.n_bias = n_bias;
         self.lapsing = Some(LapsingBias { n_kept, until: u32::try_from(until.max(1)).unwrap_or(u32::MAX) });
         Ok(())
+    }
+
+    /// Whether its choices depend on masks.
+    pub(crate) fn is_masked(&self) -> bool {
+        self.is_late || !self.mask.is_empty()
     }
 
     /// Tokens that may not be chosen at a position, because of their bias.

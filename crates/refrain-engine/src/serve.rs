@@ -1,12 +1,13 @@
 //! The engine's thread: runs the steps that serve its requests.
 
-use crate::constrain::{ConstrainedText, Followed};
+use crate::constrain::{ConstrainedText, Followed, Place};
 use crate::core::{Core, SequenceState};
 use crate::decode::{DecodeRow, DecodedStep, LaunchPolicy, Lookahead};
 use crate::draft_model::DraftModel;
 use crate::engine::EngineLoad;
 use crate::error::{EngineError, Stopped};
 use crate::mailbox::Mailbox;
+use crate::masks::{MaskThreads, Patience, Prepared};
 use crate::request::{FinishReason, HeldSequence, Request, RequestId, TokenEvent};
 use crate::runner::TokenChoice;
 use crate::sampling::SamplingRow;
@@ -17,10 +18,9 @@ use crate::stream::{Channel, Demand};
 use refrain_graph::StepKind;
 use std::any::Any;
 use std::collections::BTreeMap;
-use std::num::NonZeroUsize;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Main function of the engine's thread.
 pub(crate) fn serve(core: Core, draft_model: Option<DraftModel>, mailbox: &Mailbox) {
@@ -43,7 +43,7 @@ pub(crate) fn serve(core: Core, draft_model: Option<DraftModel>, mailbox: &Mailb
     let _ = catch_unwind(AssertUnwindSafe(|| drop(server)));
 }
 
-fn message_of(panic: &(dyn Any + Send)) -> String {
+pub(crate) fn message_of(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
     text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".into())
 }
@@ -79,8 +79,9 @@ impl Submitted {
             active.state.table.set_root(request.adapter.map_or(0, |adapter| 1 + u64::from(adapter.0)));
         }
         let (prefill, n_chosen, speculator) = (Duration::ZERO, 0, None);
-        let job =
-            RequestJob { held, request, row, text, followed: None, channel, prefill, n_chosen, speculator };
+        let text = text.map_or(TextSlot::None, |text| TextSlot::Here(Box::new(text)));
+        let may_force = false;
+        let job = RequestJob { held, request, row, text, may_force, channel, prefill, n_chosen, speculator };
         Submitted { active, job }
     }
 }
@@ -92,17 +93,23 @@ pub(crate) struct Server {
     pub(crate) scheduler: Scheduler,
     /// Each request's state other than its tokens and blocks, which the scheduler owns.
     pub(crate) jobs: BTreeMap<RequestId, RequestJob>,
+    masks: MaskThreads,
+    /// When the next step is likely to need its masks: rows wait for each other until then.
+    masks_due: Instant,
 }
 
 /// A card reads its weights in the time that products of one to two hundred rows take, so this many prompt tokens cost a
 /// decode step little.
 const BESIDE_TOKENS: usize = 128;
+/// Time that rows wait for the masks of others while the device does nothing: most masks take less.
+const MASK_WAIT: Duration = Duration::from_micros(300);
 
 impl Server {
     fn new(core: Core, draft_model: Option<DraftModel>) -> Server {
         let limits =
             ScheduleLimits { n_tokens: core.max_tokens(), n_beside: BESIDE_TOKENS, n_rows: core.max_seqs() };
-        Server { core, draft_model, scheduler: Scheduler::new(limits), jobs: BTreeMap::new() }
+        let (scheduler, jobs, masks) = (Scheduler::new(limits), BTreeMap::new(), MaskThreads::new());
+        Server { core, draft_model, scheduler, jobs, masks, masks_due: Instant::now() }
     }
 
     pub(crate) fn load(&self) -> EngineLoad {
@@ -123,6 +130,9 @@ impl Server {
                 calls.into_iter().for_each(|call| call(self));
                 self.apply_demand(mailbox);
             }
+            if let Err(stopped) = self.take_masks(mailbox) {
+                return stopped;
+            }
             let plan = self.scheduler.plan();
             for (active, error) in plan.refused {
                 mailbox.ended(active.id);
@@ -138,7 +148,7 @@ impl Server {
                     continue;
                 }
                 _ if !verifies && self.can_decode_ahead(rows) => {
-                    self.decode(mailbox, rows, LaunchPolicy::LaunchAhead)
+                    self.decode(mailbox, rows, self.launch_policy(rows))
                 }
                 _ => match self.rows_in_flight(rows) {
                     in_flight if in_flight.is_empty() && verifies => self.verify(mailbox, rows),
@@ -189,7 +199,7 @@ impl Server {
     /// Whether a step feeds itself, so that later steps can be launched ahead.
     fn can_decode_ahead(&self, rows: &[StepRow]) -> bool {
         let is_fed = |row: &StepRow| {
-            let feeds = |job: &RequestJob| job.row.n_top == 0 && job.text.is_none();
+            let feeds = |job: &RequestJob| job.row.n_top == 0;
             row.n_tokens == 1 && row.chooses && self.jobs.get(&row.id).is_some_and(feeds)
         };
         // The last token of a prompt looks like a decode step; alone, it is recorded as a prompt step.
@@ -198,6 +208,14 @@ impl Server {
             _ => false,
         };
         !is_prompt && rows.iter().all(is_fed)
+    }
+
+    /// A lone text that forces tokens appends them, so the step launched before they are known would be for nothing.
+    fn launch_policy(&self, rows: &[StepRow]) -> LaunchPolicy {
+        match rows {
+            [row] if self.jobs.get(&row.id).is_some_and(|job| job.may_force) => LaunchPolicy::LaunchNext,
+            _ => LaunchPolicy::LaunchAhead,
+        }
     }
 
     /// The rows that have steps in flight.
@@ -210,8 +228,55 @@ impl Server {
         rows.iter().filter(is_ahead).copied().collect()
     }
 
-    /// Runs one decode step of some requests and launches more of them ahead.
-    fn decode(&mut self, mailbox: &Mailbox, rows: &[StepRow], policy: LaunchPolicy) -> Result<(), Stopped> {
+    /// Runs one decode step of some requests and launches more of them ahead. While masks are computed, the device
+    /// evaluates the tokens before them.
+    fn decode(
+        &mut self,
+        mailbox: &Mailbox,
+        rows: &[StepRow],
+        mut policy: LaunchPolicy,
+    ) -> Result<(), Stopped> {
+        let mut rows = rows.to_vec();
+        if rows.iter().any(|row| self.is_late(row)) {
+            if policy != LaunchPolicy::CollectOnly {
+                let launched = self.with_decode_rows(&rows, |core, rows| core.launch_rows(rows, policy));
+                match launched {
+                    Ok(()) => policy = LaunchPolicy::CollectOnly,
+                    Err(EngineError::OutOfBlocks(_)) => return Ok(()),
+                    Err(error) => return self.step_failed(mailbox, &rows, error),
+                }
+            }
+            self.await_masks(mailbox, &mut rows)?;
+            if rows.is_empty() {
+                return Ok(());
+            }
+        }
+        let mut ids: Vec<RequestId> = rows.iter().map(|row| row.id).collect();
+        ids.sort_unstable();
+        match self.with_decode_rows(&rows, |core, rows| core.decode_rows(rows, policy)) {
+            Ok(DecodedStep { choices, took }) => {
+                self.masks_due = Instant::now() + took;
+                for (id, choice) in ids.into_iter().zip(choices) {
+                    let Some(choice) = choice else { continue };
+                    let choice = choice.map(|chosen| TokenChoice { chosen, top: Vec::new() });
+                    // The sequence already holds its token.
+                    let row = StepRow { id, n_tokens: 0, chooses: true };
+                    self.deliver(mailbox, row, Some(choice), took)?;
+                }
+                Ok(())
+            }
+            // The scheduler frees blocks or refuses the request.
+            Err(EngineError::OutOfBlocks(_)) => Ok(()),
+            Err(error) => self.step_failed(mailbox, &rows, error),
+        }
+    }
+
+    /// Calls `f` with the decode rows of some requests, in the order of their ids.
+    fn with_decode_rows<R>(
+        &mut self,
+        rows: &[StepRow],
+        f: impl FnOnce(&mut Core, &mut [DecodeRow<'_>]) -> R,
+    ) -> R {
         let mut ids: Vec<RequestId> = rows.iter().map(|row| row.id).collect();
         ids.sort_unstable();
         let jobs = self.jobs.iter_mut().filter(|(id, _)| ids.binary_search(id).is_ok());
@@ -229,32 +294,78 @@ impl Server {
                 Some(DecodeRow { sequence: &mut active.state, token, row: &mut job.row, ahead })
             })
             .collect();
-        let step = self.core.decode_rows(&mut decode_rows, policy);
-        drop(decode_rows);
-        match step {
-            Ok(DecodedStep { choices, took }) => {
-                for (id, choice) in ids.into_iter().zip(choices) {
-                    let Some(choice) = choice else { continue };
-                    let choice = choice.map(|chosen| TokenChoice { chosen, top: Vec::new() });
-                    // The sequence already holds its token.
-                    let row = StepRow { id, n_tokens: 0, chooses: true };
-                    self.deliver(mailbox, row, Some(choice), took)?;
-                }
-                Ok(())
+        f(&mut self.core, &mut decode_rows)
+    }
+
+    /// Whether a row needs a mask that is still being computed.
+    fn is_late(&self, row: &StepRow) -> bool {
+        row.chooses && self.jobs.get(&row.id).is_some_and(|job| job.row.is_late)
+    }
+
+    /// Hands over the masks that are there.
+    fn take_masks(&mut self, mailbox: &Mailbox) -> Result<(), Stopped> {
+        while self.take_mask(mailbox, Patience::None)? {}
+        Ok(())
+    }
+
+    /// Waits for the masks of rows until the device is likely to need them, and after that until one row can go on: the
+    /// others are late. Rows whose request ends meanwhile are removed.
+    fn await_masks(&mut self, mailbox: &Mailbox, rows: &mut Vec<StepRow>) -> Result<(), Stopped> {
+        loop {
+            rows.retain(|row| self.jobs.contains_key(&row.id));
+            let n_late = rows.iter().filter(|row| self.is_late(row)).count();
+            let patience = match rows.len() {
+                _ if n_late == 0 => return Ok(()),
+                n if n == n_late => Patience::Unlimited,
+                _ => Patience::Until(self.masks_due),
+            };
+            if !self.take_mask(mailbox, patience)? {
+                return Ok(());
             }
-            // The scheduler frees blocks or refuses the request.
-            Err(EngineError::OutOfBlocks(_)) => Ok(()),
-            Err(error) => self.step_failed(mailbox, rows, error),
         }
+    }
+
+    /// Hands over the next mask that is computed; false if there is none in time.
+    fn take_mask(&mut self, mailbox: &Mailbox, patience: Patience) -> Result<bool, Stopped> {
+        let Some(Prepared { id, result }) = self.masks.next(patience) else { return Ok(false) };
+        let Some(job) = self.jobs.get_mut(&id) else { return Ok(true) };
+        match result {
+            Ok((mut text, is_open)) => {
+                text.hand_over(&mut job.row);
+                job.text = TextSlot::Here(text);
+                if !is_open {
+                    self.end(mailbox, id, FinishReason::Complete);
+                }
+            }
+            Err(error) => self.request_failed(mailbox, id, error)?,
+        }
+        Ok(true)
+    }
+
+    /// The rows whose choice can be made now. The others are left out of the step.
+    pub(crate) fn rows_with_masks(
+        &mut self,
+        mailbox: &Mailbox,
+        rows: &[StepRow],
+    ) -> Result<Vec<StepRow>, Stopped> {
+        let mut rows = rows.to_vec();
+        self.await_masks(mailbox, &mut rows)?;
+        let (late, ready): (Vec<StepRow>, Vec<StepRow>) = rows.into_iter().partition(|row| self.is_late(row));
+        self.scheduler.undo(&late);
+        Ok(ready)
     }
 
     /// Runs one step of several requests.
     pub(crate) fn step(&mut self, mailbox: &Mailbox, rows: &[StepRow]) -> Result<(), Stopped> {
         self.core.drain();
+        let rows = &self.rows_with_masks(mailbox, rows)?[..];
+        if rows.is_empty() {
+            return Ok(());
+        }
         match self.try_step(rows) {
             Ok(took) => {
+                self.masks_due = Instant::now() + MASK_WAIT;
                 let choices = self.core.take_choices().collect::<Vec<_>>();
-                self.follow_together(rows, &choices);
                 for (row, choice) in rows.iter().zip(choices) {
                     self.deliver(mailbox, *row, choice, took)?;
                 }
@@ -262,39 +373,6 @@ impl Server {
             }
             Err(error) => self.step_failed(mailbox, rows, error),
         }
-    }
-
-    /// Has the texts of several constrained requests follow their choices on several threads, before these are delivered:
-    /// the device waits for their masks.
-    fn follow_together(&mut self, rows: &[StepRow], choices: &[Option<Result<TokenChoice, EngineError>>]) {
-        // Below this, starting threads takes longer.
-        const MIN_TEXTS: usize = 4;
-        let n_vocab = self.core.model().config().n_vocab;
-        let chosen: BTreeMap<RequestId, u32> = rows
-            .iter()
-            .zip(choices)
-            .filter_map(|(row, choice)| Some((row.id, choice.as_ref()?.as_ref().ok()?.chosen.token)))
-            .collect();
-        let constrained = self.jobs.iter_mut().filter(|(_, job)| job.text.is_some());
-        let mut texts: Vec<_> = constrained
-            .filter_map(|(id, job)| Some((job, *chosen.get(id)?, self.scheduler.find(*id)?)))
-            .map(|(job, token, active)| (job, token, active.tokens.len() + 1, active.state.context))
-            .collect();
-        if texts.len() < MIN_TEXTS {
-            return;
-        }
-        let n_threads =
-            std::thread::available_parallelism().map_or(1, NonZeroUsize::get).min(texts.len() / 2);
-        let n_each = texts.len().div_ceil(n_threads);
-        std::thread::scope(|scope| {
-            for texts in texts.chunks_mut(n_each) {
-                scope.spawn(move || {
-                    for (job, token, n_tokens, context) in texts {
-                        job.followed = job.follow(*token, *n_tokens, *context, n_vocab).transpose();
-                    }
-                });
-            }
-        });
     }
 
     pub(crate) fn step_failed(
@@ -356,8 +434,8 @@ impl Server {
             Ok(choice) => choice,
             Err(error) => return self.request_failed(mailbox, row.id, error),
         };
-        let n_vocab = self.core.model().config().n_vocab;
         self.scheduler.advance(row.id, row.n_tokens, choice.as_ref().map(|choice| choice.chosen.token));
+        let is_shared = self.scheduler.n_running_and_waiting().0 > 1;
         let (Some(active), Some(job)) = (self.scheduler.get(row.id), self.jobs.get_mut(&row.id)) else {
             return Ok(());
         };
@@ -367,23 +445,26 @@ impl Server {
         {
             return self.request_failed(mailbox, row.id, error);
         }
-        let followed = match (job.followed.take(), &choice) {
-            (None, Some(choice)) => {
-                let (n_tokens, context) = (active.tokens.len(), active.state.context);
-                job.follow(choice.chosen.token, n_tokens, context, n_vocab).transpose()
-            }
-            (followed, _) => followed,
-        };
+        let followed = choice.as_ref().and_then(|choice| {
+            let (n_tokens, context) = (active.tokens.len(), active.state.context);
+            job.follow(choice.chosen.token, n_tokens, context, is_shared).transpose()
+        });
         let (mut demand, mut finish) = match choice {
             Some(choice) => job.chosen(choice, took, &active.state),
             None => (job.evaluated(active.state.tokens.len(), took), None),
         };
-        match followed {
-            Some(Ok(followed)) => (demand, finish) = job.append(followed, active, (demand, finish)),
+        let goes_on = match followed {
+            Some(Ok(followed)) => {
+                (demand, finish) = job.append(followed, active, (demand, finish));
+                finish.is_none()
+            }
             Some(Err(error)) => return self.request_failed(mailbox, row.id, error),
-            None => {}
-        }
+            None => false,
+        };
         active.is_paused = demand == Demand::Pause;
+        if goes_on && let Some(text) = job.send_text() {
+            self.masks.prepare(row.id, text);
+        }
         if let Some(finish) = finish {
             self.end(mailbox, row.id, finish);
         }
@@ -426,15 +507,24 @@ impl Server {
     }
 }
 
+/// The text of a request.
+enum TextSlot {
+    /// It follows no grammar.
+    None,
+    Here(Box<ConstrainedText>),
+    /// Its next mask is being computed.
+    Away,
+}
+
 /// State of a request other than its tokens and blocks.
 pub(crate) struct RequestJob {
     held: Option<HeldSequence>,
     pub(crate) request: Request,
     pub(crate) row: SamplingRow,
     /// Its text, if that follows a grammar.
-    pub(crate) text: Option<ConstrainedText>,
-    /// What follows the choice that is not delivered yet.
-    followed: Option<Result<Followed, EngineError>>,
+    text: TextSlot,
+    /// Whether its next token is likely to force others.
+    may_force: bool,
     pub(crate) channel: Arc<Channel>,
     /// Duration of the work before its next token: the prompt's steps, or a draft model's.
     pub(crate) prefill: Duration,
@@ -446,7 +536,10 @@ pub(crate) struct RequestJob {
 impl RequestJob {
     /// Why the request ends before anything is evaluated.
     fn ends_at_once(&self) -> Option<FinishReason> {
-        let is_complete = self.n_chosen == 0 && self.text.as_ref().is_some_and(ConstrainedText::is_complete);
+        let is_complete = match &self.text {
+            TextSlot::Here(text) => self.n_chosen == 0 && text.is_complete(),
+            TextSlot::None | TextSlot::Away => false,
+        };
         match () {
             () if self.request.max_tokens == 0 => Some(FinishReason::MaxTokens),
             () => is_complete.then_some(FinishReason::Complete),
@@ -497,16 +590,37 @@ impl RequestJob {
         chosen: u32,
         n_tokens: usize,
         context: usize,
-        n_vocab: usize,
+        is_shared: bool,
     ) -> Result<Option<Followed>, EngineError> {
-        let Some(text) = self.text.as_mut().filter(|_| !self.request.end.contains(&chosen)) else {
+        let TextSlot::Here(text) = &mut self.text else { return Ok(None) };
+        if self.request.end.contains(&chosen) {
             return Ok(None);
-        };
+        }
         // This one is not counted yet. Each forced token needs a position.
         let n_left = (self.request.max_tokens - self.n_chosen - 1).min(context.saturating_sub(n_tokens));
         let is_over = self.n_chosen + 1 >= self.request.max_tokens || n_tokens > context;
-        let (n_left, end) = ((!is_over).then_some(n_left), &self.request.end);
-        text.follow(&mut self.row, end, (chosen, n_tokens), n_left, n_vocab).map(Some)
+        let place = Place { position: n_tokens, n_left: (!is_over).then_some(n_left), is_shared };
+        let followed = text.follow(chosen, place)?;
+        self.may_force = text.is_likely_to_force();
+        Ok(Some(followed))
+    }
+
+    /// The text, to have its next choice prepared. A choice that is already determined is prepared here.
+    fn send_text(&mut self) -> Option<Box<ConstrainedText>> {
+        let mut text = match std::mem::replace(&mut self.text, TextSlot::Away) {
+            TextSlot::Here(text) => text,
+            other @ (TextSlot::None | TextSlot::Away) => {
+                self.text = other;
+                return None;
+            }
+        };
+        text.take_back(&mut self.row);
+        if text.prepare_forced() {
+            text.hand_over(&mut self.row);
+            self.text = TextSlot::Here(text);
+            return None;
+        }
+        Some(text)
     }
 
     /// Appends and delivers the tokens that the grammar forces. A complete text ends the request, also at its last token.

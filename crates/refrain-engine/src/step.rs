@@ -1,6 +1,7 @@
 //! Shape and control block of a step.
 
 use crate::error::EngineError;
+use crate::runner::RunShape;
 use crate::sampling::{HISTORY, MAX_BIAS, MAX_TOP, SamplingRow};
 use refrain_graph::{ControlBlock, Filler, SamplingInputs, StepInputs, StepKind, StepShape};
 use refrain_models::{Head, SampleHead, StepSpec};
@@ -110,7 +111,7 @@ pub(crate) fn spec(requests: &[StepRequest<'_>], buckets: &[usize], row_buckets:
     let choosing = |of: fn(&SamplingRow) -> usize| {
         requests.iter().flat_map(StepRequest::sampled).map(of).max().unwrap_or(0)
     };
-    let is_masked = choosing(|row| row.mask.len()) > 0;
+    let is_masked = choosing(|row| usize::from(row.is_masked())) > 0;
     let head = sample_head(choosing(|row| row.history.len()), choosing(|row| row.n_top), is_masked);
     let kind = step_kind(requests);
     let shape = match requests {
@@ -147,10 +148,10 @@ pub(crate) fn spec(requests: &[StepRequest<'_>], buckets: &[usize], row_buckets:
     StepSpec { shape, head, act: DType::F32 }
 }
 
-/// Specification of a decode step with `n_rows` sequences and a history of `n_history` tokens each.
-pub(crate) fn decode_spec(n_rows: usize, n_history: usize) -> StepSpec {
+/// Specification of the steps of a run of several rows.
+pub(crate) fn decode_spec(RunShape { n_rows, n_history, is_masked }: RunShape) -> StepSpec {
     let shape = StepShape { kind: StepKind::Decode, n_tokens: n_rows, n_seqs: n_rows, n_choices: n_rows };
-    StepSpec { shape, head: sample_head(n_history, 0, false), act: DType::F32 }
+    StepSpec { shape, head: sample_head(n_history, 0, is_masked), act: DType::F32 }
 }
 
 /// Row of the step's choices for the first choice of each request that chooses, in order. If every row of the step

@@ -178,6 +178,10 @@ impl Server {
     /// Runs a verify step and delivers what it chose. If it fails, the rows are decoded without guesses.
     pub(crate) fn verify(&mut self, mailbox: &Mailbox, rows: &[StepRow]) -> Result<(), Stopped> {
         self.core.drain();
+        let rows = &self.rows_with_masks(mailbox, rows)?[..];
+        if rows.is_empty() {
+            return Ok(());
+        }
         let guesses: Vec<Vec<u32>> = rows.iter().map(|row| self.take_guesses(row)).collect();
         let (verified, took) = match self.try_verify(rows, &guesses) {
             Ok(verified) => verified,

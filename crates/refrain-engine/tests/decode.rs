@@ -320,7 +320,7 @@ fn a_self_fed_step_has_the_same_inputs_as_a_single_step() {
             StepRequest { tokens: &tokens[START..], start: START, table: &table[..1], slots: [-1; 2], want };
         let end = &[u32::MAX];
         let with = RunMember { request, n_positions: START + 300, n_choices: usize::MAX, end };
-        let shape = runner.run_shape(1, window.min(START + 300));
+        let shape = runner.run_shape(1, window.min(START + 300), false);
         assert_eq!(shape.n_history, if window > HISTORY { 4 * HISTORY } else { HISTORY });
         assert_eq!(runner.begin(&[with], shape).unwrap(), 1);
         let mut ended = false;

@@ -157,7 +157,7 @@ fn a_larger_compiled_run_serves_until_a_size_was_requested_for_a_while() {
     let row = SamplingRow::new(&SamplingParams::greedy());
     // One step of so many sequences; returns its rows and the number of compiled sizes.
     let mut step = |n_seqs: usize| {
-        let shape = runner.run_shape(n_seqs, 0);
+        let shape = runner.run_shape(n_seqs, 0, false);
         let request =
             StepRequest { tokens: &[1], start: 3, table: &[0], slots: [-1; 2], want: Want::Sample(&row) };
         let with = RunMember { request, n_positions: 32, n_choices: 9, end: &[] };

@@ -6,7 +6,7 @@ use crate::op::{HostCallError, Op, TensorType};
 use crate::plan::{Plan, PlanError};
 use crate::queue::{Collected, StepQueue, collect_stepwise, queue_stepwise};
 use crate::report::{Ran, Reason};
-use crate::run::{CommittedStep, Run};
+use crate::run::{CommittedStep, Feedback, LateRows, Run};
 use crate::state_part::{StateEdit, StatePart};
 use refrain_tensor::HostTensor;
 use std::borrow::Cow;
@@ -360,6 +360,19 @@ pub trait Backend {
         send_stepwise(self, compiled, weights, states, run, n)
     }
 
+    /// Gives the oldest step of a run that lacks them its masks, and launches the rest of it. Only for runs with masks:
+    /// each of their steps waits for this.
+    fn supply(
+        &mut self,
+        compiled: &mut Self::Compiled,
+        weights: &Self::Weights,
+        states: &mut Self::States,
+        run: &mut Run,
+        late: LateRows,
+    ) -> Result<(), RunError> {
+        supply_stepwise(self, compiled, weights, states, run, &late)
+    }
+
     /// Collects the oldest step of a run, waiting for it if needed. An error ends the run: results collected
     /// so far are valid, the others must be computed again.
     fn take(&mut self, _: &mut Self::Compiled, run: &mut Run) -> Result<CommittedStep, RunError> {
@@ -411,19 +424,51 @@ pub fn send_stepwise<B: Backend + ?Sized>(
 ) -> Result<(), RunError> {
     // Edits are already in the control block, which the next step reads.
     run.take_edits();
-    let n_rows = run.feedback().n_rows;
-    let (mut tokens, mut logprobs) = (vec![0u32; n_rows], vec![0f32; n_rows]);
+    if run.is_late() {
+        // Without masks there is nothing to choose from yet.
+        run.sent(n);
+        return Ok(());
+    }
     for _ in 0..n {
         if run.has_ended() {
             break;
         }
-        let ran = backend.run(compiled, Io { weights, states: &mut *states, control: run.control() })?;
-        let (at, of) = (run.feedback().token, run.feedback().logprob);
-        backend.read(compiled, at, bytemuck::cast_slice_mut(&mut tokens))?;
-        backend.read(compiled, of, bytemuck::cast_slice_mut(&mut logprobs))?;
+        run_and_commit(backend, compiled, weights, states, run)?;
         run.sent(1);
-        run.commit(&tokens, &logprobs, ran);
     }
+    Ok(())
+}
+
+/// [`Backend::supply`] for [`send_stepwise`]: runs the step.
+pub fn supply_stepwise<B: Backend + ?Sized>(
+    backend: &mut B,
+    compiled: &mut B::Compiled,
+    weights: &B::Weights,
+    states: &mut B::States,
+    run: &mut Run,
+    late: &LateRows,
+) -> Result<(), RunError> {
+    if !run.may_supply() {
+        let because = "no step of the run needs masks".to_owned();
+        return Err(RunError::Mismatch { what: "runs", because });
+    }
+    run.supply(late);
+    run_and_commit(backend, compiled, weights, states, run)
+}
+
+fn run_and_commit<B: Backend + ?Sized>(
+    backend: &mut B,
+    compiled: &mut B::Compiled,
+    weights: &B::Weights,
+    states: &mut B::States,
+    run: &mut Run,
+) -> Result<(), RunError> {
+    let Feedback { n_rows, token, logprob, .. } = *run.feedback();
+    let (mut tokens, mut logprobs) = (vec![0u32; n_rows], vec![0f32; n_rows]);
+    let ran = backend.run(compiled, Io { weights, states, control: run.control() })?;
+    backend.read(compiled, token, bytemuck::cast_slice_mut(&mut tokens))?;
+    backend.read(compiled, logprob, bytemuck::cast_slice_mut(&mut logprobs))?;
+    run.commit(&tokens, &logprobs, ran);
     Ok(())
 }
 

@@ -38,7 +38,8 @@ mod dot; // Graphviz output
 
 pub use arena::{Arena, Span};
 pub use backend::{
-    Backend, CompileError, Io, Query, RunError, Support, finish_stepwise, send_stepwise, take_stepwise,
+    Backend, CompileError, Io, Query, RunError, Support, finish_stepwise, send_stepwise, supply_stepwise,
+    take_stepwise,
 };
 pub use bounds::{Bounds, IdBound, OutOfBounds, PagedBound, SlotBound, SpanBound};
 pub use control::{ControlBlock, ControlError, ControlLayout, Slot};
@@ -67,7 +68,9 @@ pub use queue::{Collected, StepQueue, collect_stepwise, nothing_queued, queue_st
 pub use recurrent::{GatedDelta, KeyHeads, Recurrent, ShortConv};
 pub use repeat::Repeat;
 pub use report::{Ran, Reason};
-pub use run::{Committed, CommittedStep, Feedback, LapsingBias, RowLimits, Run, RunEdits, StepFlags};
+pub use run::{
+    Committed, CommittedStep, Feedback, LapsingBias, LateRows, RowLimits, Run, RunEdits, StepFlags,
+};
 pub use schedule::{Segment, SegmentKind};
 pub use state_part::{ByteEdit, SlotLayout, StateEdit, StatePart};
 pub use train_op::{ADAM_PARAMS, AdamParam, AdamSlots, AdamW, Dropout, TrainOp};

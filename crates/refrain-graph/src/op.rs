@@ -267,6 +267,42 @@ impl Op {
         }
     }
 
+    /// An input that the host may still be computing while everything before this op runs. A plan is cut before an op
+    /// that has one, so that the steps before it can be launched without it.
+    pub fn late_input(&self) -> Option<usize> {
+        match self {
+            Op::Sample(sample) => sample.masked.then_some(Sample::MASK),
+            Op::View(_)
+            | Op::Copy
+            | Op::Cast(_)
+            | Op::Unary(_)
+            | Op::Binary(_)
+            | Op::Compare(_)
+            | Op::Select
+            | Op::Pick
+            | Op::PlaceColumns { .. }
+            | Op::Pad { .. }
+            | Op::ScatterAddRows { .. }
+            | Op::Reduce { .. }
+            | Op::Softmax
+            | Op::MatMul
+            | Op::Moe(_)
+            | Op::GatherRows(_)
+            | Op::RmsNorm { .. }
+            | Op::AddRmsNorm { .. }
+            | Op::Gate(_)
+            | Op::Rope(_)
+            | Op::KvAppend
+            | Op::KvAppendBytes
+            | Op::Attention(_)
+            | Op::SpanAttention(_)
+            | Op::Accumulate
+            | Op::Recurrent(_)
+            | Op::Train(_)
+            | Op::HostCall(_) => None,
+        }
+    }
+
     /// Inputs that kernels use as indices, and the range each must stay in.
     pub fn indexing(&self) -> Vec<Indexing> {
         match self {
@@ -418,6 +454,11 @@ pub struct Sample {
     /// Number of most probable tokens to return as well: `ids[n, n_top]` I32 and `logprobs[n, n_top]` F32,
     /// best first. 0 for none.
     pub n_top: usize,
+}
+
+impl Sample {
+    /// Index of the mask among the inputs.
+    pub const MASK: usize = 6;
 }
 
 /// Change of layout.

@@ -9,7 +9,7 @@ pub enum Ran {
     /// Replayed from recorded graphs: all device work was in a graph. Includes a step that verification
     /// compared with its eager run and found equal, although the results of the eager run are kept.
     Replayed {
-        /// Number of graph launches; 1 for a plan without host steps.
+        /// Number of graph launches; 1 for a plan without host steps and late inputs.
         n_launches: u32,
         /// Number of host steps between them.
         n_host_steps: u32,
@@ -21,6 +21,21 @@ pub enum Ran {
 impl Ran {
     /// Replayed as one launch.
     pub const REPLAYED: Ran = Ran::Replayed { n_launches: 1, n_host_steps: 0 };
+
+    /// How a step ran whose first part ran like this and the rest like `rest`.
+    #[must_use]
+    pub fn then(self, rest: Ran) -> Ran {
+        match (self, rest) {
+            (
+                Ran::Replayed { n_launches, n_host_steps },
+                Ran::Replayed { n_launches: more_launches, n_host_steps: more_host_steps },
+            ) => Ran::Replayed {
+                n_launches: n_launches + more_launches,
+                n_host_steps: n_host_steps + more_host_steps,
+            },
+            (Ran::Eager(reason), _) | (_, Ran::Eager(reason)) => Ran::Eager(reason),
+        }
+    }
 }
 
 /// Why a step was not replayed.

@@ -10,6 +10,10 @@
 //! Rows may join and leave during a run. [`Run::set_row`] and [`Run::clear_row`] take effect after the steps
 //! already launched and before all later ones. A row that ends, on its own or because it is cleared, is padding
 //! from then on.
+//!
+//! The choices of some runs depend on masks that the host computes from the choices before them. A step of such a run
+//! is launched in two parts: everything before the masks are needed, and the rest once [`LateRows`] has them. A row
+//! whose mask takes long is *held*: it sits out the choice, and its token is evaluated again in the next step.
 
 use crate::bounds::{Bounds, OutOfBounds};
 use crate::control::ControlBlock;
@@ -81,6 +85,8 @@ pub struct Feedback {
     pub tables: Field, // [n_seqs, max_blocks]
     /// Recurrent slots of the sequences; only the host changes them.
     pub slots: Option<Field>, // [n_seqs, 2]
+    /// Tokens that may be chosen, for a run whose steps are launched in two parts.
+    pub mask: Option<Field>, // [n_rows, n_words]
     /// Number of sequences with block tables, at least `n_rows`.
     pub n_seqs: usize,
 }
@@ -102,6 +108,7 @@ impl Feedback {
             bias_ids: plan.field(sampling.bias_ids),
             tables: plan.field(tables),
             slots: step.slots.map(|slots| plan.field(slots)),
+            mask: sampling.mask.map(|mask| plan.field(mask)),
             n_seqs: step.shape.n_seqs,
         })
     }
@@ -161,7 +168,7 @@ impl Committed {
 /// Result of one step of a run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CommittedStep {
-    /// Results by row; `None` for padding and for a row that had already ended.
+    /// Results by row; `None` for padding, for a row that had already ended, and for one that was held.
     pub rows: Vec<Option<Committed>>,
     /// How the step ran.
     pub ran: Ran,
@@ -181,6 +188,15 @@ impl RunEdits {
     pub fn is_empty(&self) -> bool {
         self.fields.is_empty() && self.rows.is_empty()
     }
+}
+
+/// What the rest of a step needs from the host, in a run with masks.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct LateRows {
+    /// Rows with a new mask: one bit per token. Other rows keep theirs.
+    pub masks: Vec<(usize, Vec<u32>)>,
+    /// Rows whose mask is not known yet: they choose nothing, and the next step repeats their token.
+    pub held: Vec<usize>,
 }
 
 /// A row in use.
@@ -211,7 +227,10 @@ pub struct Run {
     control: ControlBlock,
     edits: RunEdits,
     n_sent: u64,
+    n_supplied: u64,
     n_taken: u64,
+    /// Rows that choose nothing in the step that is supplied and not committed on the host.
+    held: Vec<usize>,
     ready: VecDeque<CommittedStep>,
 }
 
@@ -227,7 +246,9 @@ impl Run {
             control,
             edits: RunEdits::default(),
             n_sent: 0,
+            n_supplied: 0,
             n_taken: 0,
+            held: Vec::new(),
             ready: VecDeque::new(),
         };
         let limits = rows.into_iter().chain(std::iter::repeat(None)).take(feedback.n_rows);
@@ -272,6 +293,33 @@ impl Run {
         for row in self.rows.iter_mut().flatten() {
             row.next = row.next.saturating_add(n).min(row.end);
         }
+    }
+
+    /// Whether steps are launched in two parts, the second once it has masks.
+    pub fn is_late(&self) -> bool {
+        self.feedback.mask.is_some()
+    }
+
+    /// Whether the step to collect next was launched and still needs its masks.
+    pub fn awaits_masks(&self) -> bool {
+        self.is_late() && self.n_supplied == self.n_taken && self.n_sent > self.n_taken
+    }
+
+    /// Whether some launched step still needs its masks.
+    pub fn may_supply(&self) -> bool {
+        self.is_late() && self.n_supplied < self.n_sent
+    }
+
+    /// Gives the oldest step without masks its masks.
+    pub fn supply(&mut self, late: &LateRows) {
+        self.n_supplied += 1;
+        if let Some(mask) = self.feedback.mask {
+            for (row, bits) in &late.masks {
+                let words = &mut self.control.words_mut()[mask.row(self.feedback.n_rows, *row).words()];
+                words.iter_mut().zip(bits).for_each(|(word, bits)| *word = *bits);
+            }
+        }
+        self.held.clone_from(&late.held);
     }
 
     /// Counts a collected step.
@@ -356,6 +404,9 @@ impl Run {
 
     fn commit_row(&mut self, row: usize, token: u32, logprob: f32) -> Option<Committed> {
         let position = self.position(row)?;
+        if self.held.contains(&row) {
+            return None;
+        }
         let Feedback { n_rows, tokens, positions, rng, history, bias_ids, .. } = self.feedback;
         let LiveRow { limits, end, .. } = self.rows[row].as_mut()?;
         let flags = StepFlags::default()

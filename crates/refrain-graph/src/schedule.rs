@@ -2,7 +2,8 @@
 //!
 //! A recording holds consecutive nodes that only enqueue work; a node that needs the host ends it. The order
 //! minimises the number of cuts: host nodes that depend only on step inputs run first, so a typical plan with
-//! such a node is one host segment and one recordable segment.
+//! such a node is one host segment and one recordable segment. A node with a late input begins a recording of its own,
+//! so that the recording before it can be launched without that input.
 //!
 //! The order follows from the data dependencies: a node runs right before its first reader, operands from left
 //! to right. The order in which a model builds independent nodes does not matter.
@@ -207,14 +208,17 @@ pub(crate) fn order(graph: &Graph, dependencies: &Dependencies, units: &[Vec<Nod
     out
 }
 
-/// Cuts an order into maximal recordable segments and single host steps.
+/// Cuts an order into recordable segments and single host steps. A segment ends where the host is needed, and before an
+/// op with a late input.
 pub(crate) fn cut(graph: &Graph, order: &[NodeId]) -> Vec<Segment> {
     let mut segments: Vec<Segment> = Vec::new();
     for (i, &id) in order.iter().enumerate() {
         match graph.node(id).not_capturable() {
             Some(because) => segments.push(Segment { kind: SegmentKind::Host(because), steps: i..i + 1 }),
             None => match segments.last_mut() {
-                Some(s) if s.kind == SegmentKind::Recordable => s.steps.end = i + 1,
+                Some(s) if s.kind == SegmentKind::Recordable && graph.node(id).op.late_input().is_none() => {
+                    s.steps.end = i + 1;
+                }
                 _ => segments.push(Segment { kind: SegmentKind::Recordable, steps: i..i + 1 }),
             },
         }

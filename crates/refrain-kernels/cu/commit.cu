@@ -16,7 +16,8 @@
 //   logprob    [n]             f32
 //   eog        [n_eog, n]      i32, tokens that end each row; negative: empty
 //
-// A row that is done or has a negative position changes nothing; its entry has the flag PAST_END. A row whose
+// A row that is done or has a negative position changes nothing; its entry has the flag PAST_END. So does a row with
+// state.hold, which then takes part again: the next step repeats its token. A row whose
 // logprob is not finite ends, because its logits were not finite. Launch k (from 1) fills the ring entry
 // (k - 1) % n_entries and then stores seq = k with system-scope release: a host that acquires it sees the
 // payload.
@@ -39,7 +40,7 @@
 #include "overlap.cuh"
 
 struct CommitState {
-    u32 done, n_left, limit, window, history_next, bias_until, n_bias_kept, unused;
+    u32 done, n_left, limit, window, history_next, bias_until, n_bias_kept, hold;
 };
 
 struct CommitEntry {
@@ -64,7 +65,10 @@ extern "C" __global__ __launch_bounds__(1024) void commit_i32(i32* tokens, i32* 
         CommitState s = state[row];
         CommitEntry entry = {-1, 0.0f, PAST_END, -1};
         i32 position = positions[row];
-        if (s.done == 0 && position >= 0) {
+        if (s.hold != 0) {
+            s.hold = 0;
+            state[row] = s;
+        } else if (s.done == 0 && position >= 0) {
             entry = CommitEntry{token[row], logprob[row], 0, position + 1};
             for (u32 i = 0; i < n_eog; i++) {
                 if (entry.token >= 0 && eog[(u64)i * n + row] == entry.token) entry.flags |= ENDED;

@@ -35,8 +35,8 @@ pub struct CommitState {
     pub bias_until: u32,
     /// Bias slots, from the first, that never lapse.
     pub n_bias_kept: u32,
-    /// Padding.
-    pub unused: u32,
+    /// Nonzero if the row sits out the next commit, which resets it: its token is evaluated once more.
+    pub hold: u32,
 }
 
 /// One row of a ring entry; an entry has all rows.
@@ -267,8 +267,13 @@ fn commit_row(
     let (token, logprob) = (k.read_one::<i32>(at(8, 4)?)?, k.read_one::<f32>(at(9, 4)?)?);
     let mut state: CommitState = k.read_one(state_at)?;
     let position: i32 = k.read_one(positions)?;
+    let nothing = CommitEntry { token: -1, logprob: 0.0, flags: StepFlags::PAST_END.0, position: -1 };
+    if state.hold != 0 {
+        k.write_one(state_at, CommitState { hold: 0, ..state })?;
+        return Ok(nothing);
+    }
     if state.done != 0 || position < 0 {
-        return Ok(CommitEntry { token: -1, logprob: 0.0, flags: StepFlags::PAST_END.0, position: -1 });
+        return Ok(nothing);
     }
     let next = position + 1;
     state.n_left = state.n_left.saturating_sub(1);

@@ -397,7 +397,7 @@ fn commit_until_done(bed: &mut Bed) {
             history_next: 1,
             bias_until,
             n_bias_kept: 1,
-            unused: 0,
+            hold: 0,
         });
     let rng_before: Vec<i32> = (0..N as i32).flat_map(|i| [5, 6, 30 + i, 9]).collect();
     let mut set = |buf, bytes: &[u8]| bed.stream.upload(&mut lease, buf, bytes).unwrap();

@@ -251,7 +251,9 @@ impl TokenEngine for ServiceEngine {
 
 /// How the steps of a ledger ran.
 pub(crate) fn counts(ledger: &Ledger) -> StepCounts {
-    let mut steps = StepCounts::default();
+    let guesses = ledger.speculation();
+    let mut steps =
+        StepCounts { guessed: guesses.drafted, accepted: guesses.accepted, ..StepCounts::default() };
     for tally in StepKind::ALL.map(|kind| ledger.tally(kind)) {
         steps.replayed += tally.replayed;
         steps.eager += tally.eager;

@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
 
 /// Version of the messages. A change of any type that travels needs a new one; a test holds the bytes of this one.
-pub const PROTOCOL_VERSION: u16 = 3;
+pub const PROTOCOL_VERSION: u16 = 4;
 /// Maximum size of a message to a worker: a prompt of three million tokens.
 pub(crate) const MAX_TO_WORKER_BYTES: usize = 16 << 20;
 /// Maximum size of a message from a worker. Workers send smaller ones: see [`FULL_FRAME_BYTES`].

@@ -255,6 +255,8 @@ impl LoadStatus {
         add(&mut self.steps.replayed, past.steps.replayed);
         add(&mut self.steps.eager, past.steps.eager);
         add(&mut self.steps.failed, past.steps.failed);
+        add(&mut self.steps.guessed, past.steps.guessed);
+        add(&mut self.steps.accepted, past.steps.accepted);
         for (label, n) in &past.steps.reasons {
             match self.steps.reasons.iter_mut().find(|(other, _)| other == label) {
                 Some((_, sum)) => add(sum, *n),
@@ -273,6 +275,10 @@ pub struct StepCounts {
     pub eager: u64,
     /// Steps that failed.
     pub failed: u64,
+    /// Guessed tokens that were checked.
+    pub guessed: u64,
+    /// Those that were accepted.
+    pub accepted: u64,
     /// Why steps were not replayed: the label of the reason, and how many.
     pub reasons: Vec<(String, u64)>,
 }

@@ -23,6 +23,8 @@ use std::time::Instant;
 
 const SCHEMA: &str = include_str!("../../refrain-grammar/examples/realistic.json");
 const CONTEXT: usize = 1024;
+/// Texts at once, of which an eighth is constrained.
+const BATCHES: [usize; 2] = [8, 32];
 
 fn main() {
     let args: Vec<String> = std::env::args().skip(1).collect();
@@ -42,27 +44,50 @@ fn main() {
     println!("schema compiled: {:.1?}", began.elapsed());
     let engine = Engine::new(runner(device, model), EngineOptions { max_requests: 64 }).expect("an engine");
     let constrained = |forces: bool| Some(Constraint { forces, ..Constraint::new(grammar.clone()) });
+    let mean = |all: &[f64]| all.iter().sum::<f64>() / all.len() as f64;
     // The first round compiles the steps.
     for counts in [false, true] {
-        let say = |what: &str, micros: f64| {
+        let say = |what: &str, micros: f64, than: Option<f64>| {
             if counts {
-                println!("{what:46} {micros:9.1} us per token");
+                let more = than.map_or(String::new(), |than| {
+                    format!(", {:+.1} us, {:+.1} %", micros - than, 100.0 * (micros / than - 1.0))
+                });
+                println!("{what:52} {micros:9.1} us per token{more}");
             }
         };
         let free = speed(&engine, &[None], n_tokens)[0];
-        say("1 free text", free);
-        let masked = speed(&engine, &[constrained(false)], n_tokens)[0];
-        say("1 constrained, every token chosen", masked);
-        say("    more than free text", masked - free);
-        say("1 constrained, forced tokens in one step", speed(&engine, &[constrained(true)], n_tokens)[0]);
-        let mean = |all: &[f64]| all.iter().sum::<f64>() / all.len() as f64;
-        let alone = mean(&speed(&engine, &vec![None; 8], n_tokens));
-        say("8 free texts", alone);
-        let mut rows = vec![None; 7];
-        rows.push(constrained(false));
-        let beside = mean(&speed(&engine, &rows, n_tokens)[..7]);
-        say("7 free texts beside 1 constrained", beside);
-        say("8 constrained", mean(&speed(&engine, &vec![constrained(false); 8], n_tokens)));
+        say("1 free text", free, None);
+        say(
+            "1 constrained, every token chosen",
+            speed(&engine, &[constrained(false)], n_tokens)[0],
+            Some(free),
+        );
+        say(
+            "1 constrained, with forced tokens",
+            speed(&engine, &[constrained(true)], n_tokens)[0],
+            Some(free),
+        );
+        for n in BATCHES {
+            let alone = mean(&speed(&engine, &vec![None; n], n_tokens));
+            say(&format!("{n} free texts"), alone, None);
+            for (forces, how) in [(false, "every token chosen"), (true, "with forced tokens")] {
+                let n_free = n - n / 8;
+                let mut rows = vec![None; n_free];
+                rows.resize_with(n, || constrained(forces));
+                let all = speed(&engine, &rows, n_tokens);
+                say(
+                    &format!("{n_free} free texts beside {}, {how}", n / 8),
+                    mean(&all[..n_free]),
+                    Some(alone),
+                );
+                say(&format!("    these {}", n / 8), mean(&all[n_free..]), Some(alone));
+            }
+            say(
+                &format!("{n} constrained"),
+                mean(&speed(&engine, &vec![constrained(false); n], n_tokens)),
+                Some(alone),
+            );
+        }
     }
     let ledger = engine.ledger().expect("a ledger");
     for kind in [StepKind::Decode, StepKind::Prompt, StepKind::Mixed] {
@@ -74,8 +99,8 @@ fn main() {
 fn runner(device: &str, model: Arc<Model>) -> Box<dyn Runner> {
     let options = RunnerOptions {
         context: CONTEXT,
-        n_positions: 16 * CONTEXT,
-        max_seqs: 16,
+        n_positions: 33 * CONTEXT,
+        max_seqs: 32,
         ..RunnerOptions::default()
     };
     let kind = match device {

@@ -163,14 +163,25 @@ pub(crate) fn lone_engine(
     Ok((make_engine(weights, name, &room, options, &mut Weak::new())?, room))
 }
 
-/// Bytes of the KV cache and of the recurrent states that [`lone_engine`] makes.
-pub(crate) fn cache_bytes(
+/// Bytes of the weights, the KV cache and the recurrent states of an engine that [`lone_engine`] makes, and of its draft
+/// model.
+pub(crate) fn needed_bytes(
     weights: &Model,
     name: &str,
     options: &SessionOptions,
     room: impl FnOnce(usize) -> EngineCapacity,
 ) -> Result<u64, Error> {
-    let EngineCapacity { context, n_positions, n_recurrent, .. } = room(check(weights, name, options)?);
+    let room = room(check(weights, name, options)?);
+    let of = |model: &Model, room: &EngineCapacity| {
+        cache_bytes(model, options, room).saturating_add(model.weight_bytes() as u64)
+    };
+    let draft = options.speculation.draft();
+    let of_draft = draft.map_or(0, |draft| of(&draft.weights, &draft_capacity(&draft.weights, &room)));
+    Ok(of(weights, &room).saturating_add(of_draft))
+}
+
+fn cache_bytes(weights: &Model, options: &SessionOptions, room: &EngineCapacity) -> u64 {
+    let EngineCapacity { context, n_positions, n_recurrent, .. } = *room;
     let kv_block = RunnerOptions::default().kv_block;
     let max_blocks = context.div_ceil(kv_block);
     let n_blocks = n_positions.div_ceil(kv_block).max(max_blocks);
@@ -178,7 +189,12 @@ pub(crate) fn cache_bytes(
     let n_slots = if weights.has_slots() { n_recurrent.saturating_mul(2) + 1 } else { 0 };
     let kv = KvSpec { n_blocks, kv_block, max_blocks, n_slots, dtype: options.kv_dtype };
     let of_state = |state: &State| state.ty.dtype.bytes_for(state.ty.shape.n_elements());
-    Ok(weights.states(&kv).iter().filter_map(of_state).map(|bytes| bytes as u64).sum())
+    weights.states(&kv).iter().filter_map(of_state).map(|bytes| bytes as u64).sum()
+}
+
+/// A draft model serves the same sequences, as far as its own context reaches.
+fn draft_capacity(draft: &Model, room: &EngineCapacity) -> EngineCapacity {
+    EngineCapacity { context: room.context.min(draft.config().n_context), ..*room }
 }
 
 /// Checks the options and returns the context.
@@ -217,8 +233,7 @@ fn make_engine(
     let LoadedRunner { runner, monitor, table, experts } = load_runner(weights, name, room, options, packed)?;
     let draft = match options.speculation.draft() {
         Some(draft) => {
-            let context = room.context.min(draft.weights.config().n_context);
-            let room = EngineCapacity { context, ..*room };
+            let room = draft_capacity(&draft.weights, room);
             let loaded = load_runner(&draft.weights, &draft.name, &room, options, &mut Weak::new())?;
             Some(loaded.runner)
         }

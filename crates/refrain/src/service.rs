@@ -1,6 +1,6 @@
 //! Services: a model on a device that serves many requests at once.
 
-use crate::engines::{EngineCapacity, MonitoredEngine, cache_bytes, lone_engine};
+use crate::engines::{EngineCapacity, MonitoredEngine, lone_engine, needed_bytes};
 use crate::error::Error;
 use crate::generate::{Generate, Prompt, Summary, TextDelta, Writer};
 use crate::model::Model;
@@ -91,12 +91,11 @@ impl Service {
         Ok(Service { model: model.clone(), engine, monitor, context: room.context, speculation })
     }
 
-    /// The bytes that the weights and the KV cache of a service take. Activations and kernels come on top.
+    /// The bytes that the weights and the KV cache of a service take, with those of its draft model. Activations and kernels
+    /// come on top.
     pub fn memory_needs(model: &Model, options: &ServiceOptions) -> Result<u64, Error> {
-        let kv_bytes = cache_bytes(model.weights(), model.name(), &options.session, |context| {
-            options.capacity(context)
-        })?;
-        Ok(kv_bytes.saturating_add(model.weight_bytes() as u64))
+        let room = |context| options.capacity(context);
+        needed_bytes(model.weights(), model.name(), &options.session, room)
     }
 
     /// Submits a prompt. A request that can never be served is refused here; later errors are returned by the reply.

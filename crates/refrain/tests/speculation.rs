@@ -185,3 +185,21 @@ fn an_error_of_a_draft_model_names_both_models() {
     assert!(text.contains(&ours.to_string()) && text.contains(&theirs.to_string()), "{text}");
     assert!(text.contains("tiny") && text.contains(stories.name()), "{text}");
 }
+
+#[test]
+fn a_draft_model_counts_among_the_bytes_that_a_service_needs() {
+    let stories = Model::builtin().unwrap();
+    let needs = |source: Option<GuessSource>| {
+        let speculation = source.map_or_else(SpeculationOptions::default, |source| SpeculationOptions {
+            source,
+            ..SpeculationOptions::default()
+        });
+        let session = SessionOptions { speculation, ..SessionOptions::default() };
+        let options = ServiceOptions { session, kv_tokens: Some(512), ..ServiceOptions::default() };
+        Service::memory_needs(&stories, &options).unwrap()
+    };
+    let alone = needs(None);
+    assert_eq!(needs(Some(GuessSource::Ngram)), alone);
+    // The model drafts for itself.
+    assert_eq!(needs(Some(GuessSource::Model(DraftWeights::of(&stories)))), 2 * alone);
+}

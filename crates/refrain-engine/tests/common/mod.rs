@@ -6,7 +6,7 @@ use refrain_engine::{
     SamplingRow, SlotCopy, StepOut, StepRequest, TokenChoice, VerifyCost, Want,
 };
 use refrain_formats::ModelFiles;
-use refrain_graph::{Committed, CommittedStep, Plan, Ran, Reason, RunError, StepFlags};
+use refrain_graph::{Committed, CommittedStep, LateRows, Plan, Ran, Reason, RunError, StepFlags};
 use refrain_models::{KvSpec, Model};
 use refrain_tensor::DType;
 use std::path::Path;
@@ -272,9 +272,10 @@ impl Runner for FakeRunner {
         Ok(Ran::Eager(Reason::NoGraphsHere { backend: "fake" }))
     }
 
-    fn run_shape(&mut self, n_seqs: usize, n_history: usize) -> RunShape {
+    fn run_shape(&mut self, n_seqs: usize, n_history: usize, is_masked: bool) -> RunShape {
         // Some sizes leave free rows.
-        RunShape { n_rows: if n_seqs <= 2 { n_seqs } else { n_seqs.next_multiple_of(4) }, n_history }
+        let n_rows = if n_seqs <= 2 { n_seqs } else { n_seqs.next_multiple_of(4) };
+        RunShape { n_rows, n_history, is_masked }
     }
 
     fn begin(
@@ -361,6 +362,14 @@ impl Runner for FakeRunner {
         assert!(run.ready.len() <= run.most);
         self.run = Some(run);
         Ok(())
+    }
+
+    fn awaits_masks(&self) -> bool {
+        false
+    }
+
+    fn supply(&mut self, _: LateRows) -> Result<(), EngineError> {
+        Err(EngineError::NoRun)
     }
 
     fn collect(&mut self) -> Result<CommittedStep, EngineError> {

@@ -22,6 +22,7 @@ fn feedback() -> (Feedback, ControlLayout) {
         input("history", &[N_ROWS, 2]),
         input("bias_ids", &[N_ROWS, N_BIAS]),
         input("tables", &[N_ROWS, N_BLOCKS]),
+        input("mask", &[N_ROWS, 2]),
     ];
     let layout = ControlLayout::new(&inputs, 32).unwrap();
     let field = |name: &str| Field::of(&layout, layout.find(name).unwrap());
@@ -36,6 +37,7 @@ fn feedback() -> (Feedback, ControlLayout) {
         bias_ids: field("bias_ids"),
         tables: field("tables"),
         slots: None,
+        mask: None,
         n_seqs: N_ROWS,
     };
     (feedback, layout)
@@ -115,6 +117,11 @@ fn biases_lapse_at_their_choice_and_those_before_them_stay() {
     assert_eq!(values(&run, bias_ids, 1), [1, 2, 3, 4]);
 }
 
+fn mask_field(run: &Run) -> Field {
+    let layout = run.control.layout();
+    Field::of(layout, layout.find("mask").unwrap())
+}
+
 #[test]
 fn a_row_that_joins_leaves_or_grows_changes_only_its_own_fields() {
     let mut run = run(vec![Some(limits(100, 100)), Some(limits(100, 100))]);
@@ -142,6 +149,7 @@ fn a_row_that_joins_leaves_or_grows_changes_only_its_own_fields() {
         feedback.history,
         feedback.bias_ids,
         feedback.tables,
+        mask_field(&run),
     ];
     assert_eq!(fields, all.map(|field| field.row(N_ROWS, 2)));
     assert_eq!(run.limits(2).unwrap().n_choices, 3);
@@ -153,4 +161,31 @@ fn a_row_that_joins_leaves_or_grows_changes_only_its_own_fields() {
     assert_eq!((run.limits(0), values(&run, feedback.positions, 0)), (None, vec![-1]));
     run.commit(&[1, 2, 3], &[-1.0; 3], Ran::REPLAYED);
     assert_eq!(run.take().unwrap().rows.iter().map(Option::is_some).collect::<Vec<_>>(), [false, true, true]);
+}
+
+#[test]
+fn a_held_row_changes_nothing_and_the_others_go_on() {
+    let mut run = run(vec![Some(limits(100, 100)), Some(limits(100, 100))]);
+    run.feedback.mask = Some(mask_field(&run));
+    let feedback = *run.feedback();
+    run.sent(2);
+    assert!(run.awaits_masks() && run.may_supply());
+    let before: Vec<Vec<i32>> =
+        run.control.layout().row_fields(N_ROWS, 1).map(|f| f.read(run.control()).collect()).collect();
+    let late = LateRows { masks: vec![(0, vec![5, 6])], held: vec![1] };
+    run.supply(&late);
+    assert!(!run.awaits_masks() && run.may_supply());
+    run.commit(&[7, 8, 9], &[-1.0; 3], Ran::REPLAYED);
+    let rows = run.take().unwrap().rows;
+    assert_eq!(rows.iter().map(|row| row.map(|row| row.token)).collect::<Vec<_>>(), [Some(7), None, None]);
+    let after: Vec<Vec<i32>> =
+        run.control.layout().row_fields(N_ROWS, 1).map(|f| f.read(run.control()).collect()).collect();
+    assert_eq!(before, after);
+    assert_eq!(values(&run, feedback.mask.unwrap(), 0), [5, 6]);
+    assert!(run.awaits_masks());
+    run.supply(&LateRows::default());
+    assert!(!run.may_supply());
+    run.commit(&[7, 8, 9], &[-1.0; 3], Ran::REPLAYED);
+    let positions = run.take().unwrap().rows.into_iter().flatten().map(|row| row.position);
+    assert_eq!(positions.collect::<Vec<_>>(), [11, 20]);
 }

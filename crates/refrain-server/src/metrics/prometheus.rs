@@ -107,7 +107,7 @@ fn of_workers(page: &mut Page, status: &BackendStatus) {
         page.line("refrain_worker_restarts_total", &labels, worker.n_restarts as f64);
     }
     type Read = fn(&LoadStatus) -> f64;
-    let per_model: [(&str, &str, &str, Read); 9] = [
+    let per_model: [(&str, &str, &str, Read); 11] = [
         ("refrain_running", "gauge", "Requests that take part in steps", |l| l.n_running as f64),
         ("refrain_waiting", "gauge", "Requests waiting for capacity", |l| l.n_waiting as f64),
         ("refrain_preemptions_total", "counter", "Preemptions", |l| l.n_preempted as f64),
@@ -123,6 +123,12 @@ fn of_workers(page: &mut Page, status: &BackendStatus) {
             l.n_generated_tokens as f64
         }),
         ("refrain_steps_failed_total", "counter", "Steps that failed", |l| l.steps.failed as f64),
+        ("refrain_guessed_tokens_total", "counter", "Guessed tokens that were checked", |l| {
+            l.steps.guessed as f64
+        }),
+        ("refrain_accepted_tokens_total", "counter", "Guessed tokens that were accepted", |l| {
+            l.steps.accepted as f64
+        }),
     ];
     for (name, kind, help, read) in per_model {
         page.head(name, kind, help);
@@ -130,6 +136,12 @@ fn of_workers(page: &mut Page, status: &BackendStatus) {
             let labels = [("worker", &*worker.idx.to_string()), ("model", &*load.model)];
             page.line(name, &labels, read(load));
         }
+    }
+    page.head("refrain_guess_acceptance", "gauge", "Fraction of checked guesses that were accepted");
+    for (worker, load) in loads(status).filter(|(_, load)| load.steps.guessed > 0) {
+        let labels = [("worker", &*worker.idx.to_string()), ("model", &*load.model)];
+        let rate = load.steps.accepted as f64 / load.steps.guessed as f64;
+        page.line("refrain_guess_acceptance", &labels, rate);
     }
     page.head("refrain_steps_total", "counter", "Steps by how they ran");
     for (worker, load) in loads(status) {
@@ -198,7 +210,7 @@ mod tests {
     #[test]
     fn labels_are_escaped_and_every_line_belongs_to_a_declared_metric() {
         let reasons = vec![("no \"bucket\"\nfor it".to_owned(), 3)];
-        let steps = StepCounts { replayed: 5, reasons, ..StepCounts::default() };
+        let steps = StepCounts { replayed: 5, guessed: 8, accepted: 6, reasons, ..StepCounts::default() };
         let load =
             LoadStatus { model: "a\\b".into(), kv_blocks: 4, kv_blocks_used: 1, steps, ..Default::default() };
         let worker = WorkerStatus {
@@ -213,6 +225,7 @@ mod tests {
         let text = render(&Metrics::new(), &BackendStatus { workers: vec![worker] }, &["a\\b"]);
         assert!(text.contains(r#"reason="no \"bucket\"\nfor it"} 3"#), "{text}");
         assert!(text.contains(r#"vllm:kv_cache_usage_perc{model_name="a\\b"} 0.25"#), "{text}");
+        assert!(text.contains(r#"refrain_guess_acceptance{worker="0",model="a\\b"} 0.75"#), "{text}");
         assert!(text.contains("refrain_worker_restarts_total{worker=\"0\"} 2"), "{text}");
         let mut declared = String::new();
         for line in text.lines() {
