@@ -196,6 +196,8 @@ handles! {
     NodeHandle;
     /// An instantiated graph.
     ExecHandle;
+    /// The condition of a loop, as a kernel receives it. Never 0.
+    ConditionHandle;
     /// A device address. Pinned host memory has one too, equal to its host address.
     DevicePtr;
     /// A host address, kept as a number so that it is `Send`.
@@ -440,6 +442,8 @@ pub enum NodeKind {
     MemAlloc,
     /// Frees stream-ordered memory.
     MemFree,
+    /// Repeats a graph of its own while a condition holds.
+    Loop,
     /// A kind newer than this list.
     Other,
 }
@@ -705,6 +709,17 @@ pub trait Api: Send + Sync {
         f: RawHostFn,
         user: *mut c_void,
     ) -> RawResult<NodeHandle>;
+    /// `cuGraphConditionalHandleCreate`: a condition for one loop of this graph. It gets the value `initial` at each
+    /// launch of the graph; afterwards, kernels of the graph set it (`cudaGraphSetConditional`).
+    fn graph_condition(&self, graph: GraphHandle, initial: u32) -> RawResult<ConditionHandle>;
+    /// `cuGraphAddNode` with a conditional node of type WHILE: repeats its body while the condition is not 0. Returns
+    /// the node and the body, which belongs to the node, is filled like any graph, and must not be destroyed.
+    fn graph_add_loop(
+        &self,
+        graph: GraphHandle,
+        deps: &[Dependency],
+        condition: ConditionHandle,
+    ) -> RawResult<(NodeHandle, GraphHandle)>;
     /// `cuGraphGetNodes` with the kind of each node, in an order of the driver's choosing.
     fn graph_nodes(&self, graph: GraphHandle) -> RawResult<Vec<(NodeHandle, NodeKind)>>;
     /// `cuGraphGetEdges`.

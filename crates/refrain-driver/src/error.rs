@@ -102,6 +102,12 @@ pub enum DriverError {
         /// The recording.
         name: String,
     },
+    /// No launch of the loop's body gets its condition, so the loop would never end.
+    #[error("recording {name:?} is a loop, but none of its launches takes the condition: it would never end")]
+    LoopWithoutEnd {
+        /// The recording.
+        name: String,
+    },
     /// The driver captured a different number of nodes than the recording enqueued.
     #[error("recording {name:?} enqueued {}, but the driver captured {}", Count(*.n_enqueued as u64, "call"), Count(*.n_captured as u64, "node"))]
     CapturedNodeCount {
@@ -379,6 +385,9 @@ impl DriverError {
             }
             DriverError::MemoryNodes { .. } | DriverError::CapturedNodeCount { .. } => {
                 "give the library call an explicit workspace in planned memory"
+            }
+            DriverError::LoopWithoutEnd { .. } => {
+                "add a launch built with `LaunchBuilder::condition`, which sets the condition to 0"
             }
             DriverError::ModuleLoad { code, .. } if matches!(code.0, 209 | 218 | 222) => {
                 "the kernels were built for another GPU or a newer driver: rebuild them for this one"

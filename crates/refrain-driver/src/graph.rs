@@ -12,7 +12,7 @@ use crate::error::{DriverError, WorkOrigin};
 use crate::memory::{Buf, Lease, Memory};
 use crate::nodes::RecordedNodes;
 use crate::queue::{Keep, call_origin};
-use crate::record::{Method, OwnedGraph, RecordJob};
+use crate::record::{Method, OwnedGraph, RecordJob, RecordedLoop};
 use crate::shared::{DeviceShared, Garbage};
 use crate::stream::Stream;
 
@@ -46,6 +46,8 @@ pub struct GraphInfo {
     pub nodes: Vec<(NodeKind, String)>,
     /// Edges by node index: from, to, kind.
     pub edges: Vec<(u32, u32, EdgeKind)>,
+    /// Whether the nodes are the body of a loop, which a replay runs until its condition is 0.
+    pub is_loop: bool,
     /// Time from the start of the recording to a graph ready for replay.
     pub record_time: Duration,
 }
@@ -71,6 +73,9 @@ impl GraphInfo {
     pub fn dot(&self) -> String {
         let quote = |s: &str| s.replace('\\', "\\\\").replace('"', "\\\"");
         let mut out = format!("digraph \"{}\" {{\n  node [shape=box];\n", quote(&self.name));
+        if self.is_loop {
+            out.push_str("  label=\"body of a loop\";\n");
+        }
         for (i, (kind, label)) in self.nodes.iter().enumerate() {
             let _ = writeln!(out, "  n{i} [label=\"{i}: {}\\n{kind:?}\"];", quote(label));
         }
@@ -149,6 +154,7 @@ impl Graph {
     pub(crate) fn finish_captured(
         job: &RecordJob<'_>,
         graph: OwnedGraph,
+        target: Option<RecordedLoop>,
         keep: Keep,
         log: Vec<(NodeKind, WorkOrigin)>,
         stream: StreamHandle,
@@ -179,37 +185,42 @@ impl Graph {
             .collect();
         let index = |node: NodeHandle| order.iter().position(|n| n.0 == node).unwrap_or(0) as u32;
         let edges = edges.into_iter().map(|(from, to, kind)| (index(from), index(to), kind)).collect();
-        Graph::instantiate(job, Method::Stream, graph, keep, &log, labels, edges, stream)
+        if let Some(target) = &target {
+            target.fill(shared, &graph)?;
+        }
+        let parts =
+            RecordedParts { method: Method::Stream, keep, nodes: labels, edges, is_loop: target.is_some() };
+        let graph = target.map_or(graph, |target| target.graph);
+        Graph::instantiate(job, graph, parts, &log, stream)
     }
 
     /// Builds a graph from explicit nodes.
     pub(crate) fn finish_nodes(
         job: &RecordJob<'_>,
-        graph: OwnedGraph,
+        own: Option<OwnedGraph>,
+        target: Option<RecordedLoop>,
         nodes: RecordedNodes,
         stream: StreamHandle,
     ) -> Result<Graph, DriverError> {
-        if nodes.log.is_empty() {
+        let is_loop = target.is_some();
+        let graph = target.map(|target| target.graph).or(own).filter(|_| !nodes.log.is_empty());
+        let Some(graph) = graph else {
             return Err(DriverError::EmptyRecording { name: job.options.name.clone() });
-        }
+        };
         let labels = nodes.log.iter().map(|(kind, origin)| (*kind, origin.to_string())).collect();
-        Graph::instantiate(job, Method::Nodes, graph, nodes.keep, &nodes.log, labels, nodes.edges, stream)
+        let RecordedNodes { log, edges, keep, .. } = nodes;
+        let parts = RecordedParts { method: Method::Nodes, keep, nodes: labels, edges, is_loop };
+        Graph::instantiate(job, graph, parts, &log, stream)
     }
 
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "the common end of the two functions above, called from nowhere else"
-    )]
     fn instantiate(
         job: &RecordJob<'_>,
-        method: Method,
         graph: OwnedGraph,
-        keep: Keep,
+        parts: RecordedParts,
         log: &[(NodeKind, WorkOrigin)],
-        nodes: Vec<(NodeKind, String)>,
-        edges: Vec<(u32, u32, EdgeKind)>,
         stream: StreamHandle,
     ) -> Result<Graph, DriverError> {
+        let RecordedParts { method, keep, nodes, edges, is_loop } = parts;
         let shared = job.shared;
         let exec = shared.call("cuGraphInstantiate", |api| api.graph_instantiate(graph.handle))?;
         let last = log.last().map_or_else(|| call_origin("nothing"), |(_, origin)| origin.clone());
@@ -229,6 +240,7 @@ impl Graph {
             method,
             nodes,
             edges,
+            is_loop,
             record_time: job.started.elapsed(),
         };
         Ok(Graph { inner: Arc::new(inner), info })
@@ -245,6 +257,15 @@ impl fmt::Debug for Graph {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Graph {:?} ({}, {:?})", self.info.name, self.info.method, self.info.counts())
     }
+}
+
+/// What a recording consists of, besides the driver's graph.
+struct RecordedParts {
+    method: Method,
+    keep: Keep,
+    nodes: Vec<(NodeKind, String)>,
+    edges: Vec<(u32, u32, EdgeKind)>,
+    is_loop: bool,
 }
 
 fn check_memory_nodes(job: &RecordJob<'_>, graph: &OwnedGraph) -> Result<(), DriverError> {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use bytemuck::Pod;
 
-use crate::api::LaunchConfig;
+use crate::api::{ConditionHandle, LaunchConfig};
 use crate::error::{DriverError, WorkOrigin};
 use crate::memory::{Buf, DeviceSlot, Memory};
 use crate::module::Function;
@@ -67,6 +67,8 @@ pub struct LaunchBuilder {
 enum LaunchArg {
     Buf(Buf, Access),
     Null,
+    /// The condition of the loop that the launch is recorded in.
+    Condition,
     Value(Vec<u8>),
     /// A struct that holds addresses, each at a byte offset.
     Table(Vec<u8>, Vec<(usize, Buf, Access)>),
@@ -182,6 +184,14 @@ impl LaunchBuilder {
         self
     }
 
+    /// Adds the condition of the loop that the launch is recorded in ([`crate::Stream::record_loop`]), as 64 bits for
+    /// `cudaGraphSetConditional`. Everywhere else the kernel gets 0 and must set nothing.
+    #[must_use]
+    pub fn condition(mut self) -> LaunchBuilder {
+        self.launch.args.push(LaunchArg::Condition);
+        self
+    }
+
     /// Adds a pointer to a value that may change between replays.
     #[must_use]
     pub fn slot<T: Pod>(self, slot: DeviceSlot<T>) -> LaunchBuilder {
@@ -239,7 +249,7 @@ impl Launch {
             let (one, table) = match a {
                 LaunchArg::Buf(buf, access) => (Some((*buf, *access)), &[][..]),
                 LaunchArg::Table(_, bufs) => (None, &bufs[..]),
-                LaunchArg::Null | LaunchArg::Value(_) => (None, &[][..]),
+                LaunchArg::Null | LaunchArg::Condition | LaunchArg::Value(_) => (None, &[][..]),
             };
             one.into_iter().chain(table.iter().map(|&(_, buf, access)| (buf, access)))
         });
@@ -249,6 +259,11 @@ impl Launch {
     /// The kernel. Not public, since nobody vouched for launching it with other arguments.
     pub(crate) fn function(&self) -> &Function {
         &self.function
+    }
+
+    /// Whether it gets the condition of a loop.
+    pub(crate) fn takes_condition(&self) -> bool {
+        self.args.iter().any(|arg| matches!(arg, LaunchArg::Condition))
     }
 
     /// The launch configuration; without `overlap`, programmatic launch is off.
@@ -261,6 +276,7 @@ impl Launch {
         &self,
         shared: &Arc<DeviceShared>,
         memory: &Memory,
+        condition: Option<ConditionHandle>,
         out: &mut Vec<u8>,
     ) -> Result<(), DriverError> {
         if !Arc::ptr_eq(self.function.module().shared(), shared) {
@@ -290,6 +306,10 @@ impl Launch {
                     &address
                 }
                 LaunchArg::Null => &[0; 8],
+                LaunchArg::Condition => {
+                    address = condition.map_or(0, |c| c.0).to_le_bytes();
+                    &address
+                }
                 LaunchArg::Value(bytes) => bytes,
                 LaunchArg::Table(bytes, bufs) => {
                     table = bytes.clone();

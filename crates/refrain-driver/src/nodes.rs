@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use crate::api::{
-    CaptureMode, CopyEnd, Dependency, DevicePtr, EdgeKind, NodeHandle, NodeKind, StreamHandle, StreamKind,
+    CaptureMode, ConditionHandle, CopyEnd, Dependency, DevicePtr, EdgeKind, GraphHandle, NodeHandle,
+    NodeKind, StreamHandle, StreamKind,
 };
 use crate::depend::{Hazards, Touch};
 use crate::error::{DriverError, WorkOrigin};
@@ -19,7 +20,7 @@ use crate::shared::DeviceShared;
 /// Turns calls into nodes of a graph and derives the edges from the bytes they access.
 pub(crate) struct NodeSink<'a> {
     job: &'a RecordJob<'a>,
-    graph: &'a OwnedGraph,
+    graph: GraphHandle,
     recording: Recording<'a>,
     state: NodeSinkState,
 }
@@ -38,6 +39,8 @@ pub(crate) struct RecordedNodes {
     pub(crate) log: Vec<(NodeKind, WorkOrigin)>,
     pub(crate) edges: Vec<(u32, u32, EdgeKind)>,
     pub(crate) keep: Keep,
+    /// Whether a launch got the condition of the loop.
+    pub(crate) has_condition: bool,
 }
 
 /// A stream on which library calls are captured.
@@ -60,7 +63,12 @@ impl Drop for SideStream {
 }
 
 impl<'a> NodeSink<'a> {
-    pub(crate) fn new(job: &'a RecordJob<'a>, graph: &'a OwnedGraph) -> NodeSink<'a> {
+    /// Adds nodes to `graph`, which outlives the sink. It may be the body of a loop.
+    pub(crate) fn new(
+        job: &'a RecordJob<'a>,
+        graph: GraphHandle,
+        condition: Option<ConditionHandle>,
+    ) -> NodeSink<'a> {
         let state = NodeSinkState {
             hazards: Hazards::default(),
             nodes: Vec::new(),
@@ -69,11 +77,12 @@ impl<'a> NodeSink<'a> {
             params: Vec::new(),
             side: None,
         };
-        NodeSink { job, graph, recording: Recording::new(job.watch, job.progress), state }
+        NodeSink { job, graph, recording: Recording::new(job.watch, job.progress, condition), state }
     }
 
     pub(crate) fn finish(self) -> (Option<DriverError>, RecordedNodes) {
-        let nodes = RecordedNodes { log: self.recording.log, edges: self.state.edges, keep: self.state.keep };
+        let Recording { log, has_condition, .. } = self.recording;
+        let nodes = RecordedNodes { log, edges: self.state.edges, keep: self.state.keep, has_condition };
         (self.recording.failed, nodes)
     }
 }
@@ -126,16 +135,18 @@ impl sealed::Sealed for NodeSink<'_> {}
 impl Queue for NodeSink<'_> {
     fn launch(&mut self, launch: &Launch) -> Result<(), DriverError> {
         let NodeSink { job, graph, recording, state } = self;
+        let condition = recording.condition;
+        recording.has_condition |= launch.takes_condition();
         recording.step(NodeKind::Kernel, launch.origin(), || {
             let mut params = std::mem::take(&mut state.params);
-            launch.pack(job.shared, job.memory, &mut params)?;
+            launch.pack(job.shared, job.memory, condition, &mut params)?;
             let touched = collect_touches(job.memory, launch.accesses())?;
             let config = launch.config(job.options.overlap);
             state.keep.add(launch.function().module());
             let function = launch.function().handle();
             let result = state.add(NodeKind::Kernel, &touched, config.programmatic, |deps| {
                 job.shared.call("cuGraphAddKernelNode", |api| {
-                    api.graph_add_kernel(graph.handle, deps, function, &config, &params)
+                    api.graph_add_kernel(*graph, deps, function, &config, &params)
                 })
             });
             state.params = params;
@@ -160,7 +171,7 @@ impl Queue for NodeSink<'_> {
                 // SAFETY: host ends are pinned and inside `job.memory`, which the graph keeps alive; the host
                 // accesses pinned regions only atomically, through `pinned`.
                 job.shared.call("cuGraphAddMemcpyNode", |api| unsafe {
-                    api.graph_add_memcpy(graph.handle, deps, end(to), end(from), bytes)
+                    api.graph_add_memcpy(*graph, deps, end(to), end(from), bytes)
                 })
             })
         })
@@ -176,7 +187,7 @@ impl Queue for NodeSink<'_> {
             let touched = collect_touches(job.memory, std::iter::once((dst, Access::Write)))?;
             state.add(NodeKind::Memset, &touched, false, |deps| {
                 job.shared.call("cuGraphAddMemsetNode", |api| {
-                    api.graph_add_memset(graph.handle, deps, to, byte, dst.len())
+                    api.graph_add_memset(*graph, deps, to, byte, dst.len())
                 })
             })
         })
@@ -197,9 +208,8 @@ impl Queue for NodeSink<'_> {
             };
             let child = capture_library(job, side, call)?;
             state.add(NodeKind::Child, &touched, false, |deps| {
-                job.shared.call("cuGraphAddChildGraphNode", |api| {
-                    api.graph_add_child(graph.handle, deps, child.handle)
-                })
+                job.shared
+                    .call("cuGraphAddChildGraphNode", |api| api.graph_add_child(*graph, deps, child.handle))
             })
         })
     }

@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::sync::Arc;
 
-use crate::api::{NodeKind, StreamHandle};
+use crate::api::{ConditionHandle, NodeKind, StreamHandle};
 use crate::error::{DriverError, WorkOrigin};
 use crate::launch::Launch;
 use crate::memory::{Buf, BufAddress, Memory};
@@ -131,11 +131,19 @@ pub(crate) struct Recording<'a> {
     pub(crate) log: Vec<(NodeKind, WorkOrigin)>,
     /// The first error. It is the one to report, since later ones follow from it.
     pub(crate) failed: Option<DriverError>,
+    /// The condition of the loop whose body is recorded.
+    pub(crate) condition: Option<ConditionHandle>,
+    /// Whether a launch got it, so that the loop can end.
+    pub(crate) has_condition: bool,
 }
 
 impl<'a> Recording<'a> {
-    pub(crate) fn new(watch: &'a WatchGuard, progress: &'a RecordingProgress) -> Recording<'a> {
-        Recording { watch, progress, log: Vec::new(), failed: None }
+    pub(crate) fn new(
+        watch: &'a WatchGuard,
+        progress: &'a RecordingProgress,
+        condition: Option<ConditionHandle>,
+    ) -> Recording<'a> {
+        Recording { watch, progress, log: Vec::new(), failed: None, condition, has_condition: false }
     }
 
     /// Runs one enqueue, unless the recording has failed or passed its deadline. Logs the work before it starts.
@@ -200,13 +208,17 @@ impl Queue for StreamSink<'_> {
         let mut params = std::mem::take(&mut self.params);
         let (shared, memory, stream) = (self.shared, self.memory, self.stream);
         let config = launch.config(self.overlap);
+        let condition = self.recording.as_ref().and_then(|recording| recording.condition);
         let result = self.step(NodeKind::Kernel, launch.origin(), || {
-            launch.pack(shared, memory, &mut params)?;
+            launch.pack(shared, memory, condition, &mut params)?;
             let function = launch.function().handle();
             shared.call("cuLaunchKernelEx", |api| api.launch(function, &config, stream, &params))
         });
         self.params = params;
         self.keep.add(launch.function().module());
+        if let Some(recording) = &mut self.recording {
+            recording.has_condition |= launch.takes_condition();
+        }
         result
     }
 

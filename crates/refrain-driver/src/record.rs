@@ -4,7 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::api::{CaptureMode, CaptureStatus, Code, GraphHandle, StreamHandle};
+use crate::api::{Api, CaptureMode, CaptureStatus, Code, ConditionHandle, GraphHandle, StreamHandle};
 use crate::error::{DriverError, panic_message};
 use crate::graph::Graph;
 use crate::memory::Memory;
@@ -104,6 +104,38 @@ impl Stream {
         options: &RecordOptions,
         f: impl FnOnce(&mut dyn Queue) -> Result<(), DriverError>,
     ) -> Result<Graph, DriverError> {
+        self.record_graph(memory, method, options, false, f)
+    }
+
+    /// Records the work that `f` enqueues as the body of a loop that runs on the device: one replay runs the body
+    /// until its condition is 0, at least once.
+    ///
+    /// Launches get the condition with [`crate::LaunchBuilder::condition`] and set it with `cudaGraphSetConditional`;
+    /// the last value set in a body decides whether it is repeated. A recording in which no launch gets the condition
+    /// is refused, because it would never end ([`DriverError::LoopWithoutEnd`]). That the kernel does end the loop is
+    /// up to its author: after a number of bodies that it knows, and as soon as the host requests it with
+    /// [`crate::Ring::stop_loop`]. Nothing else can end a loop.
+    ///
+    /// A body follows the previous one completely: nothing of it starts early. The body may contain launches, copies
+    /// and fills, and library calls as far as they consist of such.
+    pub fn record_loop(
+        &mut self,
+        memory: &Arc<Memory>,
+        method: Method,
+        options: &RecordOptions,
+        f: impl FnOnce(&mut dyn Queue) -> Result<(), DriverError>,
+    ) -> Result<Graph, DriverError> {
+        self.record_graph(memory, method, options, true, f)
+    }
+
+    fn record_graph(
+        &mut self,
+        memory: &Arc<Memory>,
+        method: Method,
+        options: &RecordOptions,
+        repeats: bool,
+        f: impl FnOnce(&mut dyn Queue) -> Result<(), DriverError>,
+    ) -> Result<Graph, DriverError> {
         let shared = Arc::clone(self.shared());
         if !Arc::ptr_eq(memory.shared(), &shared) {
             return Err(DriverError::ForeignDevice { what: "the memory" });
@@ -115,15 +147,17 @@ impl Stream {
         let progress = RecordingProgress::new(&options.name);
         let watch = shared.watchdog.arm(&shared, options.limit, &progress);
         let job = RecordJob { shared: &shared, memory, options, watch: &watch, progress: &progress, started };
+        let target = if repeats { Some(RecordedLoop::create(&shared)?) } else { None };
         match method {
-            Method::Stream => self.record_stream(&job, f),
-            Method::Nodes => record_nodes(&job, self.handle(), f),
+            Method::Stream => self.record_stream(&job, target, f),
+            Method::Nodes => record_nodes(&job, target, self.handle(), f),
         }
     }
 
     fn record_stream(
         &mut self,
         job: &RecordJob<'_>,
+        target: Option<RecordedLoop>,
         f: impl FnOnce(&mut dyn Queue) -> Result<(), DriverError>,
     ) -> Result<Graph, DriverError> {
         let mut keep = Keep::default();
@@ -136,7 +170,7 @@ impl Stream {
             stream: self.handle(),
             keep: &mut keep,
             overlap: job.options.overlap,
-            recording: Some(Recording::new(job.watch, job.progress)),
+            recording: Some(Recording::new(job.watch, job.progress, target.as_ref().map(|t| t.condition))),
             params: Vec::new(),
         };
         let outcome = job.enqueue(f, &mut sink);
@@ -146,25 +180,57 @@ impl Stream {
         if let Err((_, Some(code))) = &ended {
             self.set_broken(*code);
         }
-        let (log, failed) = recording.map_or((Vec::new(), None), |r| (r.log, r.failed));
+        let (log, failed, has_condition) =
+            recording.map_or((Vec::new(), None, false), |r| (r.log, r.failed, r.has_condition));
         // The first failure is the cause; the closure's result and the capture's end only follow from it.
         job.first_error(outcome, failed)?;
         let graph = ended.map_err(|(error, _)| error)?;
-        Graph::finish_captured(job, graph, keep, log, self.handle())
+        job.check_end(target.as_ref(), has_condition || log.is_empty())?;
+        Graph::finish_captured(job, graph, target, keep, log, self.handle())
+    }
+}
+
+/// A graph that consists of one loop, whose body is still empty. The body runs at least once per replay.
+pub(crate) struct RecordedLoop {
+    pub(crate) graph: OwnedGraph,
+    /// Belongs to the graph.
+    pub(crate) body: GraphHandle,
+    condition: ConditionHandle,
+}
+
+impl RecordedLoop {
+    fn create(shared: &Arc<DeviceShared>) -> Result<RecordedLoop, DriverError> {
+        let graph = OwnedGraph::create(shared)?;
+        let create = |api: &dyn Api| api.graph_condition(graph.handle, 1);
+        let condition = shared.call("cuGraphConditionalHandleCreate", create)?;
+        let (_, body) =
+            shared.call("cuGraphAddNode", |api| api.graph_add_loop(graph.handle, &[], condition))?;
+        Ok(RecordedLoop { graph, body, condition })
+    }
+
+    /// Makes a captured graph the body. Capturing into the body itself is not an option: a capture that fails then
+    /// destroys the body, and the driver crashes when the graph around it is destroyed (580.159.04).
+    pub(crate) fn fill(&self, shared: &DeviceShared, captured: &OwnedGraph) -> Result<(), DriverError> {
+        let add = |api: &dyn Api| api.graph_add_child(self.body, &[], captured.handle);
+        shared.call("cuGraphAddChildGraphNode", add).map(drop)
     }
 }
 
 fn record_nodes(
     job: &RecordJob<'_>,
+    target: Option<RecordedLoop>,
     stream: StreamHandle,
     f: impl FnOnce(&mut dyn Queue) -> Result<(), DriverError>,
 ) -> Result<Graph, DriverError> {
-    let graph = OwnedGraph::create(job.shared)?;
-    let mut sink = NodeSink::new(job, &graph);
+    let own = if target.is_some() { None } else { Some(OwnedGraph::create(job.shared)?) };
+    let into = target.as_ref().map(|t| t.body).or(own.as_ref().map(|graph| graph.handle));
+    let Some(into) = into else { unreachable!("one of the two exists") };
+    let mut sink = NodeSink::new(job, into, target.as_ref().map(|t| t.condition));
     let outcome = job.enqueue(f, &mut sink);
     let (failed, nodes) = sink.finish();
     job.first_error(outcome, failed)?;
-    Graph::finish_nodes(job, graph, nodes, stream)
+    job.check_end(target.as_ref(), nodes.has_condition || nodes.log.is_empty())?;
+    Graph::finish_nodes(job, own, target, nodes, stream)
 }
 
 /// Context of one recording.
@@ -189,6 +255,14 @@ impl RecordJob<'_> {
             let what = format!("recording {:?}", self.options.name);
             Err(DriverError::Panicked { what, message: panic_message(&*payload) })
         })
+    }
+
+    /// Refuses a loop that no launch can end.
+    fn check_end(&self, target: Option<&RecordedLoop>, has_end: bool) -> Result<(), DriverError> {
+        match target.is_some() && !has_end {
+            true => Err(DriverError::LoopWithoutEnd { name: self.options.name.clone() }),
+            false => Ok(()),
+        }
     }
 
     fn first_error(

@@ -4,6 +4,8 @@
 //!
 //! ```text
 //! byte 0     consumed: u64, written by the host: the number of entries it has read
+//! byte 8     until: u64, written by the host: the number of entries after which a loop on the device ends
+//! byte 16    left: u64, written by the device: the number of entries after which a loop has ended; 0 while it runs
 //! byte 64    entry 0: seq: u64, payload, padded to a multiple of 16 bytes
 //!            entry 1: ..
 //! ```
@@ -12,6 +14,14 @@
 //! `seq = k` with system-scope release. The host loads `seq` with acquire and then reads the payload.
 //! Back-pressure: the host launches a step only if [`Ring::reserve`] succeeds, so an entry is never overwritten
 //! before the host has read it.
+//!
+//! # Loops
+//!
+//! A loop on the device ([`Stream::record_loop`]) writes many results with one launch, so nobody can reserve their
+//! entries. Its last kernel reads `consumed` and `until` in each body, at any time since the previous body. After it
+//! has written result `k`, it repeats the body only if `k < until` and all results of another body have an entry:
+//! `k + n_per_body <= consumed + n_entries`. Otherwise it stores `left = k` with system-scope release, after `seq`. The host ends a loop by
+//! setting `until` to 0 ([`Ring::stop_loop`]): at most one more body runs after the one that is running.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -26,6 +36,10 @@ use crate::stream::Stream;
 
 /// Offset of the first entry.
 pub const RING_HEADER_BYTES: u64 = 64;
+/// Offset of the number of entries after which a loop ends.
+const UNTIL: u64 = 8;
+/// Offset of the number of entries after which a loop has ended.
+const LEFT: u64 = 16;
 
 /// The host side of a ring.
 #[derive(Debug)]
@@ -37,6 +51,8 @@ pub struct Ring {
     stride: u64,
     n_entries: u64,
     entries: Entries,
+    /// Whether a loop was prepared that the host has not ended.
+    in_loop: bool,
 }
 
 /// The words of the pinned region, which host and device access concurrently.
@@ -99,6 +115,7 @@ impl Ring {
             stride,
             n_entries: u64::from(n_entries),
             entries: Entries::new(u64::from(n_entries)),
+            in_loop: false,
         };
         ring.clear();
         Ok(ring)
@@ -108,7 +125,7 @@ impl Ring {
     /// step that writes to the ring may be in flight, and the device's count of results must be reset to 0 before
     /// the next step.
     pub fn restart(&mut self) {
-        self.entries = Entries::new(self.n_entries);
+        (self.entries, self.in_loop) = (Entries::new(self.n_entries), false);
         self.clear();
     }
 
@@ -137,6 +154,7 @@ impl Ring {
     }
 
     fn clear(&self) {
+        [UNTIL, LEFT].into_iter().for_each(|at| self.words.at(at).store(0, Ordering::Relaxed));
         (0..self.n_entries).for_each(|i| self.words.at(self.entry(i)).store(0, Ordering::Relaxed));
         self.words.at(0).store(0, Ordering::Release);
     }
@@ -153,10 +171,66 @@ impl Ring {
         self.entries.reserve()
     }
 
-    /// Number of results reserved but not yet read.
+    /// Prepares a loop that writes `n_per_body` results in each body, and ends with the body that writes the `n`-th.
+    /// False if the ring has no entries for the first body, or if another loop has not been ended; then the loop must
+    /// not be launched.
+    #[must_use]
+    pub fn begin_loop(&mut self, n: u64, n_per_body: u32) -> bool {
+        let before = self.entries.n_reserved();
+        if n == 0 || self.in_loop || !self.entries.reserve_many(u64::from(n_per_body)) {
+            return false;
+        }
+        let until = before.saturating_add(n);
+        self.words.at(LEFT).store(0, Ordering::Relaxed);
+        self.words.at(UNTIL).store(until, Ordering::Release);
+        self.in_loop = true;
+        true
+    }
+
+    /// Undoes [`Ring::begin_loop`] for a loop that was not launched.
+    pub fn cancel_loop(&mut self, n_per_body: u32) {
+        if std::mem::take(&mut self.in_loop) {
+            self.entries.release(u64::from(n_per_body));
+        }
+    }
+
+    /// Asks the loop on the device to end. It does so after the body that is running, or after the next one. The
+    /// stream must still be waited for.
+    pub fn stop_loop(&self) {
+        self.words.at(UNTIL).store(0, Ordering::Release);
+    }
+
+    /// Whether a loop was prepared that the host has not ended.
+    #[must_use]
+    pub fn is_looping(&self) -> bool {
+        self.in_loop
+    }
+
+    /// The number of results after which the loop has ended; `None` while it runs, and without a loop.
+    #[must_use]
+    pub fn loop_end(&self) -> Option<u64> {
+        match self.words.at(LEFT).load(Ordering::Acquire) {
+            n if self.in_loop && n > 0 => Some(n),
+            _ => None,
+        }
+    }
+
+    /// Ends the loop for the host if it has ended on the device; returns the number of results so far. From then on,
+    /// steps and loops can be launched again.
+    pub fn end_loop(&mut self) -> Option<u64> {
+        let n = self.loop_end()?;
+        self.in_loop = false;
+        self.entries.reserve_up_to(n);
+        Some(n)
+    }
+
+    /// Number of results reserved but not yet read; at least 1 while a loop runs.
     #[must_use]
     pub fn n_pending(&self) -> u64 {
-        self.entries.n_pending()
+        match self.loop_end() {
+            Some(n) => n.saturating_sub(self.entries.n_taken()),
+            None => self.entries.n_pending().max(u64::from(self.in_loop)),
+        }
     }
 
     /// True if the next result has arrived.
@@ -219,7 +293,7 @@ impl Ring {
 
 impl RingWords {
     fn at(&self, offset: u64) -> &AtomicU64 {
-        // SAFETY: `offset` is 0 or an entry's start, so `offset + 8` is inside the pinned region (`Ring::new` and
+        // SAFETY: `offset` is a word of the header or an entry's start, so `offset + 8` is inside the pinned region (`Ring::new` and
         // `Ring::restart_with` checked its size) and 8-byte aligned (the region is, and offsets are multiples of
         // 16). `self.memory` keeps it allocated, and the host touches pinned regions only through `pinned`.
         unsafe { pinned::word(HostPtr(self.base.0 + offset)) }

@@ -26,7 +26,7 @@ fn every_check_passes_on_the_simulated_device_and_leaves_nothing_behind() {
     let rows = examine_device(&device);
     print(&rows);
     assert!(rows.iter().all(|r| r.verdict == CheckVerdict::Good && !r.words.is_empty()), "{rows:#?}");
-    assert_eq!(rows.len(), 12);
+    assert_eq!(rows.len(), 13);
     assert_eq!(sim.stats().live, live);
 }
 

@@ -12,7 +12,7 @@ use crate::health::Health;
 use crate::launch::{Baked, LaunchBuilder};
 use crate::memory::{Buf, Lease, Memory, MemoryLayout};
 use crate::module::{Function, Module};
-use crate::probe::PROBE_PTX;
+use crate::probe::{PROBE_LOOP_PTX, PROBE_PTX};
 use crate::queue::Queue;
 use crate::record::{Method, RecordOptions};
 use crate::ring::Ring;
@@ -259,6 +259,100 @@ pub(super) fn ring(bench: &mut Bench) -> Result<DoctorRow, DriverError> {
         "kernels pass results to the host through pinned memory",
     ))
 }
+
+/// Number of results that the loop is allowed, far more than it may write before it is stopped.
+const ENDLESS: u64 = 1 << 40;
+/// Number of results after which such a loop is stopped.
+const N_BEFORE_STOP: u64 = 1000;
+
+/// Runs loops that report through a ring of few entries: to their limit, against a ring that nobody reads, and until
+/// the host stops them.
+pub(super) fn device_loop(bench: &mut Bench) -> Result<DoctorRow, DriverError> {
+    let name = "loop on the device";
+    // SAFETY: this crate's own PTX text.
+    let module = match unsafe { Module::load(&bench.ctx, "loop", PROBE_LOOP_PTX) } {
+        Ok(module) => module,
+        Err(error @ DriverError::ModuleLoad { .. }) => return Ok(no_loop(name, &error)),
+        Err(error) => return Err(error),
+    };
+    let repeat = LaunchBuilder::new(&module.function("refrain_probe_repeat")?, 1, 1)
+        .step("loop")
+        .read_write(bench.ring.buf())
+        .read_write(bench.count)
+        .read(bench.step.a)
+        .baked(Baked(RING_ENTRIES))
+        .baked(Baked(RING_STRIDE as u32))
+        .condition();
+    // SAFETY: `repeat` writes the header and the entries of a ring of these sizes, which `Bench::new` created, and a
+    // count of 8 bytes, and reads one word.
+    let repeat = unsafe { repeat.build() };
+    let options = RecordOptions::named(name);
+    let recorded = bench.stream.record_loop(&bench.memory, Method::Nodes, &options, |q| q.launch(&repeat));
+    let graph = match recorded {
+        Ok(graph) => graph,
+        Err(error @ DriverError::Driver { .. }) => return Ok(no_loop(name, &error)),
+        Err(error) => return Err(error),
+    };
+    bench.stream.upload(&mut bench.lease, bench.count, &[0; 8])?;
+    bench.ring.restart();
+    let n_asked = u64::from(RING_ENTRIES) * 8;
+    let (n_results, n_launches) = run_loops(bench, &graph, n_asked)?;
+    let (n_more, _) = run_loops(bench, &graph, ENDLESS)?;
+    let measured = format!("{n_results} results in {n_launches} launches, stopped after {n_more} more");
+    if n_results != n_asked {
+        let words = "a loop ended early or late: replies are generated step by step";
+        return Ok(DoctorRow::new(name, CheckVerdict::Bad, measured, words));
+    }
+    let words = "a reply can run as one launch: kernels repeat a step and the host can end it";
+    Ok(DoctorRow::new(name, CheckVerdict::Good, measured, words))
+}
+
+fn no_loop(name: &'static str, error: &DriverError) -> DoctorRow {
+    let words = format!("{error}: replies are generated step by step");
+    let measured = error.code().map_or_else(|| "refused".to_owned(), |code| code.to_string());
+    DoctorRow::new(name, CheckVerdict::Note, measured, &words)
+}
+
+/// Runs loops until `n` results are collected, or stops an endless one. Returns how many results and
+/// launches there were.
+fn run_loops(bench: &mut Bench, graph: &crate::Graph, n: u64) -> Result<(u64, u64), DriverError> {
+    let (mut n_results, mut n_launches, mut n_ended) = (0, 0, 0);
+    let mut payload = [0; 4];
+    let began = Instant::now();
+    while n_results < n {
+        if n_results == n_ended {
+            if !bench.ring.begin_loop(n - n_results, 1) {
+                break;
+            }
+            graph.replay(&mut bench.lease, &mut bench.stream)?;
+            n_launches += 1;
+            n_ended = u64::MAX;
+        }
+        if bench.ring.try_take(&mut payload)?.is_some() {
+            n_results += 1;
+            if n == ENDLESS && n_results == N_BEFORE_STOP {
+                bench.ring.stop_loop();
+            }
+        } else if bench.ring.n_pending() == 0 && bench.ring.end_loop().is_some() {
+            n_ended = n_results;
+            if n == ENDLESS && n_results >= N_BEFORE_STOP {
+                break;
+            }
+        } else {
+            bench.stream.is_done()?;
+            if began.elapsed() > LOOP_LIMIT {
+                bench.ring.stop_loop();
+                let (what, waited) = ("a loop on the device", began.elapsed());
+                return Err(DriverError::Timeout { what, waited, origin: bench.stream.shared().last() });
+            }
+        }
+    }
+    bench.stream.synchronize()?;
+    Ok((n_results, n_launches))
+}
+
+/// Time limit of the loops.
+const LOOP_LIMIT: Duration = Duration::from_secs(2);
 
 pub(super) fn allocate_under_capture(bench: &mut Bench) -> Result<DoctorRow, DriverError> {
     let name = "allocate while recording";

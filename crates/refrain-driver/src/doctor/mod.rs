@@ -80,6 +80,7 @@ const CHECKS: &[(&str, DoctorCheck)] = &[
     ("record by stream capture", checks::record_stream),
     ("record by explicit nodes", checks::record_nodes),
     ("results without a wait", checks::ring),
+    ("loop on the device", checks::device_loop),
     ("allocate while recording", checks::allocate_under_capture),
     ("abort a recording", checks::watchdog),
     ("context survived", checks::survived),

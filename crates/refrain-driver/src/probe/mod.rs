@@ -21,6 +21,9 @@ pub const PROBE_PTX: &[u8] = include_bytes!("kernels.ptx");
 /// The probe kernel for programmatic dependent launch (compute capability 9.0 and up): `refrain_probe_add_pdl`.
 pub const PROBE_OVERLAP_PTX: &[u8] = include_bytes!("overlap.ptx");
 
+/// The probe kernel for loops on the device: `refrain_probe_repeat`.
+pub const PROBE_LOOP_PTX: &[u8] = include_bytes!("loop.ptx");
+
 /// Number of words that the health check writes, copies and reads back.
 const WORDS: u32 = 64;
 const HALF_BYTES: u64 = WORDS as u64 * 4;

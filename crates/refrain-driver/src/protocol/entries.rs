@@ -38,8 +38,29 @@ impl Entries {
         has_space
     }
 
+    /// Reserves `n` entries at once; false if there are not as many.
+    pub(crate) fn reserve_many(&mut self, n: u64) -> bool {
+        let has_space = self.n_reserved - self.n_taken + n <= self.n_entries;
+        self.n_reserved += if has_space { n } else { 0 };
+        has_space
+    }
+
+    /// Gives back the `n` entries reserved last.
+    pub(crate) fn release(&mut self, n: u64) {
+        self.n_reserved -= n.min(self.n_reserved - self.n_taken);
+    }
+
+    /// Counts the results that a loop wrote without a reservation.
+    pub(crate) fn reserve_up_to(&mut self, n: u64) {
+        self.n_reserved = self.n_reserved.max(n);
+    }
+
     pub(crate) fn n_pending(&self) -> u64 {
         self.n_reserved - self.n_taken
+    }
+
+    pub(crate) fn n_reserved(&self) -> u64 {
+        self.n_reserved
     }
 
     pub(crate) fn n_taken(&self) -> u64 {

@@ -4,8 +4,8 @@ use cudarc::driver::sys;
 
 use super::{PackedParams, RealDriver, attributes, call, check, out};
 use crate::api::{
-    Code, CopyEnd, Dependency, DevicePtr, Edge, EdgeKind, FunctionHandle, GraphHandle, LaunchConfig,
-    NodeHandle, NodeKind, RawResult,
+    Code, ConditionHandle, CopyEnd, Dependency, DevicePtr, Edge, EdgeKind, FunctionHandle, GraphHandle,
+    LaunchConfig, NodeHandle, NodeKind, RawResult,
 };
 
 /// The edge that lets a kernel start early.
@@ -168,6 +168,46 @@ impl RealDriver {
         })
     }
 
+    pub(super) fn condition(&self, graph: GraphHandle, initial: u32) -> RawResult<ConditionHandle> {
+        let ctx: u64 = out!(self, cuCtxGetCurrent())?;
+        let flags = sys::CU_GRAPH_COND_ASSIGN_DEFAULT;
+        out!(self, cuGraphConditionalHandleCreate(graph.0, ctx, initial, flags)).map(ConditionHandle)
+    }
+
+    pub(super) fn add_loop(
+        &self,
+        graph: GraphHandle,
+        deps: &[Dependency],
+        condition: ConditionHandle,
+    ) -> RawResult<(NodeHandle, GraphHandle)> {
+        let ctx: u64 = out!(self, cuCtxGetCurrent())?;
+        let mut params = sys::CUgraphNodeParams {
+            type_: sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_CONDITIONAL,
+            reserved0: [0; 3],
+            __bindgen_anon_1: sys::CUgraphNodeParams_st__bindgen_ty_1 { reserved1: [0; 29] },
+            reserved2: 0,
+        };
+        params.__bindgen_anon_1.conditional = sys::CUDA_CONDITIONAL_NODE_PARAMS {
+            handle: condition.0,
+            type_: sys::CUgraphConditionalNodeType::CU_GRAPH_COND_TYPE_WHILE,
+            size: 1,
+            phGraph_out: std::ptr::null_mut(),
+            ctx: ctx as sys::CUcontext,
+        };
+        let node = self.add_node(graph, deps, |node, on| {
+            // Without edge data, all edges are full.
+            let data = std::ptr::null();
+            // SAFETY: `params`, `node` and `on` outlive the call; the graph, its nodes and the condition are live (see
+            // `raw_driver`).
+            unsafe { (self.table.cuGraphAddNode_v2)(node, graph.0, on.as_ptr(), data, on.len(), &mut params) }
+        })?;
+        // SAFETY: this member of the union was written above, and the driver has only filled in the list of bodies.
+        let bodies = unsafe { params.__bindgen_anon_1.conditional }.phGraph_out;
+        self.undo_unless(if bodies.is_null() { Err(Code::UNKNOWN) } else { Ok(()) }, node.0)?;
+        // SAFETY: the list is not null; it is the driver's, has `size` = 1 entry and lives as long as the node.
+        Ok((node, GraphHandle(unsafe { *bodies } as u64)))
+    }
+
     pub(super) fn nodes(&self, graph: GraphHandle) -> RawResult<Vec<(NodeHandle, NodeKind)>> {
         let mut n = 0;
         // SAFETY: with a null list the driver only returns the count.
@@ -233,6 +273,7 @@ fn node_kind(value: u32) -> NodeKind {
         7 => NodeKind::EventRecord,
         10 => NodeKind::MemAlloc,
         11 => NodeKind::MemFree,
+        13 => NodeKind::Loop,
         _ => NodeKind::Other,
     }
 }

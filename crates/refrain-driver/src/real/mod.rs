@@ -11,9 +11,10 @@ use std::sync::Arc;
 use cudarc::driver::sys;
 
 use crate::api::{
-    Api, CaptureMode, CaptureStatus, Code, CopyEnd, CtxHandle, Dependency, DeviceInfo, DevicePtr, Edge,
-    EventHandle, ExecHandle, FunctionAttribute, FunctionHandle, GraphHandle, HostPtr, LaunchConfig,
-    ModuleHandle, NodeHandle, NodeKind, ParamInfo, RawHostFn, RawResult, StreamHandle, StreamKind,
+    Api, CaptureMode, CaptureStatus, Code, ConditionHandle, CopyEnd, CtxHandle, Dependency, DeviceInfo,
+    DevicePtr, Edge, EventHandle, ExecHandle, FunctionAttribute, FunctionHandle, GraphHandle, HostPtr,
+    LaunchConfig, ModuleHandle, NodeHandle, NodeKind, ParamInfo, RawHostFn, RawResult, StreamHandle,
+    StreamKind,
 };
 use crate::error::DriverError;
 use table::DriverTable;
@@ -547,6 +548,19 @@ impl Api for RealDriver {
             // execution.
             unsafe { (self.table.cuGraphAddHostNode)(node, graph.0, on.as_ptr(), on.len(), &params) }
         })
+    }
+
+    fn graph_condition(&self, graph: GraphHandle, initial: u32) -> RawResult<ConditionHandle> {
+        self.condition(graph, initial)
+    }
+
+    fn graph_add_loop(
+        &self,
+        graph: GraphHandle,
+        deps: &[Dependency],
+        condition: ConditionHandle,
+    ) -> RawResult<(NodeHandle, GraphHandle)> {
+        self.add_loop(graph, deps, condition)
     }
 
     fn graph_nodes(&self, graph: GraphHandle) -> RawResult<Vec<(NodeHandle, NodeKind)>> {

@@ -126,6 +126,8 @@ table! {
     "12.3" {
         cuGraphAddDependencies_v2(H, *const H, *const H, *const sys::CUgraphEdgeData, usize);
         cuGraphGetEdges_v2(H, *mut H, *mut H, *mut sys::CUgraphEdgeData, *mut usize);
+        cuGraphAddNode_v2(*mut H, H, *const H, *const sys::CUgraphEdgeData, usize, *mut sys::CUgraphNodeParams);
+        cuGraphConditionalHandleCreate(*mut u64, H, H, c_uint, c_uint);
     }
     "12.4" {
         cuFuncGetParamInfo(H, usize, *mut usize, *mut usize);

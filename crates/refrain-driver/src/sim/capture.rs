@@ -8,7 +8,6 @@
 //! the specification; behaviour that they do not measure is marked in the code.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 use std::thread::ThreadId;
 
 use super::graphs::{GraphDef, GraphSlot, NodeWork, SimNode};
@@ -172,7 +171,7 @@ impl SimState {
             return Err(Code::STREAM_CAPTURE_UNJOINED);
         }
         let handle = GraphHandle(self.handle());
-        self.graphs.insert(handle, GraphSlot { def: Arc::new(capture.def), parent: None });
+        self.graphs.insert(handle, GraphSlot::root(capture.def));
         Ok(handle)
     }
 

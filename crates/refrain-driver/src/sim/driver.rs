@@ -14,9 +14,10 @@ use super::state::{EventState, SimEvent, SimExec, SimModule, SimState};
 use super::streams::{SimStreamKind, SimWork};
 use super::{DriverCall, SimApi, SimDriver};
 use crate::api::{
-    Api, CaptureMode, CaptureStatus, Census, Code, CopyEnd, CtxHandle, Dependency, DeviceInfo, DevicePtr,
-    Edge, EventHandle, ExecHandle, FunctionAttribute, FunctionHandle, GraphHandle, HostPtr, LaunchConfig,
-    ModuleHandle, NodeHandle, NodeKind, ParamInfo, RawHostFn, RawResult, StreamHandle, StreamKind,
+    Api, CaptureMode, CaptureStatus, Census, Code, ConditionHandle, CopyEnd, CtxHandle, Dependency,
+    DeviceInfo, DevicePtr, Edge, EventHandle, ExecHandle, FunctionAttribute, FunctionHandle, GraphHandle,
+    HostPtr, LaunchConfig, ModuleHandle, NodeHandle, NodeKind, ParamInfo, RawHostFn, RawResult, StreamHandle,
+    StreamKind,
 };
 
 impl SimState {
@@ -567,7 +568,7 @@ impl Api for SimApi {
     fn graph_create(&self) -> RawResult<GraphHandle> {
         let mut state = self.enter(DriverCall::GraphCreate)?;
         let handle = GraphHandle(state.handle());
-        state.graphs.insert(handle, GraphSlot { def: Arc::new(GraphDef::default()), parent: None });
+        state.graphs.insert(handle, GraphSlot::root(GraphDef::default()));
         Ok(handle)
     }
 
@@ -630,6 +631,9 @@ impl Api for SimApi {
     ) -> RawResult<NodeHandle> {
         let mut state = self.enter(DriverCall::GraphAddChild)?;
         let child = state.graph(child)?.def.clone();
+        if child.has_loop() {
+            return Err(Code::NOT_SUPPORTED);
+        }
         let child = Arc::new(child.renamed(&mut || state.handle()));
         state.add_node(graph, deps, NodeWork::Child(child))
     }
@@ -647,6 +651,19 @@ impl Api for SimApi {
     ) -> RawResult<NodeHandle> {
         let work = NodeWork::Op(SimOp::Host(SimHostCall { f, user }), None);
         self.enter(DriverCall::GraphAddHost)?.add_node(graph, deps, work)
+    }
+
+    fn graph_condition(&self, graph: GraphHandle, initial: u32) -> RawResult<ConditionHandle> {
+        self.enter(DriverCall::GraphCondition)?.create_condition(graph, initial)
+    }
+
+    fn graph_add_loop(
+        &self,
+        graph: GraphHandle,
+        deps: &[Dependency],
+        condition: ConditionHandle,
+    ) -> RawResult<(NodeHandle, GraphHandle)> {
+        self.enter(DriverCall::GraphAddLoop)?.add_loop(graph, deps, condition)
     }
 
     fn graph_nodes(&self, graph: GraphHandle) -> RawResult<Vec<(NodeHandle, NodeKind)>> {
@@ -675,9 +692,13 @@ impl Api for SimApi {
         let ctx = state.ctx()?;
         state.graph(graph)?;
         state.check_unsafe_call()?;
-        let flat = Arc::new(FlatGraph::new(&state.graph(graph)?.def));
+        state.check_loops(graph)?;
+        let body = |handle| state.graph(handle).ok().map(|slot| Arc::clone(&slot.def));
+        let def = &state.graph(graph)?.def;
+        let (has_loop, flat) = (def.has_loop(), Arc::new(FlatGraph::new(def, &body)));
         let handle = ExecHandle(state.handle());
-        state.execs.insert(handle, SimExec { ctx, graph: flat, last: None });
+        let of_loop = has_loop.then_some(graph);
+        state.execs.insert(handle, SimExec { ctx, graph: flat, last: None, of_loop });
         Ok(handle)
     }
 

@@ -1,18 +1,32 @@
 //! Graphs: nodes and edges as built, and the flat form that runs in a random legal order.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::ops::{SimOp, WorkFault};
 use super::races::{AccessLog, SimAccess, describe};
 use super::rng::SimRng;
-use crate::api::{Dependency, EdgeKind, GraphHandle, NodeHandle, NodeKind};
+use crate::api::{ConditionHandle, Dependency, EdgeKind, GraphHandle, NodeHandle, NodeKind};
 
 /// Work of a node.
 #[derive(Clone)]
 pub(super) enum NodeWork {
     Op(SimOp, Option<WorkFault>),
     Child(Arc<GraphDef>),
+    /// Repeats a body, which is a graph with a handle of its own.
+    Loop(ConditionHandle, GraphHandle),
 }
+
+/// Condition of a loop.
+pub(super) struct SimCondition {
+    /// The graph whose loop may use it.
+    pub(super) graph: GraphHandle,
+    pub(super) initial: u32,
+    pub(super) is_used: bool,
+    pub(super) value: u32,
+}
+
+pub(super) type Conditions = BTreeMap<ConditionHandle, SimCondition>;
 
 #[derive(Clone)]
 pub(super) struct SimNode {
@@ -26,6 +40,7 @@ impl SimNode {
         match &self.work {
             NodeWork::Op(op, _) => op.kind(),
             NodeWork::Child(_) => NodeKind::Child,
+            NodeWork::Loop(..) => NodeKind::Loop,
         }
     }
 }
@@ -40,6 +55,19 @@ impl GraphDef {
     pub(super) fn position(&self, node: NodeHandle) -> Option<usize> {
         // Handles are issued in ascending order, and nodes are only appended.
         self.nodes.binary_search_by_key(&node, |n| n.handle).ok()
+    }
+
+    pub(super) fn has_loop(&self) -> bool {
+        self.nodes.iter().any(|n| n.kind() == NodeKind::Loop)
+    }
+
+    /// Whether the body of a loop may hold these nodes.
+    pub(super) fn fits_in_a_loop(&self) -> bool {
+        self.nodes.iter().all(|n| match &n.work {
+            NodeWork::Op(op, _) => !matches!(op, SimOp::Host(_) | SimOp::Alloc(_) | SimOp::Free(_)),
+            NodeWork::Child(def) => def.fits_in_a_loop(),
+            NodeWork::Loop(..) => true,
+        })
     }
 
     /// Marks the nodes in `of` and everything that they wait for, directly or indirectly.
@@ -65,7 +93,7 @@ impl GraphDef {
             let deps = deps.collect();
             let work = match &node.work {
                 NodeWork::Child(child) => NodeWork::Child(Arc::new(child.renamed(next_handle))),
-                NodeWork::Op(..) => node.work.clone(),
+                NodeWork::Op(..) | NodeWork::Loop(..) => node.work.clone(),
             };
             nodes.push(SimNode { handle: NodeHandle(next_handle()), work, deps });
         }
@@ -78,12 +106,23 @@ pub(super) struct GraphSlot {
     pub(super) def: Arc<GraphDef>,
     /// Set for a child obtained through its parent, which is borrowed and must not be destroyed.
     pub(super) parent: Option<GraphHandle>,
+    /// Whether it is the body of a loop of its parent: it is filled through its own handle.
+    pub(super) is_body: bool,
+}
+
+impl GraphSlot {
+    /// A graph that belongs to no other.
+    pub(super) fn root(def: GraphDef) -> GraphSlot {
+        GraphSlot { def: Arc::new(def), parent: None, is_body: false }
+    }
 }
 
 struct FlatNode {
     op: SimOp,
     fault: Option<WorkFault>,
     deps: Vec<(usize, EdgeKind)>,
+    /// What the node repeats, and while what holds.
+    repeats: Option<(ConditionHandle, Arc<FlatGraph>)>,
 }
 
 /// A graph ready to run, with its children inlined and the order between any two nodes known.
@@ -94,6 +133,8 @@ pub(super) struct FlatGraph {
     chain: bool,
     /// Addresses that the graph's memory nodes allocate.
     pub(super) allocs: Vec<u64>,
+    /// Conditions that get their initial value at each launch.
+    pub(super) conditions: Vec<ConditionHandle>,
 }
 
 /// Index of a point in time. A node has two: the start of its early part (0) and the end of its main part (1). They
@@ -106,9 +147,12 @@ const fn point(node: usize, main: bool) -> usize {
 const MAX_CHECKED_NODES: usize = 8192;
 
 impl FlatGraph {
-    pub(super) fn new(source: &GraphDef) -> FlatGraph {
+    /// `body` looks up the body of a loop.
+    pub(super) fn new(source: &GraphDef, body: &dyn Fn(GraphHandle) -> Option<Arc<GraphDef>>) -> FlatGraph {
         let mut nodes = Vec::new();
-        flatten(source, &[], &mut nodes);
+        flatten(source, &[], body, &mut nodes);
+        let repeated = nodes.iter().filter_map(|n: &FlatNode| n.repeats.as_ref());
+        let conditions = repeated.flat_map(|(c, body)| body.conditions.iter().chain([c])).copied().collect();
         let allocs = nodes
             .iter()
             .filter_map(|n: &FlatNode| if let SimOp::Alloc(start) = n.op { Some(start) } else { None })
@@ -117,7 +161,7 @@ impl FlatGraph {
             .iter()
             .enumerate()
             .all(|(i, n)| i == 0 || n.deps.iter().any(|&(on, kind)| on + 1 == i && kind == EdgeKind::Full));
-        let mut flat = FlatGraph { nodes, before: Vec::new(), chain, allocs };
+        let mut flat = FlatGraph { nodes, before: Vec::new(), chain, allocs, conditions };
         if !chain && flat.nodes.len() <= MAX_CHECKED_NODES {
             flat.before = flat.order_table();
         }
@@ -257,7 +301,12 @@ impl FlatGraph {
 }
 
 /// Appends the nodes of `def`, whose roots wait for `entry`. Returns the nodes to wait for at the end of the graph.
-fn flatten(def: &GraphDef, entry: &[(usize, EdgeKind)], out: &mut Vec<FlatNode>) -> Vec<usize> {
+fn flatten(
+    def: &GraphDef,
+    entry: &[(usize, EdgeKind)],
+    body: &dyn Fn(GraphHandle) -> Option<Arc<GraphDef>>,
+    out: &mut Vec<FlatNode>,
+) -> Vec<usize> {
     // Position of each node in the flat list; of a child graph, its last node.
     let mut positions: Vec<usize> = Vec::with_capacity(def.nodes.len());
     let mut has_dependent = vec![false; def.nodes.len()];
@@ -273,12 +322,18 @@ fn flatten(def: &GraphDef, entry: &[(usize, EdgeKind)], out: &mut Vec<FlatNode>)
             deps.extend_from_slice(entry);
         }
         match &node.work {
-            NodeWork::Op(op, fault) => out.push(FlatNode { op: op.clone(), fault: *fault, deps }),
+            NodeWork::Op(op, fault) => {
+                out.push(FlatNode { op: op.clone(), fault: *fault, deps, repeats: None });
+            }
             NodeWork::Child(child) => {
-                let sinks = flatten(child, &deps, out);
+                let sinks = flatten(child, &deps, body, out);
                 let sinks = sinks.into_iter().map(|i| (i, EdgeKind::Full));
                 let deps = if child.nodes.is_empty() { deps } else { sinks.collect() };
-                out.push(FlatNode { op: SimOp::Empty, fault: None, deps });
+                out.push(FlatNode { op: SimOp::Empty, fault: None, deps, repeats: None });
+            }
+            NodeWork::Loop(condition, handle) => {
+                let inside = body(*handle).map(|def| (*condition, Arc::new(FlatGraph::new(&def, body))));
+                out.push(FlatNode { op: SimOp::Empty, fault: None, deps, repeats: inside });
             }
         }
         positions.push(out.len() - 1);
@@ -286,35 +341,91 @@ fn flatten(def: &GraphDef, entry: &[(usize, EdgeKind)], out: &mut Vec<FlatNode>)
     (0..positions.len()).filter(|&i| !has_dependent[i]).map(|i| positions[i]).collect()
 }
 
-/// One launch of a graph in progress.
+/// One launch of a graph in progress, or one run of a loop's body.
 pub(super) struct GraphRun {
     pub(super) graph: Arc<FlatGraph>,
     order: Option<Vec<u32>>,
     next: usize,
     logs: Vec<AccessLog>,
+    /// The loop that is running: its node, and the current run of its body.
+    inside: Option<(usize, Box<GraphRun>)>,
+    /// Races among the nodes of bodies that have ended.
+    races: Vec<String>,
+}
+
+/// What a launch of a graph does next.
+pub(super) enum Advance {
+    /// Runs this node.
+    Node(Arc<FlatGraph>, usize),
+    /// Nothing: it has ended.
+    Done,
+    /// Repeats an empty body for ever.
+    Endless,
 }
 
 impl GraphRun {
     pub(super) fn new(graph: Arc<FlatGraph>) -> GraphRun {
         let logs = vec![AccessLog::default(); graph.len()];
-        GraphRun { graph, order: None, next: 0, logs }
+        GraphRun { graph, order: None, next: 0, logs, inside: None, races: Vec::new() }
     }
 
-    /// Returns the next node to run, if any.
-    pub(super) fn advance(&mut self, rng: &mut SimRng) -> Option<usize> {
-        let order = self.order.get_or_insert_with(|| self.graph.random_order(rng));
-        let node = order.get(self.next).map(|&i| i as usize);
-        self.next += 1;
-        node
+    /// Finds the next node to run. The first call begins the launch.
+    pub(super) fn advance(&mut self, rng: &mut SimRng, conditions: &mut Conditions) -> Advance {
+        if self.order.is_none() {
+            for handle in &self.graph.conditions {
+                conditions.get_mut(handle).into_iter().for_each(|c| c.value = c.initial);
+            }
+        }
+        self.next_node(rng, conditions)
     }
 
+    fn next_node(&mut self, rng: &mut SimRng, conditions: &Conditions) -> Advance {
+        loop {
+            if let Some((_, run)) = &mut self.inside {
+                match run.next_node(rng, conditions) {
+                    Advance::Done => {}
+                    other => return other,
+                }
+            }
+            let node = match self.inside.take() {
+                Some((node, run)) => {
+                    let (log, races) = run.finish();
+                    self.logs[node].extend(&log);
+                    self.logs[node].compact();
+                    self.races.extend(races);
+                    node
+                }
+                None => {
+                    let order = self.order.get_or_insert_with(|| self.graph.random_order(rng));
+                    let Some(&node) = order.get(self.next) else { return Advance::Done };
+                    self.next += 1;
+                    node as usize
+                }
+            };
+            let Some((condition, body)) = &self.graph.nodes[node].repeats else {
+                return Advance::Node(Arc::clone(&self.graph), node);
+            };
+            if conditions.get(condition).is_some_and(|c| c.value != 0) {
+                if body.len() == 0 {
+                    return Advance::Endless;
+                }
+                self.inside = Some((node, Box::new(GraphRun::new(Arc::clone(body)))));
+            }
+        }
+    }
+
+    /// Stores what a node accessed that [`GraphRun::advance`] named last.
     pub(super) fn log(&mut self, node: usize, log: AccessLog) {
-        self.logs[node] = log;
+        match &mut self.inside {
+            Some((_, run)) => run.log(node, log),
+            None => self.logs[node] = log,
+        }
     }
 
     /// Returns all accesses of the run and the races among them.
     pub(super) fn finish(self) -> (AccessLog, Vec<String>) {
-        let races = self.graph.races(&self.logs);
+        let mut races = self.races;
+        races.extend(self.graph.races(&self.logs));
         let mut all = AccessLog::default();
         self.logs.iter().for_each(|log| all.extend(log));
         all.compact();

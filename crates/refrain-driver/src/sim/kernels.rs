@@ -8,7 +8,7 @@ use bytemuck::Pod;
 
 use super::memory::{Fault, SimLocation, SimMemory, read_pinned};
 use super::races::{AccessLog, SimAccess};
-use crate::api::{Code, DevicePtr, HostPtr, LaunchConfig, ParamInfo};
+use crate::api::{Code, ConditionHandle, DevicePtr, HostPtr, LaunchConfig, ParamInfo};
 
 /// Result of a twin. The first fault ends the kernel, as on a GPU.
 pub type KernelResult<T = ()> = Result<T, Fault>;
@@ -92,6 +92,7 @@ pub struct SimKernel<'a> {
     memory: &'a mut SimMemory,
     log: RefCell<AccessLog>,
     fault: RefCell<Option<Fault>>,
+    conditions: Vec<(ConditionHandle, u32)>,
     early: bool,
 }
 
@@ -110,12 +111,18 @@ impl<'a> SimKernel<'a> {
             memory,
             log: RefCell::default(),
             fault: RefCell::default(),
+            conditions: Vec::new(),
             early: !twin.waits,
         }
     }
 
-    pub(super) fn finish(self) -> (AccessLog, Option<Fault>) {
-        (self.log.into_inner(), self.fault.into_inner())
+    pub(super) fn finish(self) -> (AccessLog, Option<Fault>, Vec<(ConditionHandle, u32)>) {
+        (self.log.into_inner(), self.fault.into_inner(), self.conditions)
+    }
+
+    /// Sets the condition of a loop, as `cudaGraphSetConditional` does. The loop reads it when its body has ended.
+    pub fn set_condition(&mut self, handle: u64, value: u32) {
+        self.conditions.push((ConditionHandle(handle), value));
     }
 
     /// The kernel's name.

@@ -7,7 +7,7 @@ use super::kernels::{SimKernel, Twin};
 use super::memory::{Fault, SimMemory, read_host, write_host};
 use super::races::AccessLog;
 use super::rng::SimRng;
-use crate::api::{Code, CopyEnd, HostPtr, LaunchConfig, ModuleHandle, NodeKind, RawHostFn};
+use crate::api::{Code, ConditionHandle, CopyEnd, HostPtr, LaunchConfig, ModuleHandle, NodeKind, RawHostFn};
 
 /// Scripted fault of an operation, applied when it runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -99,11 +99,7 @@ impl SimOp {
     }
 
     /// Runs the operation; host functions are run by the scheduler instead.
-    pub(super) fn run(
-        &self,
-        memory: &mut SimMemory,
-        module_is_live: impl Fn(ModuleHandle) -> bool,
-    ) -> (AccessLog, Result<(), Fault>) {
+    pub(super) fn run(&self, memory: &mut SimMemory, module_is_live: impl Fn(ModuleHandle) -> bool) -> OpRun {
         let mut log = AccessLog::default();
         let result = match self {
             SimOp::Empty | SimOp::Host(_) => Ok(()),
@@ -134,15 +130,23 @@ impl SimOp {
             SimOp::Kernel(_) => fault,
             _ => Fault::new(fault.code, format!("{}: {}", self.what(), fault.what)),
         });
-        (log, result)
+        OpRun { log, result, conditions: Vec::new() }
     }
 }
 
-fn run_kernel(k: &KernelOp, memory: &mut SimMemory) -> (AccessLog, Result<(), Fault>) {
+/// What an operation did.
+pub(super) struct OpRun {
+    pub(super) log: AccessLog,
+    pub(super) result: Result<(), Fault>,
+    /// Conditions of loops that it set, in order.
+    pub(super) conditions: Vec<(ConditionHandle, u32)>,
+}
+
+fn run_kernel(k: &KernelOp, memory: &mut SimMemory) -> OpRun {
     let mut kernel = SimKernel::new(&k.twin, &k.config, &k.params, memory);
     // A panic in a twin is reported as a kernel crash, so that no panic crosses the driver interface.
     let run = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| (k.twin.body)(&mut kernel)));
-    let (log, fault) = kernel.finish();
+    let (log, fault, conditions) = kernel.finish();
     let result = match (fault, run) {
         (Some(fault), _) | (None, Ok(Err(fault))) => Err(fault),
         (None, Ok(Ok(()))) => Ok(()),
@@ -158,7 +162,7 @@ fn run_kernel(k: &KernelOp, memory: &mut SimMemory) -> (AccessLog, Result<(), Fa
             ))
         }
     };
-    (log, result)
+    OpRun { log, result, conditions }
 }
 
 fn run_copy(

@@ -8,7 +8,7 @@ use super::calls::DriverCall;
 use super::capture::SimCapture;
 use super::faults::FaultScript;
 use super::functions::SimFunction;
-use super::graphs::{FlatGraph, GraphSlot};
+use super::graphs::{Conditions, FlatGraph, GraphSlot};
 use super::kernels::Twin;
 use super::memory::SimMemory;
 use super::modules::ImageEntry;
@@ -63,6 +63,8 @@ pub(super) struct SimExec {
     pub(super) graph: Arc<FlatGraph>,
     /// Queue item of its latest launch; launches of one executable never overlap.
     pub(super) last: Option<(u64, Clock)>,
+    /// The graph it was made from, if that has a loop: it has at most one executable at a time.
+    pub(super) of_loop: Option<GraphHandle>,
 }
 
 pub(super) struct SimState {
@@ -91,6 +93,7 @@ pub(super) struct SimState {
     pub(super) captures: BTreeMap<u64, SimCapture>,
     pub(super) graphs: BTreeMap<GraphHandle, GraphSlot>,
     pub(super) children: BTreeMap<NodeHandle, GraphHandle>,
+    pub(super) conditions: Conditions,
     pub(super) execs: BTreeMap<ExecHandle, SimExec>,
     pub(super) host_clock: Clock,
     pub(super) history: History,
@@ -136,6 +139,7 @@ impl SimState {
             captures: BTreeMap::new(),
             graphs: BTreeMap::new(),
             children: BTreeMap::new(),
+            conditions: Conditions::new(),
             execs: BTreeMap::new(),
             host_clock: Clock::default(),
             history: History::default(),

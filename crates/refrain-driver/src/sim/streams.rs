@@ -3,11 +3,12 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use super::graphs::GraphRun;
-use super::ops::{SimHostCall, SimOp, WorkFault, falsify, falsify_host};
+use super::graphs::{Advance, FlatGraph, GraphRun};
+use super::memory::Fault;
+use super::ops::{OpRun, SimHostCall, SimOp, WorkFault, falsify, falsify_host};
 use super::races::{AccessLog, Clock, SimAccess, describe};
 use super::state::{EventState, SimState};
-use crate::api::{Code, CopyEnd, CtxHandle, EventHandle, StreamHandle};
+use crate::api::{Code, ConditionHandle, CopyEnd, CtxHandle, EventHandle, StreamHandle};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum SimStreamKind {
@@ -162,10 +163,16 @@ impl SimState {
             item.work = SimWork::Op(SimOp::Empty);
             return self.call_host(handle, item, call);
         }
-        if let SimWork::Graph(run) = &mut item.work
-            && let Some(node) = run.advance(&mut self.rng)
-        {
-            return self.step_graph(handle, item, node);
+        if let SimWork::Graph(run) = &mut item.work {
+            match run.advance(&mut self.rng, &mut self.conditions) {
+                Advance::Node(graph, node) => return self.step_graph(handle, item, &graph, node),
+                Advance::Done => {}
+                Advance::Endless => {
+                    // Not measured: such a loop would never end.
+                    self.lose(Code::LAUNCH_TIMEOUT, "a loop without nodes never ends".to_owned());
+                    return StreamStep::Ran;
+                }
+            }
         }
         self.complete(handle, item);
         StreamStep::Ran
@@ -186,15 +193,21 @@ impl SimState {
         }
     }
 
-    fn step_graph(&mut self, handle: StreamHandle, mut item: QueueItem, node: usize) -> StreamStep {
+    fn step_graph(
+        &mut self,
+        handle: StreamHandle,
+        mut item: QueueItem,
+        graph: &FlatGraph,
+        node: usize,
+    ) -> StreamStep {
         let SimWork::Graph(run) = &mut item.work else { return StreamStep::Ran };
-        let graph = run.graph.clone();
         let (op, fault) = graph.node(node);
+        let whole = Arc::clone(&run.graph);
         if let SimOp::Host(call) = op {
             return self.call_host(handle, item, *call);
         }
         self.now_ns += op.cost_ns();
-        match self.run_op(op, fault) {
+        match self.run_op(op, fault, &whole.conditions) {
             Some(log) => {
                 run.log(node, log);
                 if let Some(stream) = self.streams.get_mut(&handle) {
@@ -206,14 +219,20 @@ impl SimState {
         StreamStep::Ran
     }
 
-    /// Runs an operation; `None` if it lost the context.
-    fn run_op(&mut self, op: &SimOp, fault: Option<WorkFault>) -> Option<AccessLog> {
+    /// Runs an operation, which may set these conditions; `None` if it lost the context.
+    fn run_op(
+        &mut self,
+        op: &SimOp,
+        fault: Option<WorkFault>,
+        settable: &[ConditionHandle],
+    ) -> Option<AccessLog> {
         if let Some(WorkFault::Sticky(code)) = fault {
             self.lose(code, format!("scripted fault: {code} while {} runs", op.what()));
             return None;
         }
         let modules = &self.modules;
-        let (log, result) = op.run(&mut self.memory, |m| modules.contains_key(&m));
+        let OpRun { log, result, conditions } = op.run(&mut self.memory, |m| modules.contains_key(&m));
+        let result = result.and_then(|()| self.set_conditions(op, &conditions, settable));
         if let Err(fault) = result {
             self.lose(fault.code, fault.what);
             return None;
@@ -227,6 +246,24 @@ impl SimState {
             }
         }
         Some(log)
+    }
+
+    /// Sets the conditions that a kernel has set, in its order.
+    fn set_conditions(
+        &mut self,
+        op: &SimOp,
+        set: &[(ConditionHandle, u32)],
+        settable: &[ConditionHandle],
+    ) -> Result<(), Fault> {
+        for (handle, value) in set {
+            let condition = self.conditions.get_mut(handle).filter(|_| settable.contains(handle));
+            let Some(condition) = condition else {
+                let what = format!("{} sets condition {:#x}, which is not of its graph", op.what(), handle.0);
+                return Err(Fault::new(Code::ILLEGAL_ADDRESS, what));
+            };
+            condition.value = *value;
+        }
+        Ok(())
     }
 
     /// Completes an item: runs its operation, checks for races and unblocks dependent items.
@@ -247,7 +284,7 @@ impl SimState {
             }
             SimWork::Op(op) => {
                 self.now_ns += op.cost_ns();
-                let Some(log) = self.run_op(&op, fault) else { return };
+                let Some(log) = self.run_op(&op, fault, &[]) else { return };
                 races.extend(self.check_chain(handle, &op, &log));
                 log
             }
