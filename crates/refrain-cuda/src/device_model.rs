@@ -614,7 +614,7 @@ impl DeviceModel {
             let free = free.saturating_add(resident.transient_bytes()).saturating_add(released);
             fitting_memory(&self.ctx, &places, candidates, (taken_over, free, total))?;
             tracing::warn!(
-                "a step needs more memory ({needed:?}, allocated {:?}): recording graphs again",
+                "a step needs {needed}, where {} are allocated: memory is allocated and graphs are recorded again",
                 resident.step_memory
             );
         }

@@ -164,7 +164,7 @@ impl CudaError {
 }
 
 /// Formats a byte count, exactly where it is short and in binary units otherwise.
-struct DisplayBytes(u64);
+pub(crate) struct DisplayBytes(pub(crate) u64);
 
 impl std::fmt::Display for DisplayBytes {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {

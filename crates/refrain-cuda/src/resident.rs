@@ -1,6 +1,7 @@
 //! Device memory of a model: weights, KV cache, arena, scratch and control block, in one planned memory.
 
 use std::collections::HashMap;
+use std::fmt;
 use std::sync::Arc;
 
 use refrain_driver::{
@@ -10,7 +11,7 @@ use refrain_graph::{BufferId, Op, Operand, Place, Plan, State, StateKind, Step, 
 use refrain_kernels::{Edits, Kernels, PACKED_DTYPES, packed_bytes};
 use refrain_tensor::{DType, HostTensor};
 
-use crate::error::{CudaError, MemoryRefusal};
+use crate::error::{CudaError, DisplayBytes, MemoryRefusal};
 use crate::feed::{EDIT_BYTES, FEED_BYTES, RING_BYTES, RING_ENTRIES, payload_bytes};
 use crate::progress::{LoadEvent, LoadListener};
 use crate::queue::MAX_QUEUED;
@@ -91,6 +92,13 @@ pub(crate) struct StepMemory {
     pub(crate) control: u64,
     /// State that sampling keeps between its two launches.
     pub(crate) choices: u64,
+}
+
+impl fmt::Display for StepMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (arena, workspace) = (DisplayBytes(self.arena), DisplayBytes(self.scratch + self.choices));
+        write!(f, "{arena} of arena, {workspace} of workspace and {} of inputs", DisplayBytes(self.control))
+    }
 }
 
 impl StepMemory {
