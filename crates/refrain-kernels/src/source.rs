@@ -74,11 +74,13 @@ pub enum KernelFamily {
     SpanGrad,
     /// `recurrent.cu`
     Recurrent,
+    /// `lora.cu`
+    Lora,
 }
 
 impl KernelFamily {
     /// Every family.
-    pub const ALL: [KernelFamily; 33] = [
+    pub const ALL: [KernelFamily; 34] = [
         KernelFamily::Linear,
         KernelFamily::Gather,
         KernelFamily::Norm,
@@ -112,6 +114,7 @@ impl KernelFamily {
         KernelFamily::Span,
         KernelFamily::SpanGrad,
         KernelFamily::Recurrent,
+        KernelFamily::Lora,
     ];
 
     /// File name without `.cu`.
@@ -151,6 +154,7 @@ impl KernelFamily {
             KernelFamily::Span => "span",
             KernelFamily::SpanGrad => "span_grad",
             KernelFamily::Recurrent => "recurrent",
+            KernelFamily::Lora => "lora",
         }
     }
 
@@ -191,6 +195,7 @@ impl KernelFamily {
             KernelFamily::Span => include_str!("../cu/span.cu"),
             KernelFamily::SpanGrad => include_str!("../cu/span_grad.cu"),
             KernelFamily::Recurrent => include_str!("../cu/recurrent.cu"),
+            KernelFamily::Lora => include_str!("../cu/lora.cu"),
         }
     }
 }

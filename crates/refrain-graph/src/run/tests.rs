@@ -36,6 +36,7 @@ fn feedback() -> (Feedback, ControlLayout) {
         bias_ids: field("bias_ids"),
         tables: field("tables"),
         slots: None,
+        adapters: None,
         n_seqs: N_ROWS,
     };
     (feedback, layout)
