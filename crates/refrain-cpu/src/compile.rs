@@ -1,13 +1,14 @@
 //! Compilation of a plan's steps into kernel calls.
 
 use crate::experts::{ExpertCall, ExpertEpilogue, MAX_GROUPS, ROUTE_FLOATS, RouteCall};
+use crate::lora::LoraCall;
 use crate::memory::MAX_OUTS;
 use crate::recurrent::{DeltaOperands, MAX_K_DIM, MAX_WIDTH, SlotPaging};
 use crate::simd::{ActKind, act_bytes, act_kind};
 use crate::values::{ValueCall, value_call};
 use refrain_graph::{
-    Attention, AttentionInputs, Binary, Fusion, Gate, GatedDelta, GroupKind, GroupQuery, MoeOp, Op, Operand,
-    Place, Plan, Products, Recurrent, Rope, Unary, Weight, WeightId,
+    Attention, AttentionInputs, Binary, Fusion, Gate, GatedDelta, GroupKind, GroupQuery, LoraOp, MoeOp, Op,
+    Operand, Place, Plan, Products, Recurrent, Rope, Unary, Weight, WeightId,
 };
 use refrain_tensor::DType;
 use std::ops::{Deref, Range};
@@ -167,6 +168,7 @@ pub(crate) enum Kernel {
     },
     Route(Box<RouteCall>),
     Experts(Box<ExpertCall>),
+    Lora(Box<LoraCall>),
     /// Operands of any float dtype, at any location.
     Value(Box<ValueCall>),
     /// The reference implementation of an op, or a host function.
@@ -191,6 +193,7 @@ impl Kernel {
             Kernel::Sample { .. } => "sample",
             Kernel::Route(_) => "route",
             Kernel::Experts(_) => "experts",
+            Kernel::Lora(call) => call.op.name(),
             Kernel::Value(call) => call.name(),
             Kernel::Reference => "reference",
         }
@@ -521,6 +524,7 @@ fn kernel(plan: &Shaped<'_>, step_idx: usize, tables: &mut Vec<AngleTable>) -> O
             fits.then_some(Kernel::GatedDelta { delta, state, operands, decay, dt_bias, out, paging })
         }
         Op::Moe(op) => experts(plan, op, ins, outs),
+        Op::Lora(op) => lora(plan, *op, ins, out(0)?),
         // Sampling with a mask or with the most probable tokens runs the reference implementation.
         Op::Sample(sample) if *sample != refrain_graph::Sample::default() => None,
         Op::Sample(_) => {
@@ -564,6 +568,26 @@ fn products(plan: &Shaped<'_>, ins: &[Operand], out: Range<usize>) -> Option<Ker
     let kind = act_kind(w.dtype)?;
     act_bytes(kind, k)?;
     Some(Kernel::Products { x, k, kind, prepared: false, parts: vec![ProductOutput { weight, out }] })
+}
+
+/// Products with the adapter of each row's sequence.
+fn lora(plan: &Shaped<'_>, op: LoraOp, ins: &[Operand], out: Range<usize>) -> Option<Kernel> {
+    let factors = op.factors();
+    let &[n_adapters, n_rows, n_cols] = ins[factors].layout.shape().dims() else { return None };
+    let y = match op {
+        LoraOp::Down => None,
+        LoraOp::Up => Some(arena(plan, &ins[0])?),
+    };
+    Some(Kernel::Lora(Box::new(LoraCall {
+        op,
+        x: rows_at(plan, &ins[factors - 1])?,
+        y,
+        out,
+        factors: whole_weight(plan, &ins[factors])?,
+        dims: [n_adapters, n_rows, n_cols],
+        seqs: control(plan, &ins[factors + 1])?,
+        adapters: control(plan, &ins[factors + 2])?,
+    })))
 }
 
 /// A router, or matrix products with experts.

@@ -19,6 +19,7 @@ mod weights; // weights and states in memory
 mod memory; // slices of the arena
 mod compile; // steps to kernel calls
 mod experts; // mixtures of experts
+mod lora; // products with adapters
 mod run; // execution of calls
 mod attention; // the KV cache
 mod recurrent; // recurrent layers

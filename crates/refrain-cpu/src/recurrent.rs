@@ -148,13 +148,11 @@ pub(crate) struct ArenaRows<'a> {
 
 impl<'a> ArenaRows<'a> {
     pub(crate) fn new(carved: &Carved<'a>, at: &'a ArenaRowLayout) -> ArenaRows<'a> {
-        let Some(data) = carved.read(&at.range()) else {
-            unreachable!("a recurrent layer never overwrites its inputs")
-        };
+        let Some(data) = carved.read(&at.range()) else { unreachable!("its rows are never overwritten") };
         ArenaRows { at, data }
     }
 
-    fn row(&self, row: usize) -> &'a [f32] {
+    pub(crate) fn row(&self, row: usize) -> &'a [f32] {
         &self.data[row * self.at.stride..][..self.at.len]
     }
 }

@@ -6,12 +6,13 @@ use crate::attention::{
 use crate::backend::{CpuCompiled, CpuError};
 use crate::compile::{AngleTable, Kernel, KernelCall, Loc};
 use crate::experts::{ExpertCall, ExpertEpilogue, ExpertFault, ExpertRun, RouteCall, Sorted, route_row};
+use crate::lora::LoraCall;
 use crate::memory::{Carved, carve};
 use crate::pool::Pool;
 use crate::recurrent::{self, ArenaRows};
 use crate::rows;
 use crate::sample::{Candidates, choose};
-use crate::simd::{self, ExpertBias, Level, WeightProduct, matmul_parallel, prepare_parallel};
+use crate::simd::{self, ExpertBias, Level, LoraFactor, WeightProduct, matmul_parallel, prepare_parallel};
 use crate::values::Values;
 use crate::weights::{CpuStates, CpuWeights, WeightEntry};
 use refrain_graph::{Place, Plan, RunError, SAMPLE_PARAMS, WeightId};
@@ -282,6 +283,7 @@ impl Executor<'_> {
             }
             Kernel::Route(call) => self.route(call, arena, scratch),
             Kernel::Experts(call) => self.experts(label, call, arena, scratch)?,
+            Kernel::Lora(call) => self.lora(label, call, arena)?,
             Kernel::Value(call) => {
                 let mut values = Values {
                     pool: self.pool,
@@ -388,6 +390,22 @@ impl Executor<'_> {
             }
             route_row(&call.route, logits, vectors, numbers, ids, weights);
         }
+    }
+
+    fn lora(&self, label: &str, call: &LoraCall, arena: &mut [f32]) -> Result<(), RunError> {
+        let carved = carve(arena, std::slice::from_ref(&call.out));
+        let WeightEntry::Matrix { tensor, .. } = self.weights.entry(call.factors) else {
+            return Err(broken(label, CpuError::NotAMatrix));
+        };
+        let (bytes, n_cols) = (tensor.bytes().as_slice(), call.dims[2]);
+        let stack = LoraFactor { dtype: tensor.dtype(), bytes, n_cols };
+        let x = ArenaRows::new(&carved, &call.x);
+        let y = call.y.as_ref().and_then(|y| carved.read(y));
+        let [out, ..] = carved.outs;
+        if let Some(y) = y {
+            out.copy_from_slice(y);
+        }
+        call.run((self.pool, self.level), label, self.words(), stack, &x, out)
     }
 
     fn experts(

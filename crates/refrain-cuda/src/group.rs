@@ -63,6 +63,7 @@ pub(crate) fn eps(op: &Op) -> Option<f32> {
         | Op::ScatterAddRows { .. }
         | Op::SpanAttention(_)
         | Op::Moe(_)
+        | Op::Lora(_)
         | Op::Train(_)
         | Op::Softmax
         | Op::MatMul

@@ -5,15 +5,15 @@ use std::sync::Arc;
 
 use refrain_driver::{Buf, DriverError, Launch};
 use refrain_graph::{
-    AttentionInputs, Binary, BufferId, NodeId, Op, Operand, Place, Plan, Producer, Query, Recurrent,
+    AttentionInputs, Binary, BufferId, LoraOp, NodeId, Op, Operand, Place, Plan, Producer, Query, Recurrent,
     RopeAppend, Step, Support, TensorType, TrainOp,
 };
 use refrain_kernels::{
     AddRmsNormArgs, AttentionArgs, BinaryArgs, BlasLt, BufView, CastArgs, CopyArgs, DequantArgs, GateArgs,
     GatedDeltaArgs, GatherRowsArgs, KernelError, Kernels, KvAppendArgs, LINEAR_DTYPES, LinearArgs,
-    LinearPart, MAX_CONV_WIDTH, MAX_DELTA_KEY, PACKED_DTYPES, ReduceArgs, RmsNormArgs, RopeArgs, RopeKvArgs,
-    SampleArgs, SampleTop, ShortConvArgs, SlotArgs, SoftmaxArgs, UnaryArgs, attention_scratch_bytes,
-    sample_scratch_bytes, sample_state_bytes,
+    LinearPart, LoraArgs, MAX_CONV_WIDTH, MAX_DELTA_KEY, PACKED_DTYPES, ReduceArgs, RmsNormArgs, RopeArgs,
+    RopeKvArgs, SampleArgs, SampleTop, ShortConvArgs, SlotArgs, SoftmaxArgs, UnaryArgs,
+    attention_scratch_bytes, sample_scratch_bytes, sample_state_bytes,
 };
 use refrain_tensor::DType;
 
@@ -75,6 +75,8 @@ fn unsupported(query: &Query<'_>) -> Option<&'static str> {
         | Op::AddRmsNorm { .. }
         | Op::Accumulate => None,
         Op::Moe(op) => experts::unsupported(op, ins),
+        // Their dtypes were checked when the graph was built.
+        Op::Lora(_) => None,
         Op::SpanAttention(_) => train_products::unsupported_attention(&ins[0]),
         Op::Train(TrainOp::SpanAttentionGrad(_)) => train_products::unsupported_attention(&ins[1]),
         Op::Train(TrainOp::AddProduct) => train_products::unsupported_product(&ins[1], &ins[2]),
@@ -457,6 +459,7 @@ impl Lowering<'_> {
             | Op::Pad { .. }
             | Op::ScatterAddRows { .. } => unreachable!("lowered by `typed`"),
             Op::Moe(op) => self.experts(step, op, launches)?,
+            Op::Lora(op) => launches.push(self.lora(step, *op)?),
             Op::SpanAttention(attention) => launches.push(self.span_attention(step, *attention)?),
             Op::Train(TrainOp::SpanAttentionGrad(attention)) => {
                 self.span_attention_grad(step, *attention, launches)?;
@@ -648,6 +651,28 @@ impl Lowering<'_> {
             n_seqs: ins[positions + 2].layout.shape().dims()[0],
             n_slots,
         })
+    }
+
+    fn lora(&self, step: &Step, op: LoraOp) -> Result<Launch, KernelError> {
+        let ins = &step.inputs;
+        let (at, dims) = (op.factors(), ins[op.factors()].layout.shape());
+        let args = LoraArgs {
+            factors: self.dense(step, &ins[at])?,
+            dtype: self.resident.dtype(self.plan, &ins[at]),
+            seqs: self.dense(step, &ins[at + 1])?,
+            adapters: self.dense(step, &ins[at + 2])?,
+            n: ins[at + 1].layout.shape().n_elements(),
+            n_seqs: ins[at + 2].layout.shape().n_elements(),
+            n_adapters: dims.dims()[0],
+            rank: dims.dims()[1],
+            width: dims.dims()[2],
+            step: step.label.as_str(),
+        };
+        let (x, out) = (self.view(&ins[at - 1])?, self.dense(step, &step.outputs[0])?);
+        match op {
+            LoraOp::Down => self.kernels.lora_down(&args, &x, out),
+            LoraOp::Up => self.kernels.lora_up(&args, &x, &self.view(&ins[0])?, out),
+        }
     }
 
     fn recurrent(&self, step: &Step, op: &Recurrent) -> Result<Launch, KernelError> {

@@ -390,6 +390,7 @@ impl Lowering<'_> {
             | Op::ScatterAddRows { .. }
             | Op::SpanAttention(_)
             | Op::Moe(_)
+            | Op::Lora(_)
             | Op::Train(_)
             | Op::Softmax
             | Op::MatMul

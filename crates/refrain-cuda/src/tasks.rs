@@ -319,6 +319,7 @@ impl<'a> SegmentChoice<'a> {
             | Op::Pad { .. }
             | Op::ScatterAddRows { .. }
             | Op::Train(_)
+            | Op::Lora(_)
             | Op::Softmax
             | Op::GatherRows(_)
             | Op::RmsNorm { .. }

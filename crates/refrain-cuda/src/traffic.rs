@@ -88,6 +88,7 @@ impl Moved {
                 | Op::ScatterAddRows { .. }
                 | Op::SpanAttention(_)
                 | Op::Moe(_)
+                | Op::Lora(_)
                 | Op::Train(_)
                 | Op::Softmax
                 | Op::MatMul

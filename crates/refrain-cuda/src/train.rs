@@ -60,6 +60,7 @@ pub(crate) fn scratch_bytes(step: &Step) -> u64 {
         | Op::SpanAttention(_)
         | Op::Recurrent(_)
         | Op::Moe(_)
+        | Op::Lora(_)
         | Op::Sample(_)
         | Op::Accumulate
         | Op::HostCall(_) => 0,
@@ -173,6 +174,7 @@ impl Lowering<'_> {
             | Op::SpanAttention(_)
             | Op::Recurrent(_)
             | Op::Moe(_)
+            | Op::Lora(_)
             | Op::Sample(_)
             | Op::Accumulate
             | Op::HostCall(_) => return Ok(false),

@@ -158,6 +158,8 @@ fn with_sites(graph: Graph) -> Result<(Graph, Vec<ObservedSite>), EngineError> {
                 found.extend(weight.map(|weight| (weight, node.inputs[0], Some(node.inputs[1]), true)));
             }
             Op::Moe(MoeOp::Route(_))
+            // Weights of adapters are never quantised.
+            | Op::Lora(_)
             | Op::View(_)
             | Op::Copy
             | Op::Cast(_)

@@ -368,6 +368,9 @@ impl<'b> Backward<'b> {
             Op::Recurrent(_) => none("recurrent layers are for inference only"),
             Op::Sample(_) => none("sampling is not differentiable"),
             Op::Moe(_) => none(NO_EXPERTS),
+            Op::Lora(_) => {
+                none("adapters of several sequences are for inference only; attach the one to train")
+            }
             Op::Accumulate | Op::Train(TrainOp::AdamW(_)) => none("it changes a state"),
             Op::Train(
                 TrainOp::UnaryGrad(_)

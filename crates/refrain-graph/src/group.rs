@@ -9,6 +9,7 @@
 use crate::facts::{GraphFacts, Seen};
 use crate::graph::{Graph, NodeId};
 use crate::inputs::StepInputs;
+use crate::lora::LoraOp;
 use crate::moe::MoeOp;
 use crate::op::{Binary, Op};
 use crate::schedule::Dependencies;
@@ -491,6 +492,7 @@ impl Pass<'_> {
             | Op::ScatterAddRows { .. }
             | Op::SpanAttention(_)
             | Op::Moe(_)
+            | Op::Lora(_)
             | Op::Train(_)
             | Op::Softmax
             | Op::MatMul
@@ -523,10 +525,13 @@ impl Pass<'_> {
         fits.then_some(reader)
     }
 
-    /// Whether the product of a second weight is added to that of the first: an adapter on a linear layer. No
-    /// group covers this.
+    /// Whether the product of a second weight, or those of the rows' adapters, are added to that of the first: an adapter on
+    /// a linear layer. No group covers this.
     fn is_adapted(&self, product: NodeId) -> bool {
         let &[reader] = self.facts.readers(product, 0) else { return false };
+        if matches!(self.graph().node(reader).op, Op::Lora(LoraOp::Up)) {
+            return true;
+        }
         let is_sum = matches!(self.graph().node(reader).op, Op::Binary(Binary::Add));
         let is_product = |seen: Seen| {
             let made = self.facts.producer_of_same(&seen).map(|made| made.0);

@@ -309,6 +309,7 @@ impl Op {
                 Ok(vec![inputs[0]])
             }
             Op::Moe(op) => op.infer(&rule),
+            Op::Lora(op) => op.infer(&rule),
             Op::Recurrent(op) => op.infer(&rule),
             Op::Train(op) => op.infer(&rule),
             Op::HostCall(call) => {

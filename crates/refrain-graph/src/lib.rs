@@ -15,6 +15,7 @@ mod op; // ops and their capturability
 mod recurrent; // ops of recurrent layers
 mod train_op; // ops of training steps
 mod moe; // ops of mixtures of experts
+mod lora; // ops of low-rank adapters
 mod infer; // shape and dtype inference
 mod inputs; // meaning of step inputs
 mod graph; // values, nodes, states
@@ -57,6 +58,7 @@ pub use group::{
 };
 pub use infer::InferError;
 pub use inputs::{Field, Filler, SamplingInputs, StepInputs, StepKind, StepShape};
+pub use lora::LoraOp;
 pub use moe::{ExpertActivation, ExpertGate, MoeOp, Route, RouteGroups, RouteScore};
 pub use op::{
     Attention, AttentionInputs, Binary, Capture, Compare, Gate, HostBuf, HostCall, HostCallError, HostFn,

@@ -1,5 +1,6 @@
 //! All ops, and whether each can be recorded.
 
+use crate::lora::LoraOp;
 use crate::moe::MoeOp;
 use crate::recurrent::Recurrent;
 use crate::train_op::TrainOp;
@@ -146,6 +147,8 @@ pub enum Op {
     Accumulate,
     /// Router of a mixture of experts, and the matrix products of the chosen experts.
     Moe(MoeOp),
+    /// A product with the low-rank adapter of each row's sequence.
+    Lora(LoraOp),
     /// An op of a recurrent layer; its state is in slots.
     Recurrent(Recurrent),
     /// An op that only training steps contain.
@@ -184,6 +187,7 @@ impl Op {
             | Op::Sample(_)
             | Op::Accumulate
             | Op::Moe(_)
+            | Op::Lora(_)
             | Op::Recurrent(_)
             | Op::Train(_) => Capture::Safe,
             Op::HostCall(call) => Capture::Unsafe(call.because),
@@ -226,6 +230,7 @@ impl Op {
             Op::Sample(_) => "sample",
             Op::Accumulate => "accumulate",
             Op::Moe(op) => op.name(),
+            Op::Lora(op) => op.name(),
             Op::Recurrent(op) => op.name(),
             Op::Train(op) => op.name(),
             Op::HostCall(call) => call.name,
@@ -247,6 +252,7 @@ impl Op {
             | Op::Pad { .. }
             | Op::ScatterAddRows { .. }
             | Op::Moe(_)
+            | Op::Lora(_)
             | Op::SpanAttention(_) => Vec::new(),
             Op::View(_)
             | Op::Copy
@@ -324,6 +330,7 @@ impl Op {
             Op::PlaceColumns { width } => vec![Indexing::Below { ids: 0, limit: *width }],
             Op::ScatterAddRows { n_rows } => vec![Indexing::Below { ids: 0, limit: *n_rows }],
             Op::Moe(op) => op.indexing(),
+            Op::Lora(op) => op.indexing(),
             Op::SpanAttention(_) => vec![Indexing::Spans { spans: 3 }],
             Op::Train(TrainOp::SpanAttentionGrad(_)) => vec![Indexing::Spans { spans: 4 }],
             Op::Train(
@@ -370,6 +377,7 @@ impl Op {
             Op::Train(TrainOp::CrossEntropy) => &[(1, 0)],
             Op::Train(TrainOp::AddProduct) => &[(0, 0)],
             Op::Train(TrainOp::RopeGrad(_) | TrainOp::Dropout(_)) => &[(0, 0)],
+            Op::Lora(LoraOp::Up) => &[(0, 0)],
             Op::Train(
                 TrainOp::SpanAttentionGrad(_)
                 | TrainOp::RmsNormGrad { .. }
@@ -383,6 +391,7 @@ impl Op {
             | Op::Pad { .. }
             | Op::ScatterAddRows { .. }
             | Op::Moe(_)
+            | Op::Lora(LoraOp::Down)
             | Op::SpanAttention(_)
             | Op::View(_)
             | Op::Copy

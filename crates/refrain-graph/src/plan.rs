@@ -365,6 +365,12 @@ impl Plan {
                         let n_choices = step.inputs[1].layout.shape().n_elements().min(n_experts);
                         traffic.weight_bytes += distinct_bytes(operand) / n_experts * n_choices;
                     }
+                    // Adapters: at most one read of each sequence's.
+                    Place::Weight(_) if matches!(step.op, Op::Lora(_)) => {
+                        let n_adapters = operand.layout.shape().dims()[0].max(1);
+                        let n_seqs = step.inputs.last().map_or(0, |seqs| seqs.layout.shape().n_elements());
+                        traffic.weight_bytes += distinct_bytes(operand) / n_adapters * n_seqs.min(n_adapters);
+                    }
                     Place::Weight(_) => traffic.weight_bytes += distinct_bytes(operand),
                     Place::State(_) => {
                         if let Op::Attention(attention) = &step.op {

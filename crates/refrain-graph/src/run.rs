@@ -87,6 +87,8 @@ pub struct Feedback {
     pub slots: Option<Field>, // [n_seqs, 2]
     /// Tokens that may be chosen, for a run whose steps are launched in two parts.
     pub mask: Option<Field>, // [n_rows, n_words]
+    /// Adapters of the sequences; only the host changes them.
+    pub adapters: Option<Field>, // [n_seqs]
     /// Number of sequences with block tables, at least `n_rows`.
     pub n_seqs: usize,
 }
@@ -109,6 +111,7 @@ impl Feedback {
             tables: plan.field(tables),
             slots: step.slots.map(|slots| plan.field(slots)),
             mask: sampling.mask.map(|mask| plan.field(mask)),
+            adapters: step.adapters.map(|adapters| plan.field(adapters)),
             n_seqs: step.shape.n_seqs,
         })
     }
@@ -341,7 +344,8 @@ impl Run {
         if self.feedback.n_seqs != n_rows {
             self.edits.fields.push(self.feedback.table(row));
             let n_seqs = self.feedback.n_seqs;
-            self.edits.fields.extend(self.feedback.slots.map(|slots| slots.row(n_seqs, row)));
+            let per_seq = [self.feedback.slots, self.feedback.adapters].into_iter().flatten();
+            self.edits.fields.extend(per_seq.map(|field| field.row(n_seqs, row)));
         }
         self.edits.rows.push(row);
         Ok(())
@@ -349,8 +353,10 @@ impl Run {
 
     /// Ends a row: it is padding starting with the next launched step.
     pub fn clear_row(&mut self, row: usize) {
-        let Feedback { n_rows, tokens, positions, .. } = self.feedback;
-        for field in [tokens, positions].map(|field| field.row(n_rows, row)) {
+        let Feedback { n_rows, n_seqs, tokens, positions, adapters, .. } = self.feedback;
+        // Padding must not read the factors of an adapter.
+        let adapter = adapters.map(|adapters| adapters.row(n_seqs, row));
+        for field in [tokens, positions].map(|field| field.row(n_rows, row)).into_iter().chain(adapter) {
             self.control.words_mut()[field.words()].fill(u32::MAX);
             self.edits.fields.push(field);
         }

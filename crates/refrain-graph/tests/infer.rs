@@ -3,9 +3,9 @@
 use proptest::prelude::*;
 use refrain_graph::{
     ADAM_PARAMS, AdamW, Attention, Binary, Compare, Dropout, ExpertActivation, ExpertGate, Gate, GatedDelta,
-    HostBuf, HostCall, HostCallError, HostFn, InferError, KeyHeads, MoeOp, Op, Recurrent, Reduce, Rope,
-    RopeStyle, Route, RouteGroups, RouteScore, SAMPLE_PARAMS, ShortConv, SpanAttention, TensorType, TrainOp,
-    Unary, View,
+    HostBuf, HostCall, HostCallError, HostFn, InferError, KeyHeads, LoraOp, MoeOp, Op, Recurrent, Reduce,
+    Rope, RopeStyle, Route, RouteGroups, RouteScore, SAMPLE_PARAMS, ShortConv, SpanAttention, TensorType,
+    TrainOp, Unary, View,
 };
 use refrain_tensor::{DType, Shape};
 use std::sync::Arc;
@@ -137,6 +137,16 @@ fn good() -> Vec<(Op, Vec<TensorType>, Vec<TensorType>)> {
             Op::Moe(MoeOp::Summed { biased: true }),
             vec![f(&[3, 2, 32]), i(&[3, 2]), f(&[3, 2]), q(&[8, 7, 32]), f(&[8, 7])],
             vec![f(&[3, 7])],
+        ),
+        (
+            Op::Lora(LoraOp::Down),
+            vec![f(&[5, 8]), t(DType::BF16, &[3, 2, 8]), i(&[5]), i(&[4])],
+            vec![f(&[5, 2])],
+        ),
+        (
+            Op::Lora(LoraOp::Up),
+            vec![f(&[5, 6]), f(&[5, 2]), t(DType::BF16, &[3, 2, 6]), i(&[5]), i(&[4])],
+            vec![f(&[5, 6])],
         ),
         (Op::Train(TrainOp::UnaryGrad(Unary::Tanh)), vec![f(&[3]), f(&[3])], vec![f(&[3])]),
         (

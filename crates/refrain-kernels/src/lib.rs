@@ -70,6 +70,7 @@ mod dequant; // dequantisation for GEMMs
 mod narrow; // 16-bit rows for GEMMs
 mod flash; // prefill attention
 mod recurrent; // recurrent layers with per-sequence state
+mod lora; // products with the adapters of rows
 mod span; // attention within documents
 mod span_grad; // its gradient
 mod digest; // digests of device memory
@@ -113,6 +114,7 @@ pub use grouped::{GroupedArgs, GroupedPlan, GroupedSizes};
 pub use kv::KvAppendArgs;
 pub use linear::{LINEAR_DTYPES, LinearArgs, LinearPart, MAX_PRODUCTS};
 pub use load::{GpuArch, KernelLoadOptions, KernelOrigin, Kernels, register_twins, simulated};
+pub use lora::LoraArgs;
 pub use loss::CrossEntropyArgs;
 pub use map::{MapArgs, MapOp};
 pub use matmul::{MATMUL_DTYPES, MatMulArgs, library_product};

@@ -119,6 +119,7 @@ pub(crate) fn entries() -> Vec<KernelEntry> {
     crate::span::entries(&mut all);
     crate::span_grad::entries(&mut all);
     crate::recurrent::entries(&mut all);
+    crate::lora::entries(&mut all);
     all
 }
 

@@ -76,6 +76,8 @@ pub enum KernelFamily {
     SpanGrad,
     /// `recurrent.cu`
     Recurrent,
+    /// `lora.cu`
+    Lora,
 }
 
 impl KernelFamily {
@@ -115,6 +117,7 @@ impl KernelFamily {
         KernelFamily::Span,
         KernelFamily::SpanGrad,
         KernelFamily::Recurrent,
+        KernelFamily::Lora,
     ];
 
     /// File name without `.cu`.
@@ -155,6 +158,7 @@ impl KernelFamily {
             KernelFamily::Span => "span",
             KernelFamily::SpanGrad => "span_grad",
             KernelFamily::Recurrent => "recurrent",
+            KernelFamily::Lora => "lora",
         }
     }
 
@@ -196,6 +200,7 @@ impl KernelFamily {
             KernelFamily::Span => include_str!("../cu/span.cu"),
             KernelFamily::SpanGrad => include_str!("../cu/span_grad.cu"),
             KernelFamily::Recurrent => include_str!("../cu/recurrent.cu"),
+            KernelFamily::Lora => include_str!("../cu/lora.cu"),
         }
     }
 }

@@ -40,6 +40,11 @@ impl Dense {
         Ok(Dense { dtype, shape, bytes: k.read(ptr, n)? })
     }
 
+    /// Creates an operand from its bytes and a shape.
+    pub(crate) fn of(dtype: DType, dims: &[usize], bytes: &[u8]) -> KernelResult<Dense> {
+        Ok(Dense { dtype, shape: Shape::new(dims).map_err(fault)?, bytes: bytes.to_vec() })
+    }
+
     /// Creates an operand from F32 values and a shape.
     pub(crate) fn f32(values: &[f32], dims: &[usize]) -> KernelResult<Dense> {
         let shape = Shape::new(dims).map_err(fault)?;

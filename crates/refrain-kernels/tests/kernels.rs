@@ -137,6 +137,10 @@ both! {
         run_all(&mut bed, cases::recurrent::gated_delta());
     }
 
+    fn adapters_of_sequences_agree_with_the_reference(bed) {
+        run_all(&mut bed, cases::lora::lora());
+    }
+
     fn rope_with_kv_append_agrees_with_the_reference(bed) {
         run_all(&mut bed, cases::attention::rope_kv());
     }

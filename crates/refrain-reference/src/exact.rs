@@ -217,6 +217,7 @@ pub fn evaluate(op: &Op, inputs: &[F64Array]) -> Result<Vec<F64Array>, Reference
         | Op::Sample(_)
         | Op::Accumulate
         | Op::Moe(_)
+        | Op::Lora(_)
         | Op::Train(TrainOp::AdamW(_))
         | Op::HostCall(_) => Err(ReferenceError::Unsupported {
             op: op.name(),

@@ -13,6 +13,7 @@ mod attention;
 mod dense;
 mod elementwise;
 pub mod exact;
+mod lora;
 mod moe;
 mod philox;
 mod recurrent;
@@ -55,6 +56,7 @@ pub fn run(op: &Op, inputs: &[In<'_>], outputs: &mut [Out<'_>]) -> Result<(), Re
         | Op::SpanAttention(_)
         | Op::Train(_) => exact::run(op, inputs, outputs),
         Op::Moe(op) => moe::run(op, inputs, outputs),
+        Op::Lora(op) => lora::run(*op, inputs, &mut outputs[0]),
         Op::Softmax => elementwise::softmax(&inputs[0], &mut outputs[0]),
         Op::MatMul => dense::matmul(&inputs[0], &inputs[1], &mut outputs[0]),
         Op::GatherRows(_) => dense::gather_rows(&inputs[0], &inputs[1], &mut outputs[0]),

@@ -4,8 +4,8 @@ use crate::cases::half_plus_one;
 use crate::eval::Feed;
 use crate::fill::{Fill, tensor};
 use refrain_graph::{
-    Attention, Binary, Gate, Graph, GraphBuilder, GraphError, Op, Reduce, Rope, RopeStyle, State, StateId,
-    TensorType, Unary, ValueId, View, Weight, WeightId,
+    Attention, Binary, Gate, Graph, GraphBuilder, GraphError, LoraOp, Op, Reduce, Rope, RopeStyle, State,
+    StateId, TensorType, Unary, ValueId, View, Weight, WeightId,
 };
 use refrain_tensor::{DType, Layout, Shape};
 use std::collections::HashMap;
@@ -43,6 +43,8 @@ const N_TOKENS: usize = 3;
 const N_KV_HEADS: usize = 2;
 const HEAD_DIM: usize = 4;
 const WIDTH: usize = N_KV_HEADS * HEAD_DIM;
+const N_ADAPTERS: usize = 2;
+const RANK: usize = 3;
 const MAX_ELEMENTS: usize = 256;
 const MAX_BOUND: f32 = 1000.0;
 
@@ -56,6 +58,7 @@ struct Draft {
     bounds: HashMap<ValueId, f32>,
     control: [ValueId; 3], // positions, seqs, tables
     ids: ValueId,
+    adapters: ValueId,
     n_outputs: usize,
 }
 
@@ -69,6 +72,7 @@ impl Draft {
             weight("row", float(&[WIDTH])),
             weight("inv_freq", float(&[HEAD_DIM / 2])),
             weight("quantised", TensorType::new(DType::Q8_0, [4, 32])),
+            weight("factors", float(&[N_ADAPTERS, RANK, WIDTH])),
         ];
         let states: Vec<State> = ["k", "v"].map(|n| State::paged(n, cache)).into();
         let feed = Feed {
@@ -95,6 +99,7 @@ impl Draft {
             bounds,
             control: [unset; 3],
             ids: unset,
+            adapters: unset,
             n_outputs: 0,
         };
         let ints = |dims: &[usize], values: &[i32]| {
@@ -108,6 +113,7 @@ impl Draft {
         draft.ids = draft.input("ids", ints(&[N_TOKENS], &[1, -1, 0]));
         let x = draft.input("x", (float(&[N_TOKENS, WIDTH]), Fill::Uniform(-1.0, 1.0)));
         let y = draft.input("y", (float(&[WIDTH]), Fill::Uniform(-1.0, 1.0)));
+        draft.adapters = draft.input("adapters", ints(&[2], &[1, -1]));
         // Heads exist from the start, so that appends and attention are as frequent as other ops.
         let shape = [N_TOKENS, N_KV_HEADS, HEAD_DIM];
         let heads = draft.builder.reshape(x, &shape).unwrap_or_else(|e| panic!("{e}"));
@@ -158,6 +164,7 @@ impl Draft {
             12..=14 => self.norm(a, b, c),
             15 => self.gate(a, b),
             16 if b % 4 == 1 => self.products(a, b),
+            16 if b % 4 == 3 => self.adapter(a, b),
             16 => self.matmul(a, b),
             17 => self.move_rows(a, b),
             18 => self.rope(a, b),
@@ -385,6 +392,23 @@ impl Draft {
                 self.node(Op::GatherRows(DType::F32), &[table, self.ids], bound * 1.01)
             }
         }
+    }
+
+    fn adapter(&mut self, a: u16, b: u16) -> Result<(), GraphError> {
+        let fits = |d: &Draft, v: ValueId| {
+            d.dims(v) == [N_TOKENS, WIDTH] && d.ty(v).dtype == DType::F32 && d.layout(v).is_contiguous()
+        };
+        let (Some(x), Some(y)) = (self.pick(a, fits), self.pick(b, fits)) else { return Ok(()) };
+        let t_bound = self.bound(x) * WIDTH as f32;
+        let bound = self.bound(y) + t_bound * RANK as f32;
+        if bound > MAX_BOUND {
+            return Ok(());
+        }
+        let factors = self.builder.weight(WeightId::from_idx(4));
+        let rows = [factors, self.control[1], self.adapters];
+        let down = [&[x][..], &rows].concat();
+        let t = self.builder.node(Op::Lora(LoraOp::Down), &down, "lora_down")?[0];
+        self.node(Op::Lora(LoraOp::Up), &[&[y, t][..], &rows].concat(), bound)
     }
 
     fn rope(&mut self, a: u16, b: u16) -> Result<(), GraphError> {

@@ -136,6 +136,7 @@ fn runs_in_doubles(case: &Case) -> bool {
                 | Op::Sample(_)
                 | Op::Accumulate
                 | Op::Moe(_)
+                | Op::Lora(_)
                 | Op::Recurrent(_)
                 | Op::HostCall(_)
         )

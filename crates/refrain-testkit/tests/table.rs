@@ -26,6 +26,7 @@ fn family(op: &Op) -> &'static str {
         Op::ScatterAddRows { .. } => "scatter_add_rows",
         Op::SpanAttention(_) => "span_attention",
         Op::Moe(op) => op.name(),
+        Op::Lora(op) => op.name(),
         Op::Train(op) => op.name(),
         Op::Softmax => "softmax",
         Op::MatMul => "matmul",
@@ -45,7 +46,7 @@ fn family(op: &Op) -> &'static str {
     }
 }
 
-const N_FAMILIES: usize = 45;
+const N_FAMILIES: usize = 47;
 /// Families that only training uses.
 const N_TRAINING: usize = 18;
 /// Routers and experts, which random graphs omit: a near tie in routing may resolve either way.

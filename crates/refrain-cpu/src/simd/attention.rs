@@ -263,7 +263,7 @@ fn soften<S: Simd>(s: S, weights: &mut [f32; KEY_CHUNK], old_max: f32) -> ((f32,
 }
 
 /// Element type of a cache row.
-trait CacheRow {
+pub(super) trait CacheRow {
     const BYTES: usize;
     /// # Safety
     /// `LANES` elements are readable at `p`.
@@ -273,7 +273,7 @@ trait CacheRow {
     unsafe fn one(p: *const u8) -> f32;
 }
 
-struct HalfRow;
+pub(super) struct HalfRow;
 
 impl CacheRow for HalfRow {
     const BYTES: usize = 2;
@@ -289,7 +289,7 @@ impl CacheRow for HalfRow {
     }
 }
 
-struct Bf16Row;
+pub(super) struct Bf16Row;
 
 impl CacheRow for Bf16Row {
     const BYTES: usize = 2;
@@ -305,7 +305,7 @@ impl CacheRow for Bf16Row {
     }
 }
 
-struct FloatRow;
+pub(super) struct FloatRow;
 
 impl CacheRow for FloatRow {
     const BYTES: usize = 4;
@@ -323,7 +323,13 @@ impl CacheRow for FloatRow {
 
 /// Register `g` of 16 elements starting at `at` in a row of `head_dim`, zero-padded at the end.
 #[inline(always)]
-fn row16<S: Simd, R: CacheRow>(s: S, row: *const u8, at: usize, g: usize, head_dim: usize) -> S::F {
+pub(super) fn row16<S: Simd, R: CacheRow>(
+    s: S,
+    row: *const u8,
+    at: usize,
+    g: usize,
+    head_dim: usize,
+) -> S::F {
     let begin = at + g * S::LANES;
     if begin + S::LANES <= head_dim {
         // SAFETY: `row` is a row of `head_dim` elements, checked in `attend_block`.

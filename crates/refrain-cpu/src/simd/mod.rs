@@ -14,6 +14,7 @@ mod gemm;
 mod groups;
 mod lanes;
 mod level;
+mod lora;
 mod math;
 mod matmul;
 mod recurrent;
@@ -33,6 +34,7 @@ pub use elementwise::{
 pub use encode::encode_rows;
 pub use gemm::{Factor, Rounded, gemm, gemm_scratch};
 pub use level::Level;
+pub use lora::{LoraFactor, lora_down_row, lora_up_row};
 pub use matmul::{
     Acts, ExpertBias, ExpertProduct, ExpertRows, OutTile, ROW_ALIGN, WeightProduct, experts_parallel, matmul,
     matmul_parallel, prepare_parallel,

@@ -7,7 +7,7 @@ use super::math;
 
 /// Stores a register at `at`; lanes past the end are dropped.
 #[inline(always)]
-fn store_some<S: Simd>(s: S, to: &mut [f32], at: usize, value: S::F) {
+pub(super) fn store_some<S: Simd>(s: S, to: &mut [f32], at: usize, value: S::F) {
     if at + S::LANES <= to.len() {
         // SAFETY: the LANES floats from `at` are inside the slice.
         unsafe { s.fstore(to.as_mut_ptr().add(at), value) };

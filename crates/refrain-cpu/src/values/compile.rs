@@ -109,6 +109,7 @@ pub(crate) fn value_call(
         | Op::PlaceColumns { .. }
         | Op::Pad { .. }
         | Op::Moe(_)
+        | Op::Lora(_)
         | Op::KvAppend
         | Op::KvAppendBytes
         | Op::Attention(_)

@@ -38,6 +38,7 @@ fn feedback() -> (Feedback, ControlLayout) {
         tables: field("tables"),
         slots: None,
         mask: None,
+        adapters: None,
         n_seqs: N_ROWS,
     };
     (feedback, layout)

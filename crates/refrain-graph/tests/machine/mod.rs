@@ -109,6 +109,8 @@ impl<'a> Machine<'a> {
                 .map(|(i, o)| match &step.op {
                     _ if i < n_by_row => at(o.layout.broadcast_to(shape).unwrap()),
                     Op::Rope(_) if i == 1 => o.layout.slice(0, index[0], 1).unwrap(),
+                    // The first product and the sequence of the row.
+                    Op::Lora(_) if i == 1 || i == 3 => o.layout.slice(0, index[0], 1).unwrap(),
                     _ => o.layout,
                 })
                 .collect();

@@ -7,6 +7,7 @@ pub mod dense;
 pub mod elementwise;
 pub mod experts;
 pub mod few;
+pub mod lora;
 pub mod product;
 pub mod prompt;
 pub mod recurrent;

@@ -3,6 +3,7 @@
 
 mod attention;
 mod elements;
+mod lora;
 mod matrix;
 mod moe;
 mod recurrent;
@@ -34,6 +35,7 @@ pub fn cases() -> Vec<Case> {
         sample::cases(),
         moe::route(),
         moe::experts(),
+        lora::cases(),
         train::cases(),
     ];
     families.into_iter().flatten().collect()
