@@ -134,7 +134,7 @@ fn live_step(
         let feed = resident.feed_of(feedback.n_rows)?;
         step.inputs.extend([feed, resident.control]);
         let unreported = (feed.slice(0, 8)?, UNREPORTED);
-        step.ring = Some(LiveRing { unreported, entries: ring_entries(resident, feedback.n_rows)? });
+        step.ring = Some(LiveRing { unreported, entries: ring_entries(resident, payload_bytes(feedback))? });
         step.results.extend([feed.slice(8, feed.len() - 8)?, resident.control]);
     }
     let in_arena = |buf: &Buf| warm.space().contains(resident.arena(), *buf);
@@ -166,8 +166,7 @@ fn live_step(
     Ok(step)
 }
 
-fn ring_entries(resident: &ResidentMemory, n_rows: usize) -> Result<Vec<Buf>, DriverError> {
-    let payload = payload_bytes(n_rows);
+fn ring_entries(resident: &ResidentMemory, payload: usize) -> Result<Vec<Buf>, DriverError> {
     let stride = Ring::stride(payload).unwrap_or(0);
     let entry = |i: u32| resident.ring.slice(RING_HEADER_BYTES + u64::from(i) * stride + 8, payload as u64);
     (0..RING_ENTRIES).map(entry).collect()

@@ -13,8 +13,8 @@
 //! two steps.
 
 use refrain_driver::{Buf, DriverError, Launch, Ring};
-use refrain_graph::{Feedback, Field, Plan, RowLimits, Run, RunEdits, SegmentKind};
-use refrain_kernels::{CommitArgs, CommitEntry, CommitRing, CommitState, Edits, Kernels};
+use refrain_graph::{Feedback, Field, Plan, RowLimits, Run, RunEdits, SegmentKind, TopLists};
+use refrain_kernels::{CommitArgs, CommitEntry, CommitRing, CommitState, CommitTop, Edits, Kernels};
 
 use crate::error::CudaError;
 use crate::resident::ResidentMemory;
@@ -31,8 +31,10 @@ pub(crate) const MAX_AHEAD_OF_ROWS: usize = 4;
 pub(crate) const MAX_AHEAD_WITH_MASKS: usize = 2;
 /// Maximum number of rows that feed themselves.
 pub(crate) const MAX_ROWS: usize = 512;
+/// Maximum bytes of the results of one step: those of the most rows, or of 93 rows with lists of 20 probable tokens.
+const MAX_PAYLOAD: usize = 16 << 10;
 /// Bytes of the ring.
-pub(crate) const RING_BYTES: u64 = ring_bytes(MAX_ROWS);
+pub(crate) const RING_BYTES: u64 = ring_bytes(MAX_PAYLOAD);
 /// Bytes of the edits region: about ten rows at once.
 pub(crate) const EDIT_BYTES: u64 = 64 << 10;
 
@@ -91,21 +93,30 @@ impl FeedLayout {
     }
 }
 
-/// Bytes of the ring that a run of `n_rows` rows uses.
-pub(crate) const fn ring_bytes(n_rows: usize) -> u64 {
-    Ring::bytes(RING_ENTRIES, payload_bytes(n_rows)).expect("a ring of a few entries fits")
+/// Bytes of the ring that a run with results of this size uses.
+const fn ring_bytes(payload: usize) -> u64 {
+    Ring::bytes(RING_ENTRIES, payload).expect("a ring of a few entries fits")
 }
 
-/// Bytes of the results of one step.
-pub(crate) const fn payload_bytes(n_rows: usize) -> usize {
-    n_rows * size_of::<CommitEntry>()
+/// Bytes of the results of one step: of each row, then the lists of probable tokens.
+pub(crate) fn payload_bytes(feedback: &Feedback) -> usize {
+    let n_top = feedback.top.map_or(0, |top| top.n);
+    feedback.n_rows * size_of::<CommitEntry>() + CommitTop::bytes(feedback.n_rows, n_top)
 }
+
+/// Bytes of the results of the smallest step.
+pub(crate) const MIN_PAYLOAD: usize = size_of::<CommitEntry>();
 
 /// Feedback of a plan that runs entirely on the device: in one segment, or in two if its choices need masks.
 pub(crate) fn feedback(plan: &Plan) -> Option<Feedback> {
     let on_device = plan.segments().iter().all(|s| s.kind == SegmentKind::Recordable);
     let n_parts = |f: &Feedback| 1 + usize::from(f.mask.is_some());
-    Feedback::of(plan).filter(|f| f.n_rows <= MAX_ROWS && on_device && plan.segments().len() == n_parts(f))
+    Feedback::of(plan).filter(|f| {
+        f.n_rows <= MAX_ROWS
+            && payload_bytes(f) <= MAX_PAYLOAD
+            && on_device
+            && plan.segments().len() == n_parts(f)
+    })
 }
 
 /// Initial state of a row. Padding starts as ended.
@@ -138,7 +149,7 @@ pub(crate) fn push_commit(
     let layout = FeedLayout { n_rows: feedback.n_rows };
     let header = resident.feed_of(feedback.n_rows).map_err(failed)?;
     let feed = |start: usize, bytes: usize| header.slice(start as u64, bytes as u64).map_err(failed);
-    let ring = resident.ring.slice(0, ring_bytes(feedback.n_rows)).map_err(failed)?;
+    let ring = resident.ring.slice(0, ring_bytes(payload_bytes(feedback))).map_err(failed)?;
     let args = CommitArgs {
         token: output(feedback.token)?,
         logprob: output(feedback.logprob)?,
@@ -149,6 +160,12 @@ pub(crate) fn push_commit(
         bias_ids: field(feedback.bias_ids)?,
         state: feed(FeedLayout::STATES, layout.ends() - FeedLayout::STATES)?,
         eog: feed(layout.ends(), layout.bytes() - layout.ends())?,
+        top: match feedback.top {
+            Some(TopLists { ids, logprobs, n }) => {
+                Some(CommitTop { ids: output(ids)?, logprobs: output(logprobs)?, n_top: n })
+            }
+            None => None,
+        },
         ring: Some(CommitRing { ring, count: feed(0, 8)?, n_entries: RING_ENTRIES }),
         n: feedback.n_rows,
         n_history: feedback.history.len / feedback.n_rows.max(1),

@@ -19,6 +19,7 @@ use crate::backend::{CudaBackend, CudaCompiled};
 use crate::device_model::{DeviceModel, FetchedOutputs, ProgramId};
 use crate::error::CudaError;
 use crate::feed::{FEED_BYTES, FeedLayout, commit_state, messages};
+use crate::pump::StepResults;
 
 /// Time to wait for a result before the device thread checks for errors. It doubles with each check.
 const FIRST_CHECK: Duration = Duration::from_micros(250);
@@ -122,7 +123,7 @@ impl DeviceModel {
             // A failed run left these.
             self.stream.synchronize().map_err(CudaError::driver(DRAIN))?;
         }
-        self.pump.restart(feedback.n_rows).map_err(CudaError::driver("beginning a run"))?;
+        self.pump.restart(&feedback).map_err(CudaError::driver("beginning a run"))?;
         let sent = resident.send_control(&mut self.stream, Some(header), &control);
         sent.map_err(CudaError::driver("uploading the control block"))?;
         let (requested, late) = (VecDeque::new(), VecDeque::new());
@@ -223,15 +224,21 @@ impl DeviceModel {
         // The run is over even on an error: no step follows.
         self.followed = None;
         let ran = sent?;
-        let entries = self.pump.take(&mut self.stream, self.options.step_limit);
-        let entries = entries.map_err(CudaError::driver("a step"))?;
+        let results = self.pump.take(&mut self.stream, self.options.step_limit);
+        let StepResults { entries, top } = results.map_err(CudaError::driver("a step"))?;
         if entries.iter().all(|entry| StepFlags(entry.flags).has(StepFlags::PAST_END)) {
             // Padding only: the results are still in the plan's output buffers.
             return Ok((ran, Vec::new()));
         }
         let tokens = entries.iter().flat_map(|entry| entry.token.to_le_bytes()).collect();
         let logprobs = entries.iter().flat_map(|entry| entry.logprob.to_le_bytes()).collect();
-        Ok((ran, vec![(feedback.token, tokens), (feedback.logprob, logprobs)]))
+        let mut outputs = vec![(feedback.token, tokens), (feedback.logprob, logprobs)];
+        if let Some(lists) = feedback.top {
+            outputs.push((lists.ids, top.iter().flat_map(|(id, _)| id.to_le_bytes()).collect()));
+            outputs
+                .push((lists.logprobs, top.iter().flat_map(|(_, logprob)| logprob.to_le_bytes()).collect()));
+        }
+        Ok((ran, outputs))
     }
 
     /// Launches `n_steps` more steps after the requested ones, with edits before them.
@@ -438,10 +445,10 @@ impl CudaBackend {
             let idle = self.pump.is_idle();
             let in_flight = self.pump.n_sent() > n_taken;
             let has_ended = self.pump.has_ended(in_flight);
-            if let Some((entries, ran)) = self.pump.next(n_taken)? {
+            if let Some((StepResults { entries, top }, ran)) = self.pump.next(n_taken)? {
                 run.taken();
                 let rows = entries.into_iter().map(committed).collect();
-                return Ok(CommittedStep { rows, ran });
+                return Ok(CommittedStep { rows, top, ran });
             }
             if has_ended && let Some(error) = self.pump.take_failure() {
                 return Err(error);

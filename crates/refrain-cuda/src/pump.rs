@@ -7,13 +7,12 @@
 //! device thread can verify a graph, which writes to the ring.
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use bytemuck::Zeroable;
 use refrain_driver::{DriverError, Ring, Stream};
-use refrain_graph::Ran;
+use refrain_graph::{Feedback, Ran};
 use refrain_kernels::CommitEntry;
 
 use crate::error::CudaError;
@@ -23,6 +22,8 @@ use crate::feed::payload_bytes;
 #[derive(Default)]
 pub(crate) struct Pump {
     ring: Mutex<Option<Ring>>,
+    /// Rows of the run's steps.
+    n_rows: AtomicUsize,
     /// Steps of the run that were launched.
     n_sent: AtomicU64,
     /// Launched steps known to be done.
@@ -32,6 +33,28 @@ pub(crate) struct Pump {
     /// Whether to launch no more steps of the run.
     stop: AtomicBool,
     report: Mutex<RunReport>,
+}
+
+/// Results of one step.
+#[derive(Debug)]
+pub(crate) struct StepResults {
+    /// One per row.
+    pub(crate) entries: Vec<CommitEntry>,
+    /// Most probable tokens with their log-probabilities, row by row.
+    pub(crate) top: Vec<(u32, f32)>,
+}
+
+impl StepResults {
+    fn of(payload: &[u8], n_rows: usize) -> StepResults {
+        let (entries, lists) = payload.split_at((n_rows * size_of::<CommitEntry>()).min(payload.len()));
+        let (ids, logprobs) = lists.split_at(lists.len() / 2);
+        let ids: Vec<u32> = bytemuck::pod_collect_to_vec(ids);
+        let logprobs: Vec<f32> = bytemuck::pod_collect_to_vec(logprobs);
+        StepResults {
+            entries: bytemuck::pod_collect_to_vec(entries),
+            top: ids.into_iter().zip(logprobs).collect(),
+        }
+    }
 }
 
 /// The device thread's report on the run.
@@ -124,14 +147,14 @@ impl Pump {
         self.n_done.load(Ordering::Acquire) > n_taken && !self.has_result()
     }
 
-    /// The results of the step after the first `n_taken`, one per row, and how it ran, if they are available.
-    pub(crate) fn next(&self, n_taken: u64) -> Result<Option<(Vec<CommitEntry>, Ran)>, CudaError> {
+    /// The results of the step after the first `n_taken`, and how it ran, if they are available.
+    pub(crate) fn next(&self, n_taken: u64) -> Result<Option<(StepResults, Ran)>, CudaError> {
         if self.n_sent() <= n_taken {
             return Ok(None);
         }
-        let entries = self.try_take().map_err(CudaError::driver("collecting a token"))?;
+        let results = self.try_take().map_err(CudaError::driver("collecting a token"))?;
         // The report was pushed before the step was counted.
-        Ok(entries.and_then(|entries| Some((entries, lock(&self.report).ran.pop_front()?))))
+        Ok(results.and_then(|results| Some((results, lock(&self.report).ran.pop_front()?))))
     }
 
     pub(crate) fn is_idle(&self) -> bool {
@@ -149,11 +172,12 @@ impl Pump {
     }
 
     /// Results of the next step, if they are available.
-    fn try_take(&self) -> Result<Option<Vec<CommitEntry>>, DriverError> {
+    fn try_take(&self) -> Result<Option<StepResults>, DriverError> {
         let mut ring = lock(&self.ring);
         let Some(ring) = ring.as_mut().filter(|ring| ring.has_next()) else { return Ok(None) };
-        let mut entries = vec![CommitEntry::zeroed(); ring.payload_bytes() / size_of::<CommitEntry>()];
-        Ok(ring.try_take(bytemuck::cast_slice_mut(&mut entries))?.map(|_| entries))
+        let mut payload = vec![0; ring.payload_bytes()];
+        let n_rows = self.n_rows.load(Ordering::Relaxed);
+        Ok(ring.try_take(&mut payload)?.map(|_| StepResults::of(&payload, n_rows)))
     }
 
     /// Reserves a ring entry; false if the ring is full.
@@ -166,10 +190,12 @@ impl Pump {
         lock(&self.ring).as_ref().map_or(0, Ring::n_pending)
     }
 
-    /// Restarts the ring for steps of `n_rows` rows; the device's count must be reset to 0.
-    pub(crate) fn restart(&self, n_rows: usize) -> Result<(), DriverError> {
-        match &mut *lock(&self.ring) {
-            Some(ring) => ring.restart_with(payload_bytes(n_rows)),
+    /// Restarts the ring for steps with this feedback; the device's count must be reset to 0.
+    pub(crate) fn restart(&self, feedback: &Feedback) -> Result<(), DriverError> {
+        let mut ring = lock(&self.ring);
+        self.n_rows.store(feedback.n_rows, Ordering::Relaxed);
+        match &mut *ring {
+            Some(ring) => ring.restart_with(payload_bytes(feedback)),
             None => Ok(()),
         }
     }
@@ -183,18 +209,18 @@ impl Pump {
 
     /// Waits for the next results on the device thread and checks the stream for errors meanwhile. The ring
     /// stays unlocked between polls: a driver call that hangs must not block the caller.
-    pub(crate) fn take(&self, stream: &mut Stream, limit: Duration) -> Result<Vec<CommitEntry>, DriverError> {
+    pub(crate) fn take(&self, stream: &mut Stream, limit: Duration) -> Result<StepResults, DriverError> {
         let began = Instant::now();
         let mut next_check = CHECK_INTERVAL;
         loop {
-            if let Some(entries) = self.try_take()? {
-                return Ok(entries);
+            if let Some(results) = self.try_take()? {
+                return Ok(results);
             }
             let waited = began.elapsed();
             if waited >= next_check {
                 let done = stream.is_done()?;
-                if let Some(entries) = self.try_take()? {
-                    return Ok(entries);
+                if let Some(results) = self.try_take()? {
+                    return Ok(results);
                 }
                 if done || waited >= limit {
                     return Err(DriverError::Timeout { what: "a step's result", waited, origin: None });

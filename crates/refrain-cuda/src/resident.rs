@@ -12,7 +12,7 @@ use refrain_kernels::{Edits, Kernels, PACKED_DTYPES, packed_bytes};
 use refrain_tensor::{DType, HostTensor};
 
 use crate::error::{CudaError, DisplayBytes, MemoryRefusal};
-use crate::feed::{EDIT_BYTES, FEED_BYTES, RING_BYTES, RING_ENTRIES, payload_bytes};
+use crate::feed::{EDIT_BYTES, FEED_BYTES, MIN_PAYLOAD, RING_BYTES, RING_ENTRIES};
 use crate::progress::{LoadEvent, LoadListener};
 use crate::queue::MAX_QUEUED;
 use crate::states::SCRATCH_SLOTS;
@@ -542,7 +542,7 @@ impl ResidentMemory {
         let names = held.into_iter().chain(others).map(|(name, buf)| (name.to_owned(), buf)).collect();
         let [arena, scratch, message, counters, edits] = bufs;
         let made = || -> Result<_, DriverError> {
-            let ring_end = Ring::new(&memory, ring_region, RING_ENTRIES, payload_bytes(1))?;
+            let ring_end = Ring::new(&memory, ring_region, RING_ENTRIES, MIN_PAYLOAD)?;
             let staging = Staging::new(ctx, CONTROL_SLOTS, (FEED_BYTES + step_memory.control) as usize)?;
             Ok((
                 ring_end,

@@ -377,3 +377,64 @@ fn texts_with_late_masks_give_what_they_give_alone() {
         assert_eq!(monitor.status().compared.n_mismatches, 0);
     }
 }
+
+/// Chosen tokens, each with the most probable ones.
+type Listed = Vec<(u32, Vec<(u32, f32)>)>;
+
+/// Decodes texts that want 5, no and 20 probable tokens, the second of them with masks.
+fn listed(core: &mut Core, idxs: &[usize], n_wanted: usize) -> Vec<Listed> {
+    let mut texts: Vec<Text> = idxs.iter().map(|&idx| Text::begin(core, idx, n_wanted)).collect();
+    let mut all = vec![Listed::new(); texts.len()];
+    while texts.iter().any(|text| !text.is_over()) {
+        set_masks(&mut texts, idxs, |_| false);
+        let mut there: Vec<(usize, &mut Text)> =
+            texts.iter_mut().enumerate().filter(|(_, text)| !text.is_over()).collect();
+        for (at, text) in &mut there {
+            text.row.n_top = [5, 0, 20][idxs[*at] % 3];
+        }
+        let places: Vec<usize> = there.iter().map(|(at, _)| *at).collect();
+        let mut rows: Vec<DecodeRow<'_>> = there.iter_mut().map(|(_, text)| text.row()).collect();
+        let step = core.decode_rows(&mut rows, LaunchPolicy::LaunchAhead).unwrap();
+        drop(rows);
+        for ((at, choice), top) in places.into_iter().zip(step.choices).zip(step.tops) {
+            let Some(chosen) = choice.map(Result::unwrap) else { continue };
+            texts[at].next = chosen.token;
+            texts[at].said.push((chosen.token, chosen.logprob));
+            assert_eq!(top.len(), [5, 0, 20][idxs[at] % 3]);
+            assert!(top.is_sorted_by(|a, b| a.1 >= b.1), "{top:?}");
+            if idxs[at] == 0 {
+                assert_eq!(top[0], (chosen.token, chosen.logprob), "a greedy choice is the most probable");
+            }
+            all[at].push((chosen.token, top));
+        }
+    }
+    core.drain();
+    all
+}
+
+#[test]
+fn the_most_probable_tokens_come_with_steps_launched_ahead() {
+    for idxs in [[0, 4, 2], [0, 1, 5]] {
+        let (_sim, device) = sim("");
+        let (mut single, _) = core(&device, cuda_options(GraphMode::Require, &[1]), 3);
+        let want: Vec<Listed> = idxs.iter().map(|&idx| listed(&mut single, &[idx], 18).remove(0)).collect();
+        let decode = single.ledger().tally(StepKind::Decode).clone();
+        let n_launches = if idxs.iter().any(|idx| idx % 2 == 1) { decode.replayed } else { 0 };
+        assert!(decode.eager == 0 && decode.launches <= decode.replayed + n_launches, "{decode}");
+        let (_sim, device) = sim("");
+        let (mut together, _) = core(&device, cuda_options(GraphMode::Require, &[1, 2, 4]), 3);
+        let got = listed(&mut together, &idxs, 18);
+        for (got, want) in got.iter().zip(&want) {
+            assert_eq!(got.len(), want.len());
+            for ((token, top), (want_token, want_top)) in got.iter().zip(want) {
+                assert_eq!(token, want_token);
+                for ((id, logprob), (want_id, want_logprob)) in top.iter().zip(want_top) {
+                    assert!(
+                        id == want_id || (logprob - want_logprob).abs() < 1e-4,
+                        "{top:?} and {want_top:?}"
+                    );
+                }
+            }
+        }
+    }
+}

@@ -18,7 +18,7 @@ use crate::request::lock;
 use crate::runner::{DecodeProgress, RunMember, RunShape};
 use crate::sampling::SamplingRow;
 use crate::step::Want;
-use refrain_graph::{Committed, CommittedStep, LateRows, Ran, StepFlags, StepKind};
+use refrain_graph::{Committed, LateRows, Ran, StepFlags, StepKind};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -83,12 +83,17 @@ pub struct DecodedStep {
     /// The chosen token; the sequence now holds the token before it. `None` for a row that joins after the
     /// steps in flight, and for one whose mask is late. Non-finite logits fail only their own row.
     pub choices: Vec<Option<Result<Chosen, EngineError>>>,
+    /// The most probable tokens of each row with their log-probabilities, as many as it requested.
+    pub tops: Vec<Vec<(u32, f32)>>,
     /// Duration recorded in the ledger for the step.
     pub took: Duration,
 }
 
 /// Choices of a [`DecodedStep`].
 type Choices = Vec<Option<Result<Chosen, EngineError>>>;
+
+/// Most probable tokens of a [`DecodedStep`].
+type Tops = Vec<Vec<(u32, f32)>>;
 
 /// Assignment of sequences to the rows of a run. The runner tracks the run's progress ([`DecodeProgress`]).
 pub(crate) struct ActiveRun {
@@ -222,9 +227,9 @@ impl Core {
         let step = self.try_decode_rows(rows, policy);
         let took = began.elapsed();
         match step {
-            Ok((choices, ran)) => {
+            Ok((choices, tops, ran)) => {
                 self.record_step(rows, &choices, ran.as_ref(), took);
-                Ok(DecodedStep { choices, took })
+                Ok(DecodedStep { choices, tops, took })
             }
             Err(error) => Err(self.decode_failed(rows, error, took)),
         }
@@ -308,25 +313,27 @@ impl Core {
         &mut self,
         rows: &mut [DecodeRow<'_>],
         policy: LaunchPolicy,
-    ) -> Result<(Choices, Option<Ran>), EngineError> {
+    ) -> Result<(Choices, Tops, Option<Ran>), EngineError> {
         let (row_idxs, policy) = self.assign_rows(rows, policy)?;
         match policy {
             LaunchPolicy::LaunchAhead | LaunchPolicy::LaunchNext => self.top_up(rows, &row_idxs, policy)?,
             LaunchPolicy::CollectOnly
                 if self.active_run.is_none() || self.runner.progress().n_in_flight() == 0 =>
             {
-                return Ok((rows.iter().map(|_| None).collect(), None));
+                return Ok((rows.iter().map(|_| None).collect(), vec![Vec::new(); rows.len()], None));
             }
             LaunchPolicy::CollectOnly => {}
         }
         let step = self.runner.progress().n_collected;
         let held = if self.runner.awaits_masks() { self.supply(rows, &row_idxs, step)? } else { Vec::new() };
-        let CommittedStep { rows: committed, ran } = self.runner.collect()?;
+        let committed_step = self.runner.collect()?;
+        let committed = &committed_step.rows;
+        let mut tops = vec![Vec::new(); rows.len()];
         let Some(active_run) = &mut self.active_run else { return Err(EngineError::NoRun) };
         active_run.last_collected = (self.runner.progress().n_in_flight() > 0).then(Instant::now);
         let kv_dtype = self.runner.kv().dtype;
         let mut choices = Vec::with_capacity(rows.len());
-        for (of, row_idx) in rows.iter_mut().zip(row_idxs) {
+        for ((of, row_idx), top) in rows.iter_mut().zip(row_idxs).zip(&mut tops) {
             let row = row_idx.and_then(|idx| Some((active_run.rows[idx].as_mut()?, committed.get(idx)?)));
             let takes_part = |idx: &usize| !held.contains(idx);
             let is_in_step = row_idx.as_ref().is_some_and(takes_part);
@@ -343,6 +350,8 @@ impl Core {
                 true => Err(EngineError::NonFinite { position, kv_dtype }),
                 false => {
                     of.sequence.tokens.push(of.token);
+                    let listed = row_idx.map_or(&[][..], |idx| committed_step.top_of(idx));
+                    top.extend_from_slice(&listed[..of.row.n_top.min(listed.len())]);
                     // The device has not advanced past the row's end.
                     if let Some(slots) = of.sequence.table.slots_mut().filter(|_| row.has_ended) {
                         slots.ended_at(position + 1);
@@ -356,7 +365,7 @@ impl Core {
         {
             return Err(error);
         }
-        Ok((choices, Some(ran)))
+        Ok((choices, tops, Some(committed_step.ran)))
     }
 
     /// Gives the next step its masks. Rows without one yet are held; returns them.
@@ -391,7 +400,9 @@ impl Core {
     ) -> Result<(Vec<Option<usize>>, LaunchPolicy), EngineError> {
         let n_history = rows.iter().map(|row| row.row.n_history(row.sequence.context)).max().unwrap_or(0);
         let is_masked = rows.iter().any(|row| row.row.is_masked());
-        let shape = self.runner.run_shape(rows.len(), n_history, is_masked);
+        let has_top = rows.iter().any(|row| row.row.n_top > 0);
+        let wanted = RunShape { n_rows: rows.len(), n_history, is_masked, has_top };
+        let shape = self.runner.run_shape(wanted);
         if let Some(active_run) = &self.active_run {
             let mut row_idxs: Vec<Option<usize>> = rows.iter().map(|row| active_run.find(row)).collect();
             if row_idxs.iter().any(Option::is_some) {

@@ -6,7 +6,8 @@ use crate::sampling::MAX_TOP;
 use crate::slots::{N_PAIR, SlotCopy};
 use crate::speculate::VerifyCost;
 use crate::step::{
-    StepRequest, Want, bucket, choice_rows, decode_spec, fill, fill_row, history_capacity, sample_head, spec,
+    StepRequest, Want, bucket, choice_rows, decode_spec, fill, fill_row, history_capacity, run_head,
+    sample_head, spec,
 };
 use refrain_graph::{
     Backend, CommittedStep, ControlBlock, Feedback, Io, LateRows, Plan, Ran, RowLimits, Run,
@@ -59,6 +60,8 @@ pub struct RunShape {
     pub n_history: usize,
     /// Whether choices depend on masks that become known while a step runs.
     pub is_masked: bool,
+    /// Whether the most probable tokens are reported.
+    pub has_top: bool,
 }
 
 impl RunMember<'_> {
@@ -84,10 +87,10 @@ pub trait Runner: Send {
     fn backend(&self) -> &'static str;
     /// Runs one step: tokens of several sequences, each followed by the requested output.
     fn step(&mut self, requests: &[StepRequest<'_>], out: &mut StepOut) -> Result<Ran, EngineError>;
-    /// Returns the size that the next step should have for `n_seqs` sequences whose penalties look back
-    /// `n_history` tokens, with masks or without. Call it once per step: a size that is not compiled yet is compiled only after
+    /// Returns the size that the next step should have for as many sequences as `wanted` has rows, whose penalties look
+    /// back as many tokens as its history has. Call it once per step: a size that is not compiled yet is compiled only after
     /// several steps in a row have requested it; until then, a larger compiled size serves.
-    fn run_shape(&mut self, n_seqs: usize, n_history: usize, is_masked: bool) -> RunShape;
+    fn run_shape(&mut self, wanted: RunShape) -> RunShape;
     /// Begins a run of self-feeding decode steps of that size, with the sequences in its first rows, without
     /// launching any. Returns how many steps may be in flight at once. A previous run must be finished first.
     fn begin(&mut self, rows: &[RunMember<'_>], shape: RunShape) -> Result<usize, EngineError>;
@@ -421,9 +424,10 @@ where
         Ok(ran)
     }
 
-    fn run_shape(&mut self, n_seqs: usize, n_history: usize, is_masked: bool) -> RunShape {
-        let n_history = history_capacity(n_history);
-        let shape = |n_rows: usize| RunShape { n_rows, n_history, is_masked };
+    fn run_shape(&mut self, wanted: RunShape) -> RunShape {
+        let n_seqs = wanted.n_rows;
+        let n_history = history_capacity(wanted.n_history);
+        let shape = |n_rows: usize| RunShape { n_rows, n_history, ..wanted };
         if n_seqs <= 1 {
             return shape(1);
         }
@@ -447,10 +451,7 @@ where
         let requests: Vec<StepRequest<'_>> = rows.iter().map(|row| row.request).collect();
         let limits = rows.iter().map(|row| row.limits().map(Some)).collect::<Result<Vec<_>, _>>()?;
         let spec = match shape.n_rows.max(rows.len()) {
-            0 | 1 => {
-                let head = sample_head(shape.n_history, 0, shape.is_masked);
-                StepSpec::of_one(bucket(self.backend.buckets(), 1), 1, head)
-            }
+            0 | 1 => StepSpec::of_one(bucket(self.backend.buckets(), 1), 1, run_head(shape)),
             n_rows => decode_spec(RunShape { n_rows, ..shape }),
         };
         let idx = self.prepare(spec)?;

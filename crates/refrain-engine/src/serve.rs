@@ -198,10 +198,7 @@ impl Server {
 
     /// Whether a step feeds itself, so that later steps can be launched ahead.
     fn can_decode_ahead(&self, rows: &[StepRow]) -> bool {
-        let is_fed = |row: &StepRow| {
-            let feeds = |job: &RequestJob| job.row.n_top == 0;
-            row.n_tokens == 1 && row.chooses && self.jobs.get(&row.id).is_some_and(feeds)
-        };
+        let is_fed = |row: &StepRow| row.n_tokens == 1 && row.chooses;
         // The last token of a prompt looks like a decode step; alone, it is recorded as a prompt step.
         let is_prompt = match rows {
             [row] => self.jobs.get(&row.id).is_some_and(|job| job.n_chosen == 0),
@@ -254,11 +251,11 @@ impl Server {
         let mut ids: Vec<RequestId> = rows.iter().map(|row| row.id).collect();
         ids.sort_unstable();
         match self.with_decode_rows(&rows, |core, rows| core.decode_rows(rows, policy)) {
-            Ok(DecodedStep { choices, took }) => {
+            Ok(DecodedStep { choices, tops, took }) => {
                 self.masks_due = Instant::now() + took;
-                for (id, choice) in ids.into_iter().zip(choices) {
+                for ((id, choice), top) in ids.into_iter().zip(choices).zip(tops) {
                     let Some(choice) = choice else { continue };
-                    let choice = choice.map(|chosen| TokenChoice { chosen, top: Vec::new() });
+                    let choice = choice.map(|chosen| TokenChoice { chosen, top });
                     // The sequence already holds its token.
                     let row = StepRow { id, n_tokens: 0, chooses: true };
                     self.deliver(mailbox, row, Some(choice), took)?;

@@ -149,9 +149,16 @@ pub(crate) fn spec(requests: &[StepRequest<'_>], buckets: &[usize], row_buckets:
 }
 
 /// Specification of the steps of a run of several rows.
-pub(crate) fn decode_spec(RunShape { n_rows, n_history, is_masked }: RunShape) -> StepSpec {
+pub(crate) fn decode_spec(shape: RunShape) -> StepSpec {
+    let n_rows = shape.n_rows;
+    let head = run_head(shape);
     let shape = StepShape { kind: StepKind::Decode, n_tokens: n_rows, n_seqs: n_rows, n_choices: n_rows };
-    StepSpec { shape, head: sample_head(n_history, 0, is_masked), act: DType::F32 }
+    StepSpec { shape, head, act: DType::F32 }
+}
+
+/// Choices of the steps of a run.
+pub(crate) fn run_head(RunShape { n_history, is_masked, has_top, .. }: RunShape) -> Head {
+    sample_head(n_history, usize::from(has_top), is_masked)
 }
 
 /// Row of the step's choices for the first choice of each request that chooses, in order. If every row of the step

@@ -5,8 +5,8 @@ mod common;
 
 use common::{KV_BLOCK, core, tiny_model};
 use refrain_engine::{
-    BackendRunner, Core, DecodeRow, EngineError, HISTORY, LaunchPolicy, Lookahead, RunMember, Runner,
-    RunnerOptions, SamplingParams, SamplingRow, SequenceState, StepKind, StepOut, StepRequest, Want,
+    BackendRunner, Core, DecodeRow, EngineError, HISTORY, LaunchPolicy, Lookahead, RunMember, RunShape,
+    Runner, RunnerOptions, SamplingParams, SamplingRow, SequenceState, StepKind, StepOut, StepRequest, Want,
 };
 use refrain_graph::{
     Backend, CompileError, ControlLayout, Graph, Io, Plan, PlanOptions, Query, Ran, Reason, RunError, State,
@@ -320,7 +320,9 @@ fn a_self_fed_step_has_the_same_inputs_as_a_single_step() {
             StepRequest { tokens: &tokens[START..], start: START, table: &table[..1], slots: [-1; 2], want };
         let end = &[u32::MAX];
         let with = RunMember { request, n_positions: START + 300, n_choices: usize::MAX, end };
-        let shape = runner.run_shape(1, window.min(START + 300), false);
+        let n_history = window.min(START + 300);
+        let wanted = RunShape { n_rows: 1, n_history, is_masked: false, has_top: false };
+        let shape = runner.run_shape(wanted);
         assert_eq!(shape.n_history, if window > HISTORY { 4 * HISTORY } else { HISTORY });
         assert_eq!(runner.begin(&[with], shape).unwrap(), 1);
         let mut ended = false;

@@ -4,7 +4,8 @@ mod common;
 
 use common::tiny_model;
 use refrain_engine::{
-    BackendRunner, Chosen, EngineError, RunMember, Runner, RunnerOptions, SamplingParams, SamplingRow,
+    BackendRunner, Chosen, EngineError, RunMember, RunShape, Runner, RunnerOptions, SamplingParams,
+    SamplingRow,
 };
 use refrain_engine::{StepOut, StepRequest, Want};
 use refrain_graph::{
@@ -157,7 +158,8 @@ fn a_larger_compiled_run_serves_until_a_size_was_requested_for_a_while() {
     let row = SamplingRow::new(&SamplingParams::greedy());
     // One step of so many sequences; returns its rows and the number of compiled sizes.
     let mut step = |n_seqs: usize| {
-        let shape = runner.run_shape(n_seqs, 0, false);
+        let shape =
+            runner.run_shape(RunShape { n_rows: n_seqs, n_history: 0, is_masked: false, has_top: false });
         let request =
             StepRequest { tokens: &[1], start: 3, table: &[0], slots: [-1; 2], want: Want::Sample(&row) };
         let with = RunMember { request, n_positions: 32, n_choices: 9, end: &[] };

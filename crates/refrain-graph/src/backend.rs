@@ -6,7 +6,7 @@ use crate::op::{HostCallError, Op, TensorType};
 use crate::plan::{Plan, PlanError};
 use crate::queue::{Collected, StepQueue, collect_stepwise, queue_stepwise};
 use crate::report::{Ran, Reason};
-use crate::run::{CommittedStep, Feedback, LateRows, Run};
+use crate::run::{CommittedStep, Feedback, LateRows, Run, TopLists};
 use crate::state_part::{StateEdit, StatePart};
 use refrain_tensor::HostTensor;
 use std::borrow::Cow;
@@ -463,12 +463,19 @@ fn run_and_commit<B: Backend + ?Sized>(
     states: &mut B::States,
     run: &mut Run,
 ) -> Result<(), RunError> {
-    let Feedback { n_rows, token, logprob, .. } = *run.feedback();
+    let Feedback { n_rows, token, logprob, top, .. } = *run.feedback();
     let (mut tokens, mut logprobs) = (vec![0u32; n_rows], vec![0f32; n_rows]);
     let ran = backend.run(compiled, Io { weights, states, control: run.control() })?;
     backend.read(compiled, token, bytemuck::cast_slice_mut(&mut tokens))?;
     backend.read(compiled, logprob, bytemuck::cast_slice_mut(&mut logprobs))?;
-    run.commit(&tokens, &logprobs, ran);
+    let mut lists = Vec::new();
+    if let Some(TopLists { ids, logprobs, n }) = top {
+        let (mut top_ids, mut top_logprobs) = (vec![0u32; n_rows * n], vec![0f32; n_rows * n]);
+        backend.read(compiled, ids, bytemuck::cast_slice_mut(&mut top_ids))?;
+        backend.read(compiled, logprobs, bytemuck::cast_slice_mut(&mut top_logprobs))?;
+        lists.extend(top_ids.into_iter().zip(top_logprobs));
+    }
+    run.commit(&tokens, &logprobs, lists, ran);
     Ok(())
 }
 

@@ -71,7 +71,7 @@ pub use recurrent::{GatedDelta, KeyHeads, Recurrent, ShortConv};
 pub use repeat::Repeat;
 pub use report::{Ran, Reason};
 pub use run::{
-    Committed, CommittedStep, Feedback, LapsingBias, LateRows, RowLimits, Run, RunEdits, StepFlags,
+    Committed, CommittedStep, Feedback, LapsingBias, LateRows, RowLimits, Run, RunEdits, StepFlags, TopLists,
 };
 pub use schedule::{Segment, SegmentKind};
 pub use state_part::{ByteEdit, SlotLayout, StateEdit, StatePart};

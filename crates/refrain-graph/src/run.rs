@@ -62,6 +62,17 @@ impl fmt::Debug for StepFlags {
     }
 }
 
+/// Where a step reports the most probable tokens of each row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TopLists {
+    /// Index of the output with the tokens, best first.
+    pub ids: usize, // [n_rows, n]
+    /// Index of the output with their log-probabilities.
+    pub logprobs: usize, // [n_rows, n]
+    /// Tokens per row.
+    pub n: usize,
+}
+
 /// Locations of the inputs that a decode step's choices update for the next step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Feedback {
@@ -85,6 +96,8 @@ pub struct Feedback {
     pub tables: Field, // [n_seqs, max_blocks]
     /// Recurrent slots of the sequences; only the host changes them.
     pub slots: Option<Field>, // [n_seqs, 2]
+    /// Lists of the most probable tokens, if they are reported.
+    pub top: Option<TopLists>,
     /// Tokens that may be chosen, for a run whose steps are launched in two parts.
     pub mask: Option<Field>, // [n_rows, n_words]
     /// Adapters of the sequences; only the host changes them.
@@ -110,6 +123,10 @@ impl Feedback {
             bias_ids: plan.field(sampling.bias_ids),
             tables: plan.field(tables),
             slots: step.slots.map(|slots| plan.field(slots)),
+            top: sampling.top.map(|[ids, logprobs]| {
+                let n = plan.outputs()[ids].layout.shape().n_elements() / step.shape.n_choices.max(1);
+                TopLists { ids, logprobs, n }
+            }),
             mask: sampling.mask.map(|mask| plan.field(mask)),
             adapters: step.adapters.map(|adapters| plan.field(adapters)),
             n_seqs: step.shape.n_seqs,
@@ -173,8 +190,18 @@ impl Committed {
 pub struct CommittedStep {
     /// Results by row; `None` for padding, for a row that had already ended, and for one that was held.
     pub rows: Vec<Option<Committed>>,
+    /// The most probable tokens of each row and their log-probabilities, row by row; empty if they are not reported.
+    pub top: Vec<(u32, f32)>,
     /// How the step ran.
     pub ran: Ran,
+}
+
+impl CommittedStep {
+    /// The most probable tokens of a row, best first.
+    pub fn top_of(&self, row: usize) -> &[(u32, f32)] {
+        let n = self.top.len() / self.rows.len().max(1);
+        self.top.get(row * n..(row + 1) * n).unwrap_or_default()
+    }
 }
 
 /// Changes of a run's inputs that take effect between two steps.
@@ -402,10 +429,10 @@ impl Run {
     }
 
     /// Makes the choices the next step's inputs, as a device does for steps that feed themselves.
-    pub fn commit(&mut self, tokens: &[u32], logprobs: &[f32], ran: Ran) {
+    pub fn commit(&mut self, tokens: &[u32], logprobs: &[f32], top: Vec<(u32, f32)>, ran: Ran) {
         let rows = (0..self.feedback.n_rows).map(|row| self.commit_row(row, tokens[row], logprobs[row]));
         let rows = rows.collect();
-        self.ready.push_back(CommittedStep { rows, ran });
+        self.ready.push_back(CommittedStep { rows, top, ran });
     }
 
     fn commit_row(&mut self, row: usize, token: u32, logprob: f32) -> Option<Committed> {

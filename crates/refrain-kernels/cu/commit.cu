@@ -10,11 +10,13 @@
 //                              state.bias_until; 0: never
 //   state      [n]             CommitState
 //   count      u64 in device memory: ring entries written so far; null without a ring
-//   ring       pinned: header of 64 bytes, then entries { u64 seq; CommitEntry rows[n]; } of `stride` bytes;
-//              or null
+//   ring       pinned: header of 64 bytes, then entries { u64 seq; CommitEntry rows[n]; i32 top_ids[n, n_top];
+//              float top_logprobs[n, n_top]; } of `stride` bytes; or null
 //   token      [n]             i32, chosen
 //   logprob    [n]             f32
 //   eog        [n_eog, n]      i32, tokens that end each row; negative: empty
+//   top_ids    [n, n_top]      i32, the most probable tokens, copied to the ring after the rows; or null
+//   top_logprobs [n, n_top]    f32, their log-probabilities, copied after them
 //
 // A row that is done or has a negative position changes nothing; its entry has the flag PAST_END. So does a row with
 // state.hold, which then takes part again: the next step repeats its token. A row whose
@@ -55,8 +57,9 @@ const u32 ENDED = 1, LENGTH = 2, PAST_END = 4, NON_FINITE = 8;
 extern "C" __global__ __launch_bounds__(1024) void commit_i32(i32* tokens, i32* positions, u32* rng, i32* history,
                                                               i32* bias_ids, CommitState* state, u64* count, u8* ring,
                                                               const i32* token, const float* logprob, const i32* eog,
-                                                              u32 n, u32 n_history, u32 n_bias, u32 n_eog,
-                                                              u32 n_entries, u32 stride) {
+                                                              const i32* top_ids, const float* top_logprobs, u32 n,
+                                                              u32 n_history, u32 n_bias, u32 n_eog, u32 n_entries,
+                                                              u32 stride, u32 n_top) {
     start();
     u32 row = threadIdx.x;
     u64 seq = ring == nullptr ? 0 : *count;
@@ -97,6 +100,14 @@ extern "C" __global__ __launch_bounds__(1024) void commit_i32(i32* tokens, i32* 
         if (ring != nullptr) ((CommitEntry*)(slot + 8))[row] = entry;
     }
     if (ring == nullptr) return;
+    if (top_ids != nullptr) {
+        i32* ids = (i32*)(slot + 8 + (u64)n * sizeof(CommitEntry));
+        float* logprobs = (float*)(ids + n * n_top);
+        for (u32 i = threadIdx.x; i < n * n_top; i += blockDim.x) {
+            ids[i] = top_ids[i];
+            logprobs[i] = top_logprobs[i];
+        }
+    }
     __threadfence_system();
     __syncthreads();
     if (row == 0) {

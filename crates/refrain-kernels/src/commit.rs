@@ -56,12 +56,31 @@ pub struct CommitEntry {
 /// Destination of the results.
 #[derive(Clone, Copy, Debug)]
 pub struct CommitRing {
-    /// The [`Ring`]; its payload is one [`CommitEntry`] per row.
+    /// The [`Ring`]; its payload is one [`CommitEntry`] per row, then the lists of [`CommitTop`], if there are any.
     pub ring: Buf,
     /// U64 in device memory: number of entries written; 0 for a new ring.
     pub count: Buf,
     /// Capacity of the ring in entries.
     pub n_entries: u32,
+}
+
+/// Lists of the most probable tokens, reported with the choices.
+#[derive(Clone, Copy, Debug)]
+pub struct CommitTop {
+    /// `[n, n_top]` I32.
+    pub ids: Buf,
+    /// `[n, n_top]` F32: their log-probabilities.
+    pub logprobs: Buf,
+    /// Tokens per row.
+    pub n_top: usize,
+}
+
+impl CommitTop {
+    /// Bytes of the lists of `n` rows.
+    #[must_use]
+    pub const fn bytes(n: usize, n_top: usize) -> usize {
+        8 * n * n_top
+    }
 }
 
 /// Arguments of the commit of `token` and `logprob`, row by row.
@@ -92,6 +111,8 @@ pub struct CommitArgs<'a> {
     pub eog: Buf,
     /// Destination of the results, if any.
     pub ring: Option<CommitRing>,
+    /// Lists to report with them, if any.
+    pub top: Option<CommitTop>,
     /// Rows, at most 1024.
     pub n: usize,
     /// Columns of `history`; 0 means none.
@@ -187,7 +208,10 @@ impl Kernels {
             .read_write(case.words("history", a.history, &[a.n, a.n_history])?)
             .read_write(case.words("bias_ids", a.bias_ids, &[a.n, a.n_bias])?)
             .read_write(case.buf("state", a.state, a.n.checked_mul(size_of::<CommitState>()), 16)?);
-        let payload = a.n * size_of::<CommitEntry>();
+        let n_top = a.top.map_or(0, |top| top.n_top);
+        let lists = a.n.checked_mul(n_top).filter(|n| u32::try_from(*n).is_ok());
+        crate::require!(case, lists.is_some(), "lists of {n_top} tokens are too long");
+        let payload = a.n * size_of::<CommitEntry>() + CommitTop::bytes(a.n, n_top);
         let stride = Ring::stride(payload).and_then(|bytes| u32::try_from(bytes).ok());
         let stride = stride.ok_or_else(|| case.refuse("the size of a ring entry overflows".to_owned()))?;
         let launch = match a.ring {
@@ -201,22 +225,32 @@ impl Kernels {
                     .read_write(case.buf("ring", ring.ring, bytes, 16)?)
             }
         };
-        Ok(launch
+        let launch = launch
             .read(case.words("token", a.token, &[a.n])?)
             .read(case.words("logprob", a.logprob, &[a.n])?)
-            .read(case.words("eog", a.eog, &[a.n_eog, a.n])?)
+            .read(case.words("eog", a.eog, &[a.n_eog, a.n])?);
+        let launch = match a.top {
+            None => launch.null().null(),
+            Some(top) => launch.read(case.words("top_ids", top.ids, &[a.n, n_top])?).read(case.words(
+                "top_logprobs",
+                top.logprobs,
+                &[a.n, n_top],
+            )?),
+        };
+        Ok(launch
             .baked(Baked(a.n as u32))
             .baked(Baked(n_history))
             .baked(Baked(n_bias))
             .baked(Baked(n_eog))
             .baked(Baked(a.ring.map_or(1, |r| r.n_entries)))
             .baked(Baked(stride))
+            .baked(Baked(case.u32("n_top", n_top)?))
             .vouch(&case))
     }
 }
 
 pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
-    let params = [P, P, P, P, P, P, P, P, P, P, P, W, W, W, W, W, W];
+    let params = [P, P, P, P, P, P, P, P, P, P, P, P, P, W, W, W, W, W, W, W];
     all.push(KernelEntry::new(KernelFamily::Commit, "commit_i32", &params, twin));
     all.push(KernelEntry::new(KernelFamily::Commit, "edit_u32", &[P, P, W, W], edit_twin));
 }
@@ -235,7 +269,7 @@ fn edit_twin(k: &mut SimKernel<'_>) -> KernelResult {
 }
 
 fn twin(k: &mut SimKernel<'_>) -> KernelResult {
-    let (n, widths, n_eog) = (count(k, 11)?, [count(k, 12)?, count(k, 13)?], count(k, 14)?);
+    let (n, widths, n_eog) = (count(k, 13)?, [count(k, 14)?, count(k, 15)?], count(k, 16)?);
     let eog: Vec<i32> = k.read(k.ptr(10)?, n_eog * n)?;
     let mut entries = Vec::with_capacity(n);
     for row in 0..n {
@@ -246,10 +280,18 @@ fn twin(k: &mut SimKernel<'_>) -> KernelResult {
     if ring.0 == 0 {
         return Ok(());
     }
-    let (n_entries, stride) = (u64::from(k.arg::<u32>(15)?), u64::from(k.arg::<u32>(16)?));
+    let (n_entries, stride) = (u64::from(k.arg::<u32>(17)?), u64::from(k.arg::<u32>(18)?));
     let seq: u64 = k.read_one(count_at)?;
     let entry = ring.add(RING_HEADER_BYTES + seq % n_entries * stride);
     k.write(entry.add(8), &entries)?;
+    let n_listed = n * count(k, 19)?;
+    if n_listed > 0 {
+        let ids = entry.add(8 + (n * size_of::<CommitEntry>()) as u64);
+        let (top_ids, top_logprobs): (Vec<i32>, Vec<f32>) =
+            (k.read(k.ptr(11)?, n_listed)?, k.read(k.ptr(12)?, n_listed)?);
+        k.write(ids, &top_ids)?;
+        k.write(ids.add(4 * n_listed as u64), &top_logprobs)?;
+    }
     k.write_one(count_at, seq.wrapping_add(1))?;
     k.store_release_u64(entry, seq.wrapping_add(1))
 }

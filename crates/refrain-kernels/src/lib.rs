@@ -95,7 +95,7 @@ pub use attention::{AttentionArgs, attention_scratch_bytes, attention_splits};
 pub use batch::BatchArgs;
 pub use batch_plan::{BatchPlan, MAX_BATCH_ROWS, has_batch};
 pub use blaslt::{BlasLt, BlasLtFactor, BlasLtProduct, BlasLtShape, BlasLtTimes};
-pub use commit::{CommitArgs, CommitEntry, CommitRing, CommitState, Edits};
+pub use commit::{CommitArgs, CommitEntry, CommitRing, CommitState, CommitTop, Edits};
 pub use compile::Compiling;
 pub use copy::{CastArgs, CopyArgs};
 pub use dequant::DequantArgs;

@@ -14,8 +14,8 @@ use refrain_driver::sim::SimOptions;
 use refrain_driver::{MemoryLayout, Method, RecordOptions, Ring};
 use refrain_graph::StepFlags;
 use refrain_kernels::{
-    CommitArgs, CommitEntry, CommitRing, CommitState, Edits, GemmArgs, GemmPlan, KernelError, LINEAR_DTYPES,
-    LinearArgs, LinearPart, RmsNormArgs,
+    CommitArgs, CommitEntry, CommitRing, CommitState, CommitTop, Edits, GemmArgs, GemmPlan, KernelError,
+    LINEAR_DTYPES, LinearArgs, LinearPart, RmsNormArgs,
 };
 use refrain_tensor::DType;
 use refrain_testkit::{Tol, encode};
@@ -385,11 +385,14 @@ fn commit_until_done(bed: &mut Bed) {
     let [state, eog, count, bias_ids] =
         [("state", 32 * N), ("eog", 8 * N), ("count", 8), ("bias_ids", 12 * N)]
             .map(|(n, b)| layout.device(n, b as u64));
-    let ring = layout.pinned(bed::PINNED, Ring::bytes(4, N * size_of::<CommitEntry>()).unwrap());
+    const PAYLOAD: usize = N * size_of::<CommitEntry>() + CommitTop::bytes(N, 2);
+    let [top_ids, top_logprobs] = ["top_ids", "top_logprobs"].map(|name| layout.device(name, words(2 * N)));
+    let ring = layout.pinned(bed::PINNED, Ring::bytes(4, PAYLOAD).unwrap());
     let memory = bed.plan(&layout);
+    let [top_ids, top_logprobs] = [top_ids, top_logprobs].map(|r| memory.buf(r));
     let [token, logprob, tokens, positions, rng, history] = regions.map(|r| memory.buf(r));
     let [state, eog, count, bias_ids] = [state, eog, count, bias_ids].map(|r| memory.buf(r));
-    let mut host = Ring::new(&memory, ring, 4, N * size_of::<CommitEntry>()).unwrap();
+    let mut host = Ring::new(&memory, ring, 4, PAYLOAD).unwrap();
     let mut lease = memory.lease().unwrap();
     // The biases of the first row lapse after its second token, those of the second row stay.
     let states =
@@ -428,6 +431,7 @@ fn commit_until_done(bed: &mut Bed) {
             state,
             eog,
             ring: Some(CommitRing { ring: host.buf(), count, n_entries: 4 }),
+            top: Some(CommitTop { ids: top_ids, logprobs: top_logprobs, n_top: 2 }),
             n: N,
             n_history: 3,
             n_bias: 3,
@@ -456,9 +460,11 @@ fn commit_until_done(bed: &mut Bed) {
         let usual = -0.5 * step as f32;
         let logprobs = if step == 1 { [usual, f32::NAN, usual] } else { [usual; N] };
         bed.stream.upload(&mut lease, logprob, &f32s(&logprobs)).unwrap();
+        bed.stream.upload(&mut lease, top_ids, &i32s(&[1, 2, 3, 4, 5, step as i32])).unwrap();
+        bed.stream.upload(&mut lease, top_logprobs, &f32s(&[-0.5, -1.0, -1.5, -2.0, -2.5, usual])).unwrap();
         assert!(host.reserve());
         graph.replay(&mut lease, &mut bed.stream).unwrap();
-        let mut payload = [0; N * size_of::<CommitEntry>()];
+        let mut payload = [0; PAYLOAD];
         let seq = host.take(&mut bed.stream, Duration::from_secs(5), &mut payload).unwrap();
         assert_eq!(seq, step as u64 + 1);
         for (row, expected) in expected.iter().enumerate() {
@@ -467,6 +473,9 @@ fn commit_until_done(bed: &mut Bed) {
             let logprob = if expected.1 == StepFlags::PAST_END.0 { 0.0 } else { logprobs[row] };
             assert_eq!(word(1) as u32, logprob.to_bits());
         }
+        let lists =
+            [i32s(&[1, 2, 3, 4, 5, step as i32]), f32s(&[-0.5, -1.0, -1.5, -2.0, -2.5, usual])].concat();
+        assert_eq!(payload[N * size_of::<CommitEntry>()..], lists, "step {step}");
         let mut ids = [0; 36];
         bed.stream.download(&lease, bias_ids, &mut ids).unwrap();
         assert_eq!(ids[..12], i32s(lapsed[step]), "step {step}");
@@ -481,7 +490,7 @@ fn commit_until_done(bed: &mut Bed) {
     graph.replay(&mut lease, &mut bed.stream).unwrap();
     bed.stream.synchronize().unwrap();
     assert!(host.has_next());
-    assert_eq!(host.try_take(&mut [0; N * size_of::<CommitEntry>()]).unwrap(), Some(1));
+    assert_eq!(host.try_take(&mut [0; PAYLOAD]).unwrap(), Some(1));
     let mut get = |buf: refrain_driver::Buf| -> Vec<i32> {
         let mut bytes = vec![0; buf.len() as usize];
         bed.stream.download(&lease, buf, &mut bytes).unwrap();
@@ -493,6 +502,32 @@ fn commit_until_done(bed: &mut Bed) {
     assert_eq!(get(history), [-1, 42, -1, 8, 8, -1, -1, -1, -1]);
     let ended = [1, 97, 1000, 2, 0, 0, 1, 0];
     assert_eq!(get(state), [ended, [1, 98, 13, 2, 1, 0, 1, 0], [0, 100, 1000, 2, 1, 1, 1, 0]].concat());
+    // A held row changes nothing but its hold, and takes part again in the next step.
+    let held = CommitState { done: 0, n_left: 5, limit: 100, window: 0, hold: 1, ..states[0] };
+    bed.stream.upload(&mut lease, state.slice(0, 32).unwrap(), bytemuck::bytes_of(&held)).unwrap();
+    bed.stream.upload(&mut lease, positions.slice(0, 4).unwrap(), &i32s(&[20])).unwrap();
+    let before: Vec<u8> = {
+        let mut bytes = vec![0; 16];
+        bed.stream.download(&lease, rng.slice(0, 16).unwrap(), &mut bytes).unwrap();
+        bytes
+    };
+    for (flags, position, hold) in [(StepFlags::PAST_END.0, 20, 0), (0, 21, 0)] {
+        assert!(host.reserve());
+        graph.replay(&mut lease, &mut bed.stream).unwrap();
+        let mut payload = [0; PAYLOAD];
+        host.take(&mut bed.stream, Duration::from_secs(5), &mut payload).unwrap();
+        assert_eq!(payload[8..12], flags.to_le_bytes());
+        let mut bytes = [0; 4];
+        bed.stream.download(&lease, positions.slice(0, 4).unwrap(), &mut bytes).unwrap();
+        assert_eq!(i32::from_le_bytes(bytes), position);
+        let mut bytes = [0; 32];
+        bed.stream.download(&lease, state.slice(0, 32).unwrap(), &mut bytes).unwrap();
+        let now: CommitState = bytemuck::pod_read_unaligned(&bytes);
+        assert_eq!((now.hold, now.n_left), (hold, if flags == 0 { 4 } else { 5 }));
+        let mut bytes = vec![0; 16];
+        bed.stream.download(&lease, rng.slice(0, 16).unwrap(), &mut bytes).unwrap();
+        assert_eq!(bytes == before, flags != 0);
+    }
 }
 
 /// Edits of one word and of more than a block has threads, in two messages; nothing else may change.

@@ -2,7 +2,7 @@
 #![allow(dead_code)] // Each test file uses a part of it.
 
 use refrain_engine::{
-    Chosen, Core, DecodeProgress, Engine, EngineError, EngineOptions, RunMember, RunShape, Runner,
+    Chosen, Core, DecodeProgress, Engine, EngineError, EngineOptions, MAX_TOP, RunMember, RunShape, Runner,
     SamplingRow, SlotCopy, StepOut, StepRequest, TokenChoice, VerifyCost, Want,
 };
 use refrain_formats::ModelFiles;
@@ -272,10 +272,10 @@ impl Runner for FakeRunner {
         Ok(Ran::Eager(Reason::NoGraphsHere { backend: "fake" }))
     }
 
-    fn run_shape(&mut self, n_seqs: usize, n_history: usize, is_masked: bool) -> RunShape {
+    fn run_shape(&mut self, wanted: RunShape) -> RunShape {
         // Some sizes leave free rows.
-        let n_rows = if n_seqs <= 2 { n_seqs } else { n_seqs.next_multiple_of(4) };
-        RunShape { n_rows, n_history, is_masked }
+        let n_seqs = wanted.n_rows;
+        RunShape { n_rows: if n_seqs <= 2 { n_seqs } else { n_seqs.next_multiple_of(4) }, ..wanted }
     }
 
     fn begin(
@@ -355,7 +355,9 @@ impl Runner for FakeRunner {
                     }
                     Some(Committed { token, logprob, position, flags })
                 });
-                CommittedStep { rows: rows.collect(), ran }
+                let rows: Vec<_> = rows.collect();
+                let top = rows.iter().flat_map(|_| (0..MAX_TOP as u32).map(|i| (i, -(i as f32))));
+                CommittedStep { top: top.collect(), rows, ran }
             }));
         }
         run.progress.n_launched += n as u64;

@@ -37,6 +37,7 @@ fn feedback() -> (Feedback, ControlLayout) {
         bias_ids: field("bias_ids"),
         tables: field("tables"),
         slots: None,
+        top: None,
         mask: None,
         adapters: None,
         n_seqs: N_ROWS,
@@ -81,13 +82,13 @@ fn each_row_of_a_step_ends_by_its_own_rules_and_is_padding_from_then_on() {
         step.rows.iter().map(|row| row.map(|row| (row.token, row.flags))).collect()
     };
     let none = StepFlags::default();
-    run.commit(&[6, 7, 8], &[-1.0; 3], Ran::REPLAYED);
+    run.commit(&[6, 7, 8], &[-1.0; 3], Vec::new(), Ran::REPLAYED);
     // The end token of the first row does not end the second; the third row is unused.
     assert_eq!(flags(&mut run), [Some((6, none)), Some((7, none)), None]);
-    run.commit(&[7, 9, 8], &[-1.0; 3], Ran::REPLAYED);
+    run.commit(&[7, 9, 8], &[-1.0; 3], Vec::new(), Ran::REPLAYED);
     assert_eq!(flags(&mut run), [Some((7, StepFlags::ENDED)), Some((9, StepFlags::LENGTH)), None]);
     assert!(run.has_ended());
-    run.commit(&[7, 9, 8], &[-1.0; 3], Ran::REPLAYED);
+    run.commit(&[7, 9, 8], &[-1.0; 3], Vec::new(), Ran::REPLAYED);
     assert_eq!(flags(&mut run), [None, None, None]);
     let feedback = *run.feedback();
     assert_eq!(values(&run, feedback.positions, 0), [-1]);
@@ -99,7 +100,7 @@ fn each_row_of_a_step_ends_by_its_own_rules_and_is_padding_from_then_on() {
 #[test]
 fn logits_that_are_not_finite_end_one_row_and_no_other() {
     let mut run = run(vec![Some(limits(100, 100)), Some(limits(100, 100))]);
-    run.commit(&[1, 2, 3], &[f32::NAN, -0.5, -0.5], Ran::REPLAYED);
+    run.commit(&[1, 2, 3], &[f32::NAN, -0.5, -0.5], Vec::new(), Ran::REPLAYED);
     let step = run.take().unwrap();
     assert!(step.rows[0].unwrap().flags.has(StepFlags::NON_FINITE));
     assert!(!step.rows[1].unwrap().ended() && !run.has_ended());
@@ -111,9 +112,9 @@ fn biases_lapse_at_their_choice_and_those_before_them_stay() {
     let mut run = run(vec![Some(RowLimits { lapsing, ..limits(100, 100) }), Some(limits(100, 100))]);
     let bias_ids = run.feedback().bias_ids;
     // The choice at position 12 still uses them.
-    run.commit(&[1, 2, 3], &[-1.0; 3], Ran::REPLAYED);
+    run.commit(&[1, 2, 3], &[-1.0; 3], Vec::new(), Ran::REPLAYED);
     assert_eq!(values(&run, bias_ids, 0), [1, 2, 3, 4]);
-    run.commit(&[1, 2, 3], &[-1.0; 3], Ran::REPLAYED);
+    run.commit(&[1, 2, 3], &[-1.0; 3], Vec::new(), Ran::REPLAYED);
     assert_eq!(values(&run, bias_ids, 0), [1, -1, -1, -1]);
     assert_eq!(values(&run, bias_ids, 1), [1, 2, 3, 4]);
 }
@@ -160,7 +161,7 @@ fn a_row_that_joins_leaves_or_grows_changes_only_its_own_fields() {
     assert_eq!(rows, [0]);
     assert_eq!(fields, [feedback.tokens, feedback.positions].map(|field| field.row(N_ROWS, 0)));
     assert_eq!((run.limits(0), values(&run, feedback.positions, 0)), (None, vec![-1]));
-    run.commit(&[1, 2, 3], &[-1.0; 3], Ran::REPLAYED);
+    run.commit(&[1, 2, 3], &[-1.0; 3], Vec::new(), Ran::REPLAYED);
     assert_eq!(run.take().unwrap().rows.iter().map(Option::is_some).collect::<Vec<_>>(), [false, true, true]);
 }
 
@@ -176,7 +177,7 @@ fn a_held_row_changes_nothing_and_the_others_go_on() {
     let late = LateRows { masks: vec![(0, vec![5, 6])], held: vec![1] };
     run.supply(&late);
     assert!(!run.awaits_masks() && run.may_supply());
-    run.commit(&[7, 8, 9], &[-1.0; 3], Ran::REPLAYED);
+    run.commit(&[7, 8, 9], &[-1.0; 3], Vec::new(), Ran::REPLAYED);
     let rows = run.take().unwrap().rows;
     assert_eq!(rows.iter().map(|row| row.map(|row| row.token)).collect::<Vec<_>>(), [Some(7), None, None]);
     let after: Vec<Vec<i32>> =
@@ -186,7 +187,7 @@ fn a_held_row_changes_nothing_and_the_others_go_on() {
     assert!(run.awaits_masks());
     run.supply(&LateRows::default());
     assert!(!run.may_supply());
-    run.commit(&[7, 8, 9], &[-1.0; 3], Ran::REPLAYED);
+    run.commit(&[7, 8, 9], &[-1.0; 3], Vec::new(), Ran::REPLAYED);
     let positions = run.take().unwrap().rows.into_iter().flatten().map(|row| row.position);
     assert_eq!(positions.collect::<Vec<_>>(), [11, 20]);
 }
