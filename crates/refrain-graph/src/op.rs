@@ -293,6 +293,7 @@ impl Op {
             | Op::Softmax
             | Op::MatMul
             | Op::Moe(_)
+            | Op::Lora(_)
             | Op::GatherRows(_)
             | Op::RmsNorm { .. }
             | Op::AddRmsNorm { .. }

@@ -88,6 +88,8 @@ fn compiler(folder: &Path, arguments: &[&OsStr]) {
     let output = Command::new("c++")
         // No implicit contraction into fused operations.
         .args(["-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-w"])
+        // Symbols of templates and inline functions would otherwise be shared by all copies of the library.
+        .arg("-fvisibility=hidden")
         .arg("-I")
         .arg(here.join("tests/host"))
         .arg("-I")
