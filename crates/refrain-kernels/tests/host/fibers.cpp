@@ -163,8 +163,9 @@ unsigned warp_vote(bool vote) {
     return votes;
 }
 
-extern "C" __attribute__((visibility("default"))) int run_kernel(const char* name, const uint32_t* grid, const uint32_t* block, const uint8_t* params,
-                          const size_t* offsets) {
+extern "C" __attribute__((visibility("default"))) int run_kernel(const char* name, const uint32_t* grid,
+                                                                 const uint32_t* block, const uint8_t* params,
+                                                                 const size_t* offsets) {
     static unsigned n_launches;
     auto found = kernels().find(name);
     if (found == kernels().end()) return 1;
