@@ -8,8 +8,9 @@ use std::time::Duration;
 use refrain_driver::{Device, DeviceKind, Worker};
 use refrain_graph::{
     Backend, ByteEdit, Collected, CommittedStep, CompileError, Fusion, Graph, GroupQuery, Io, Plan,
-    PlanOptions, Query, Ran, Run, RunError, SlotLayout, State, StateEdit, StateId, StatePart, StepQueue,
-    Support, Weight, collect_stepwise, finish_stepwise, queue_stepwise, send_stepwise, take_stepwise,
+    PlanOptions, Query, Ran, Reason, Run, RunError, SlotLayout, State, StateEdit, StateId, StatePart,
+    StepQueue, Support, Weight, collect_stepwise, finish_stepwise, queue_stepwise, send_stepwise,
+    take_stepwise,
 };
 use refrain_kernels::packed_bytes;
 use refrain_tensor::{DType, HostTensor};
@@ -17,7 +18,7 @@ use refrain_tensor::{DType, HostTensor};
 use crate::device_model::{DeviceModel, ProgramId};
 use crate::error::CudaError;
 use crate::feed;
-use crate::options::CudaOptions;
+use crate::options::{CudaOptions, LoopMode};
 use crate::owner::{self, DeviceOwner, DeviceRef, ModelId};
 use crate::profile::{SharedTimeline, Timeline};
 use crate::pump::Pump;
@@ -81,6 +82,8 @@ pub struct CudaCompiled {
     plan: Arc<Plan>,
     /// Rows whose choices become their next inputs on the device.
     n_fed_rows: usize,
+    /// Why the device does not repeat the step; `None` if it does, or if nobody requested it.
+    not_repeated: Option<Reason>,
     retired: Arc<Mutex<Vec<ProgramId>>>,
 }
 
@@ -437,10 +440,13 @@ impl Backend for CudaBackend {
             m.place(&placed).map(drop)
         });
         let compiled = placed.and_then(|()| {
-            self.call("compiling a plan", self.options.compile_limit, move |m| m.compile(id, sent))
+            self.call("compiling a plan", self.options.compile_limit, move |m| {
+                m.compile(id, sent)?;
+                m.prepare_loop(id)
+            })
         });
         let backend = self.name();
-        compiled.map_err(|error| match error {
+        let not_repeated = compiled.map_err(|error| match error {
             error @ (CudaError::Required { .. } | CudaError::Driver { .. }) if error.is_final() => {
                 let code = error.code().unwrap_or(0);
                 CompileError::ContextLost { backend, code, source: Arc::new(error) }
@@ -461,7 +467,8 @@ impl Backend for CudaBackend {
             | CudaError::TooFewCases { .. }) => CompileError::Backend { backend, source: Arc::new(error) },
         })?;
         let n_fed_rows = feed::feedback(&plan).map_or(0, |feedback| feedback.n_rows);
-        Ok(CudaCompiled { id, plan, n_fed_rows, retired: Arc::clone(&self.retired) })
+        let not_repeated = not_repeated.filter(|_| self.options.loops == LoopMode::Device);
+        Ok(CudaCompiled { id, plan, n_fed_rows, not_repeated, retired: Arc::clone(&self.retired) })
     }
 
     fn plan<'c>(&self, compiled: &'c CudaCompiled) -> &'c Plan {
@@ -539,6 +546,9 @@ impl Backend for CudaBackend {
     }
 
     fn ahead(&self, compiled: &CudaCompiled) -> usize {
+        if self.options.loops == LoopMode::Device && compiled.not_repeated.is_none() {
+            return usize::MAX;
+        }
         let most = match compiled.n_fed_rows {
             _ if self.options.profile => 1,
             0 => 1,
@@ -546,6 +556,10 @@ impl Backend for CudaBackend {
             _ => feed::MAX_AHEAD_OF_ROWS,
         };
         self.options.ahead.clamp(1, most)
+    }
+
+    fn take_not_repeated(&mut self, compiled: &CudaCompiled) -> Option<Reason> {
+        self.pump.take_not_repeated().or_else(|| compiled.not_repeated.clone())
     }
 
     fn send(

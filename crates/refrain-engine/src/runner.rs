@@ -8,7 +8,7 @@ use crate::speculate::VerifyCost;
 use crate::step::{
     StepRequest, Want, bucket, choice_rows, decode_spec, fill, fill_row, history_capacity, sample_head, spec,
 };
-use refrain_graph::{Backend, CommittedStep, ControlBlock, Feedback, Io, Plan, Ran, RowLimits, Run};
+use refrain_graph::{Backend, CommittedStep, ControlBlock, Feedback, Io, Plan, Ran, Reason, RowLimits, Run};
 use refrain_graph::{RunError, StateEdit, StateId, StateKind, StepFlags, StepInputs, fuse};
 use refrain_models::{KvSpec, Model, StepSpec};
 use refrain_tensor::DType;
@@ -102,6 +102,10 @@ pub trait Runner: Send {
     fn collect(&mut self) -> Result<CommittedStep, EngineError>;
     /// Progress of the run; zero if there is none.
     fn progress(&self) -> DecodeProgress;
+    /// Takes the reason why the steps of the run are launched one by one, if the device was to repeat them.
+    fn take_not_repeated(&mut self) -> Option<Reason> {
+        None
+    }
     /// Ends the run, if there is one: waits until no step is in flight, and returns how many steps were not
     /// collected.
     fn finish(&mut self) -> Result<usize, EngineError>;
@@ -500,6 +504,11 @@ where
             n_launched: run.n_sent(),
             n_collected: run.n_taken(),
         })
+    }
+
+    fn take_not_repeated(&mut self) -> Option<Reason> {
+        let (backend, _, _, compiled, _) = self.running().ok()?;
+        backend.take_not_repeated(compiled)
     }
 
     fn finish(&mut self) -> Result<usize, EngineError> {
