@@ -8,8 +8,8 @@ use std::time::Duration;
 use refrain_driver::{Device, DeviceKind, Worker};
 use refrain_graph::{
     Backend, ByteEdit, Collected, CommittedStep, CompileError, Fusion, Graph, GroupQuery, Io, LateRows, Plan,
-    PlanOptions, Query, Ran, Run, RunError, SlotLayout, State, StateEdit, StateId, StatePart, StepQueue,
-    Support, Weight, collect_stepwise, finish_stepwise, queue_stepwise, send_stepwise, supply_stepwise,
+    PlanOptions, Query, Ran, Reason, Run, RunError, SlotLayout, State, StateEdit, StateId, StatePart,
+    StepQueue, Support, Weight, collect_stepwise, finish_stepwise, queue_stepwise, send_stepwise, supply_stepwise,
     take_stepwise,
 };
 use refrain_kernels::packed_bytes;
@@ -18,7 +18,7 @@ use refrain_tensor::{DType, HostTensor};
 use crate::device_model::{DeviceModel, ProgramId};
 use crate::error::CudaError;
 use crate::feed;
-use crate::options::CudaOptions;
+use crate::options::{CudaOptions, LoopMode};
 use crate::owner::{self, DeviceOwner, DeviceRef, ModelId};
 use crate::profile::{SharedTimeline, Timeline};
 use crate::pump::Pump;
@@ -86,6 +86,8 @@ pub struct CudaCompiled {
     n_fed_rows: usize,
     /// Whether its steps wait for masks.
     has_masks: bool,
+    /// Why the device does not repeat the step; `None` if it does, or if nobody requested it.
+    not_repeated: Option<Reason>,
     retired: Arc<Mutex<Vec<ProgramId>>>,
 }
 
@@ -443,10 +445,13 @@ impl Backend for CudaBackend {
             m.place(&placed).map(drop)
         });
         let compiled = placed.and_then(|()| {
-            self.call("compiling a plan", self.options.compile_limit, move |m| m.compile(id, sent))
+            self.call("compiling a plan", self.options.compile_limit, move |m| {
+                m.compile(id, sent)?;
+                m.prepare_loop(id)
+            })
         });
         let backend = self.name();
-        compiled.map_err(|error| match error {
+        let not_repeated = compiled.map_err(|error| match error {
             error @ (CudaError::Required { .. } | CudaError::Driver { .. }) if error.is_final() => {
                 let code = error.code().unwrap_or(0);
                 CompileError::ContextLost { backend, code, source: Arc::new(error) }
@@ -469,7 +474,8 @@ impl Backend for CudaBackend {
         let feedback = feed::feedback(&plan);
         let n_fed_rows = feedback.map_or(0, |feedback| feedback.n_rows);
         let has_masks = feedback.is_some_and(|feedback| feedback.mask.is_some());
-        Ok(CudaCompiled { id, plan, n_fed_rows, has_masks, retired: Arc::clone(&self.retired) })
+        let not_repeated = not_repeated.filter(|_| self.options.loops == LoopMode::Device);
+        Ok(CudaCompiled { id, plan, n_fed_rows, has_masks, not_repeated, retired: Arc::clone(&self.retired) })
     }
 
     fn plan<'c>(&self, compiled: &'c CudaCompiled) -> &'c Plan {
@@ -547,6 +553,9 @@ impl Backend for CudaBackend {
     }
 
     fn ahead(&self, compiled: &CudaCompiled) -> usize {
+        if self.options.loops == LoopMode::Device && compiled.not_repeated.is_none() {
+            return usize::MAX;
+        }
         let most = match compiled.n_fed_rows {
             _ if self.options.profile => 1,
             0 => 1,
@@ -555,6 +564,10 @@ impl Backend for CudaBackend {
             _ => feed::MAX_AHEAD_OF_ROWS,
         };
         self.options.ahead.clamp(1, most)
+    }
+
+    fn take_not_repeated(&mut self, compiled: &CudaCompiled) -> Option<Reason> {
+        self.pump.take_not_repeated().or_else(|| compiled.not_repeated.clone())
     }
 
     fn send(

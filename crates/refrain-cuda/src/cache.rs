@@ -6,7 +6,7 @@ use std::fmt::Debug;
 use std::hash::Hash;
 use std::time::Duration;
 
-use refrain_driver::{Graph, Health, Lease, Method, RecordOptions, Stream};
+use refrain_driver::{Graph, Health, Lease, Method, Queue, RecordOptions, Stream};
 use refrain_graph::{Ran, Reason};
 
 use crate::error::CudaError;
@@ -228,6 +228,27 @@ impl<K: Clone + Eq + Hash + Debug> GraphCache<K> {
         Ok(Ran::Eager(reason))
     }
 
+    /// Brings the graph of a loop into service; `Some` is the reason why it is not. Its steps then run one by one.
+    pub(crate) fn ready_loop(
+        &mut self,
+        key: &K,
+        site: &mut Site<'_>,
+        warm: &WarmPlan,
+        check: impl FnOnce() -> Result<VerifySetup, CudaError>,
+    ) -> Result<Option<Reason>, CudaError> {
+        self.ready(key, site, warm, check, true)
+    }
+
+    /// Launches the graph of a loop, which must be in service; `Some` is the reason why it was not launched.
+    pub(crate) fn launch_loop(
+        &mut self,
+        key: &K,
+        site: &mut Site<'_>,
+        warm: &WarmPlan,
+    ) -> Result<Option<Reason>, CudaError> {
+        self.replay(key, site, warm)
+    }
+
     /// Brings a key's graph into service; `Some` is the reason why it is not. Only a step counts down the
     /// backoff.
     fn ready(
@@ -318,12 +339,17 @@ impl<K: Clone + Eq + Hash + Debug> GraphCache<K> {
         let options = RecordOptions { limit: self.options.record_limit, ..RecordOptions::named(warm.name()) };
         // During a recording the driver does not track the last launch, so track it here.
         let mut last = None;
-        let recorded = site.stream.record(warm.space().memory(), method, &options, |q| {
+        let enqueue = |q: &mut dyn Queue| {
             warm.work().iter().try_for_each(|work| {
                 last = Some(work);
                 work.enqueue(q)
             })
-        });
+        };
+        let memory = warm.space().memory();
+        let recorded = match warm.loop_end() {
+            None => site.stream.record(memory, method, &options, enqueue),
+            Some(_) => site.stream.record_loop(memory, method, &options, enqueue),
+        };
         let graph = recorded.map_err(|e| {
             let mut reason = reason_of(&e, Stage::Record);
             if let (Reason::CaptureFailed { code, last_launch }, Some(last)) = (&mut reason, last)

@@ -100,7 +100,7 @@ impl CudaProgram {
     }
 
     /// The reason why the first host step cannot be recorded, if there is a host step.
-    fn host_step(&self) -> Option<Reason> {
+    pub(crate) fn host_step(&self) -> Option<Reason> {
         let steps = self.plan.segments().iter().filter(|s| s.kind != SegmentKind::Recordable);
         let step = &self.plan.steps()[steps.flat_map(|s| s.steps.clone()).next()?];
         match step.op.capture() {
@@ -142,6 +142,8 @@ pub(crate) struct DeviceModel {
     // Dropped before the stream and the context: graphs and memory must go first.
     pub(crate) cache: GraphCache<(ProgramId, usize)>,
     pub(crate) programs: HashMap<ProgramId, CudaProgram>,
+    /// Bodies of loops that repeat the step of a program.
+    pub(crate) bodies: HashMap<ProgramId, WarmPlan>,
     pub(crate) resident: Option<ResidentMemory>,
     /// Weights and states while no step memory is allocated, because the allocation for a larger plan failed.
     kept: Option<RetainedModel>,
@@ -156,7 +158,7 @@ pub(crate) struct DeviceModel {
     /// Shapes for which the library has been warmed up.
     warmed: HashSet<BlasLtShape>,
     pub(crate) digester: Digester,
-    supplies: Rc<Supplies>,
+    pub(crate) supplies: Rc<Supplies>,
     pub(crate) followed: Option<Followed>,
     pub(crate) queued: SentSteps,
     /// Whether the states still hold the zeros they were cleared to.
@@ -187,6 +189,7 @@ impl DeviceModel {
         Ok(DeviceModel {
             cache: GraphCache::new(options.graphs),
             programs: HashMap::new(),
+            bodies: HashMap::new(),
             resident: None,
             kept: None,
             n_decoded: 0,
@@ -404,6 +407,7 @@ impl DeviceModel {
     pub(crate) fn drop_program(&mut self, id: ProgramId) {
         if let Some(program) = self.programs.remove(&id) {
             (0..program.parts().len()).for_each(|part| self.cache.forget(&(id, part)));
+            self.forget_loop(id);
         }
     }
 
@@ -474,7 +478,10 @@ impl DeviceModel {
     }
 
     /// Runs `describe`, which describes launches, with all kernels it requests loaded.
-    fn with_kernels<T>(&self, describe: impl FnMut() -> Result<T, CudaError>) -> Result<T, CudaError> {
+    pub(crate) fn with_kernels<T>(
+        &self,
+        describe: impl FnMut() -> Result<T, CudaError>,
+    ) -> Result<T, CudaError> {
         let mut on_compiling = |Compiling { n_done, n_total }| {
             self.options.on_load.report(LoadEvent::Compiling { n_done, n_total });
         };
@@ -527,7 +534,7 @@ impl DeviceModel {
             let mut warm = WarmPlan::new(&name, &resident.space);
             lowering.push(&tasks.segments[idx], &mut warm)?;
             if let Some(feedback) = feedback.filter(|_| is_last) {
-                feed::push_commit(&self.supplies.kernels, plan, resident, feedback, &mut warm)?;
+                feed::push_commit(&self.supplies.kernels, plan, resident, feedback, None, &mut warm)?;
             }
             if !warm.work().is_empty() {
                 parts.push(ProgramPart::Device { segment: segment.clone(), warm });
@@ -563,7 +570,7 @@ impl DeviceModel {
             let ProgramPart::Device { segment, warm } = part else { continue };
             let feedback = program.feedback.as_ref();
             let check = || {
-                let check = states::check(&program.plan, segment, feedback, resident, &self.digester)?;
+                let check = states::check(&program.plan, segment, feedback, resident, &self.digester, None)?;
                 let check = check.transient(resident.arena(), live.clone());
                 Ok(if self.states_are_zero { check.zeroed(resident.states()) } else { check })
             };
@@ -688,6 +695,7 @@ impl DeviceModel {
     /// Frees graphs, programs and memory.
     fn release(&mut self) -> Result<(), CudaError> {
         self.cache.clear();
+        self.bodies.clear();
         self.programs.clear();
         self.followed = None;
         self.pump.uninstall();
@@ -700,6 +708,7 @@ impl DeviceModel {
     /// Frees graphs and step memory. States are kept, and weights too if they are still valid.
     fn free_step_memory(&mut self, weights: bool) -> Result<(), CudaError> {
         self.cache.clear();
+        self.bodies.clear();
         // Launches keep the memory they were lowered for alive.
         self.programs.values_mut().for_each(|program| program.lowered = Err(DeviceModel::gone()));
         self.followed = None;
@@ -815,7 +824,7 @@ impl DeviceModel {
                         true => {
                             let feedback = program.feedback.as_ref();
                             let plan = &program.plan;
-                            Some(states::check(plan, segment, feedback, resident, &self.digester)?)
+                            Some(states::check(plan, segment, feedback, resident, &self.digester, None)?)
                         }
                         false => None,
                     };

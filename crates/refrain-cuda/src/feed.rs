@@ -135,12 +135,13 @@ pub(crate) fn commit_state(limits: Option<&RowLimits>) -> CommitState {
     }
 }
 
-/// Adds the commit of a plan's choices to `warm`.
+/// Adds the commit of a plan's choices to `warm`; with `n_body`, the last one of a loop's body of so many steps.
 pub(crate) fn push_commit(
     kernels: &Kernels,
     plan: &Plan,
     resident: &ResidentMemory,
     feedback: &Feedback,
+    n_body: Option<u32>,
     warm: &mut WarmPlan,
 ) -> Result<(), CudaError> {
     let failed = |source| CudaError::Driver { step: STEP.into(), source };
@@ -173,7 +174,11 @@ pub(crate) fn push_commit(
         n_eog: MAX_END,
         step: STEP,
     };
-    let launch = kernels.commit(&args).map_err(|e| no_kernel("commit", &e))?;
+    let launch = match n_body {
+        None => kernels.commit(&args),
+        Some(n_body) => kernels.commit_loop(&args, n_body),
+    };
+    let launch = launch.map_err(|e| no_kernel("commit", &e))?;
     let names: [(Buf, &str); 7] = [
         (args.tokens, "the next tokens"),
         (args.positions, "the next positions"),

@@ -18,13 +18,17 @@ use refrain_kernels::{CommitEntry, Edits};
 use crate::backend::{CudaBackend, CudaCompiled};
 use crate::device_model::{DeviceModel, FetchedOutputs, ProgramId};
 use crate::error::CudaError;
-use crate::feed::{FEED_BYTES, FeedLayout, commit_state, messages};
+use crate::feed::{FEED_BYTES, FeedLayout, MAX_AHEAD, commit_state, messages};
+use crate::options::LoopMode;
 use crate::pump::StepResults;
+use crate::repeat::STEPS_PER_BODY;
 
 /// Time to wait for a result before the device thread checks for errors. It doubles with each check.
 const FIRST_CHECK: Duration = Duration::from_micros(250);
 /// Maximum time between two checks.
 const LAST_CHECK: Duration = Duration::from_millis(20);
+/// Time between two looks at the ring while the device repeats the steps.
+const LOOP_NAP: Duration = Duration::from_micros(50);
 /// Driver queries per check. The simulated device executes a few kernels at each query.
 const N_QUERIES: usize = 8;
 
@@ -44,6 +48,8 @@ pub(crate) struct Followed {
     body: Option<Ran>,
     /// Masks of the next steps, in order.
     late: VecDeque<LateRows>,
+    /// Steps launched before the loop that runs now.
+    before_loop: Option<u64>,
 }
 
 /// Steps to launch, and edits to apply before them.
@@ -52,6 +58,8 @@ struct RequestedSteps {
     states: Vec<(usize, ByteEdit)>,
     edits: Vec<Edits>,
     n_steps: usize,
+    /// Whether every row ends with these steps, at the latest.
+    ends: bool,
 }
 
 impl Followed {
@@ -121,13 +129,14 @@ impl DeviceModel {
         let Some(feedback) = program.feedback else { return Err(DeviceModel::gone()) };
         if self.pump.n_pending() > 0 {
             // A failed run left these.
+            self.pump.stop_loop();
             self.stream.synchronize().map_err(CudaError::driver(DRAIN))?;
         }
         self.pump.restart(&feedback).map_err(CudaError::driver("beginning a run"))?;
         let sent = resident.send_control(&mut self.stream, Some(header), &control);
         sent.map_err(CudaError::driver("uploading the control block"))?;
         let (requested, late) = (VecDeque::new(), VecDeque::new());
-        self.followed = Some(Followed { id, feedback, control, requested, body: None, late });
+        self.followed = Some(Followed { id, feedback, control, requested, body: None, late, before_loop: None });
         Ok(())
     }
 
@@ -242,9 +251,10 @@ impl DeviceModel {
     }
 
     /// Launches `n_steps` more steps after the requested ones, with edits before them.
-    fn send_steps(&mut self, n_steps: usize, edits: Vec<Edits>) {
+    fn send_steps(&mut self, n_steps: usize, ends: bool, edits: Vec<Edits>) {
         if let Some(followed) = &mut self.followed {
-            followed.requested.push_back(RequestedSteps { edits, n_steps, ..RequestedSteps::default() });
+            let states = Vec::new();
+            followed.requested.push_back(RequestedSteps { states, edits, n_steps, ends });
         }
         self.send_requested();
     }
@@ -292,6 +302,9 @@ impl DeviceModel {
     /// be compared both write to the ring, so they wait until all earlier steps are collected; the caller
     /// that collects the last one requests the remaining steps. Edits keep their position among the steps.
     fn send_requested(&mut self) {
+        if !self.account_for_loop() {
+            return;
+        }
         while self.send_supplied() {
             let Some(followed) = &mut self.followed else { return };
             let id = followed.id;
@@ -317,6 +330,17 @@ impl DeviceModel {
             {
                 continue;
             }
+            if self.options.loops == LoopMode::Device {
+                match self.send_repeated(id) {
+                    Ok(true) => return,
+                    Ok(false) => {}
+                    Err(error) => return self.pump.fail(error, true),
+                }
+                // The caller may have requested the whole reply.
+                if self.pump.n_pending() >= MAX_AHEAD as u64 {
+                    return;
+                }
+            }
             let uses_ring = self.wants_graph(id) || self.is_next_compared();
             if uses_ring && self.pump.n_pending() > 0 {
                 return;
@@ -332,6 +356,41 @@ impl DeviceModel {
                 requested.n_steps -= 1;
             }
         }
+    }
+
+    /// Launches a loop over the first requested steps, if they can be repeated on the device and nothing else is in
+    /// flight.
+    fn send_repeated(&mut self, id: ProgramId) -> Result<bool, CudaError> {
+        let front = self.followed.as_ref().and_then(|followed| followed.requested.front());
+        let Some(RequestedSteps { n_steps, ends, .. }) = front else { return Ok(false) };
+        let body = STEPS_PER_BODY as usize;
+        // A body runs whole: only a row that ends stops within it.
+        let n = if *ends { *n_steps } else { n_steps / body * body };
+        if n < body || self.pump.n_pending() > 0 {
+            return Ok(false);
+        }
+        let before = self.pump.n_sent();
+        let sent = self.send_loop(id, n)?;
+        if let Some(followed) = self.followed.as_mut().filter(|_| sent) {
+            followed.before_loop = Some(before);
+        }
+        Ok(sent)
+    }
+
+    /// Accounts for a loop that the caller has closed; false if one still runs.
+    fn account_for_loop(&mut self) -> bool {
+        if self.pump.is_looping() {
+            return false;
+        }
+        let Some(followed) = &mut self.followed else { return true };
+        let Some(before) = followed.before_loop.take() else { return true };
+        let n_ran = self.pump.n_sent().saturating_sub(before);
+        (0..n_ran).for_each(|_| followed.advance());
+        self.n_decoded += n_ran;
+        if let Some(requested) = followed.requested.front_mut() {
+            requested.n_steps = requested.n_steps.saturating_sub(n_ran as usize);
+        }
+        true
     }
 
     /// Checks the steps in flight for errors.
@@ -355,8 +414,10 @@ impl DeviceModel {
         let has_body = followed.as_ref().is_some_and(|followed| followed.body.is_some());
         let requested = followed.map(|followed| followed.requested).unwrap_or_default();
         let mut requested = requested.iter().filter(|requested| !requested.states.is_empty());
+        self.pump.stop_loop();
         let edited = requested.try_for_each(|requested| self.enqueue_state_edits(&requested.states));
         self.stream.synchronize().map_err(CudaError::driver(DRAIN))?;
+        self.pump.close_loop(u64::MAX);
         self.pump.discard();
         edited.map(|()| has_body)
     }
@@ -389,6 +450,7 @@ impl CudaBackend {
             self.may_have_body = run.is_late();
         }
         run.sent(n);
+        let ends = run.is_requested_whole();
         if let Err(error) = checked {
             // Results of earlier steps may be available: they are collected first.
             self.pump.fail(error, true);
@@ -405,12 +467,12 @@ impl CudaBackend {
             let rows: Vec<_> = (0..n_rows).map(row).collect();
             let header = FeedLayout { n_rows }.header(0, &rows);
             return self.post(SEND, move |m| match m.begin(id, &header, control) {
-                Ok(()) => m.send_steps(n, Vec::new()),
+                Ok(()) => m.send_steps(n, ends, Vec::new()),
                 Err(error) => m.pump.fail(error, true),
             });
         }
         let edits = if edits.is_empty() { Vec::new() } else { messages(run, &edits) };
-        let posted = self.post(SEND, move |m| m.send_steps(n, edits));
+        let posted = self.post(SEND, move |m| m.send_steps(n, ends, edits));
         if let Err(error) = posted {
             self.pump.fail(error, true);
         }
@@ -447,8 +509,12 @@ impl CudaBackend {
             let has_ended = self.pump.has_ended(in_flight);
             if let Some((StepResults { entries, top }, ran)) = self.pump.next(n_taken)? {
                 run.taken();
+                self.top_up(run)?;
                 let rows = entries.into_iter().map(committed).collect();
                 return Ok(CommittedStep { rows, top, ran });
+            }
+            if self.pump.close_loop(n_taken) {
+                continue;
             }
             if has_ended && let Some(error) = self.pump.take_failure() {
                 return Err(error);
@@ -474,7 +540,24 @@ impl CudaBackend {
                 interval = (2 * interval).min(LAST_CHECK);
                 next_check = waited + interval;
             }
-            relax(waited);
+            match self.pump.is_looping() {
+                // The device goes on without the host, as long as the ring has space.
+                true => std::thread::sleep(LOOP_NAP),
+                false => relax(waited),
+            }
+        }
+    }
+
+    /// Has more of the requested steps launched if few are in flight. Only if the caller may have requested more than may
+    /// be in flight, because the device was to repeat them.
+    fn top_up(&self, run: &Run) -> Result<(), CudaError> {
+        let n_sent = self.pump.n_sent();
+        let is_short = n_sent < run.n_sent() && n_sent <= run.n_taken() + MAX_AHEAD as u64 / 2;
+        let may_send =
+            self.options.loops == LoopMode::Device && !self.pump.is_looping() && self.pump.is_idle();
+        match is_short && may_send {
+            true => self.post(SEND, DeviceModel::send_requested),
+            false => Ok(()),
         }
     }
 
@@ -484,13 +567,17 @@ impl CudaBackend {
         if self.running.take().is_none() {
             return Ok(0);
         }
+        self.pump.close_loop(n_taken);
         // A failed step may have left a ring entry that is never written.
         let is_quiet = self.pump.is_idle() && self.pump.n_pending() == 0 && self.pump.n_sent() == n_taken;
+        // A loop that ended early has left requested steps, which nothing may wait for.
+        let is_quiet = is_quiet && !self.pump.has_looped();
         let mut has_body = false;
         let (may_have_body, has_edits) =
             (std::mem::take(&mut self.may_have_body), std::mem::take(&mut self.has_deferred_edits));
         if !is_quiet || has_edits || may_have_body {
             self.pump.stop();
+            self.pump.stop_loop();
             has_body = self.call(DRAIN, self.options.step_limit, DeviceModel::drain)?;
         }
         match self.pump.take_failure() {

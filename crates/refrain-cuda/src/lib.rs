@@ -63,6 +63,7 @@ mod status; // status for summaries
 mod device_model; // a model's state on the device thread
 mod owner; // device thread and what the models on a device share
 mod follow; // runs of decode steps
+mod repeat; // runs whose steps the device repeats
 mod compare; // continuous verification during decoding and training
 mod queue; // steps with their own control blocks, launched ahead
 mod backend; // the `Backend` implementation
@@ -71,7 +72,7 @@ pub use backend::{CudaBackend, CudaCompiled, CudaStates, CudaWeights, Monitor};
 pub use cache::{CacheOptions, CacheStats, GraphCache, GraphMode, Site};
 pub use compare::Compared;
 pub use error::{CudaError, HeldBytes, MemoryRefusal};
-pub use options::{CublasLt, CudaOptions};
+pub use options::{CublasLt, CudaOptions, LoopMode};
 pub use prefill::PromptProducts;
 pub use profile::{ProfileRow, ProfileSpan, ProfileStep, Timeline};
 pub use progress::{LoadEvent, LoadListener};

@@ -26,6 +26,26 @@ pub enum CublasLt {
     Never,
 }
 
+/// Who repeats the steps of a reply.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum LoopMode {
+    /// The host launches each step.
+    #[default]
+    Host,
+    /// A graph on the device repeats the step, as long as a single sequence is decoded; otherwise the host does, and the
+    /// ledger says why.
+    Device,
+}
+
+impl std::fmt::Display for LoopMode {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            LoopMode::Host => "host",
+            LoopMode::Device => "device",
+        })
+    }
+}
+
 /// Options of a [`crate::CudaBackend`].
 #[derive(Clone, Debug)]
 pub struct CudaOptions {
@@ -56,6 +76,8 @@ pub struct CudaOptions {
     /// Maximum number of decode steps in flight, up to 32: steps are launched before the caller requests
     /// their tokens.
     pub ahead: usize,
+    /// Who repeats decode steps.
+    pub loops: LoopMode,
     /// Interval, in steps, at which decode and training steps are compared with their eager run; `None` for
     /// never.
     pub verify_every: Option<NonZeroU32>,
@@ -85,6 +107,7 @@ impl Default for CudaOptions {
             buckets: vec![1, 8, 32, 128, 256, 512],
             row_buckets: vec![1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512],
             ahead: 4,
+            loops: LoopMode::default(),
             verify_every: None,
             on_load: LoadListener::default(),
             step_limit: Duration::from_secs(60),

@@ -12,11 +12,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use refrain_driver::{DriverError, Ring, Stream};
-use refrain_graph::{Feedback, Ran};
+use refrain_graph::{Feedback, Ran, Reason};
 use refrain_kernels::CommitEntry;
 
 use crate::error::CudaError;
 use crate::feed::payload_bytes;
+use crate::repeat::STEPS_PER_BODY;
 
 /// Shared state of caller and device thread; see the module's documentation.
 #[derive(Default)]
@@ -32,6 +33,8 @@ pub(crate) struct Pump {
     n_jobs: AtomicU64,
     /// Whether to launch no more steps of the run.
     stop: AtomicBool,
+    /// Whether a loop was launched in the run: it may have ended with requested steps left.
+    has_looped: AtomicBool,
     report: Mutex<RunReport>,
 }
 
@@ -60,10 +63,47 @@ impl StepResults {
 /// The device thread's report on the run.
 #[derive(Default)]
 struct RunReport {
-    /// How each uncollected step ran.
-    ran: VecDeque<Ran>,
+    /// How the uncollected steps ran, each with the number of consecutive steps.
+    ran: VecDeque<(Ran, u64)>,
     failed: Option<PumpFailure>,
+    /// Why the device does not repeat the steps, although that was requested.
+    not_repeated: Option<Reason>,
 }
+
+impl RunReport {
+    fn push(&mut self, ran: Ran, n: u64) {
+        match self.ran.back_mut() {
+            _ if n == 0 => {}
+            Some((last, n_last)) if *last == ran => *n_last += n,
+            _ => self.ran.push_back((ran, n)),
+        }
+    }
+
+    fn pop(&mut self) -> Option<Ran> {
+        let (ran, n) = self.ran.front_mut()?;
+        *n -= 1;
+        if *n > 0 {
+            return Some(ran.clone());
+        }
+        self.ran.pop_front().map(|(ran, _)| ran)
+    }
+
+    /// Drops the last `n` steps.
+    fn drop_last(&mut self, mut n: u64) {
+        while n > 0
+            && let Some((_, n_last)) = self.ran.back_mut()
+        {
+            let dropped = n.min(*n_last);
+            (*n_last, n) = (*n_last - dropped, n - dropped);
+            if *n_last == 0 {
+                self.ran.pop_back();
+            }
+        }
+    }
+}
+
+/// A further step of a loop, which needs no launch of its own.
+const REPEATED: Ran = Ran::Replayed { n_launches: 0, n_host_steps: 0 };
 
 /// The error that ended a run.
 #[derive(Debug)]
@@ -89,6 +129,7 @@ impl Pump {
         self.n_sent.store(0, Ordering::Relaxed);
         self.n_done.store(0, Ordering::Relaxed);
         self.stop.store(false, Ordering::Relaxed);
+        self.has_looped.store(false, Ordering::Relaxed);
         *lock(&self.report) = RunReport::default();
     }
 
@@ -103,8 +144,72 @@ impl Pump {
 
     /// Counts a launched step.
     pub(crate) fn sent(&self, ran: Ran) {
-        lock(&self.report).ran.push_back(ran);
+        lock(&self.report).push(ran, 1);
         self.n_sent.fetch_add(1, Ordering::Release);
+    }
+
+    /// Reserves the ring for a loop over `n` steps; false if it is full.
+    pub(crate) fn begin_loop(&self, n: usize) -> bool {
+        let began = lock(&self.ring).as_mut().is_some_and(|ring| ring.begin_loop(n as u64, STEPS_PER_BODY));
+        if began && self.is_stopped() {
+            // The caller has just requested that, and this loop may have missed it.
+            self.stop_loop();
+        }
+        began
+    }
+
+    /// Undoes [`Pump::begin_loop`] for a loop that was not launched.
+    pub(crate) fn cancel_loop(&self) {
+        lock(&self.ring).as_mut().into_iter().for_each(|ring| ring.cancel_loop(STEPS_PER_BODY));
+    }
+
+    /// Counts the steps of a launched loop, as if it ran all of them.
+    pub(crate) fn sent_loop(&self, n: usize) {
+        let n = n as u64;
+        self.has_looped.store(true, Ordering::Relaxed);
+        let mut report = lock(&self.report);
+        report.push(Ran::REPLAYED, 1);
+        report.push(REPEATED, n.saturating_sub(1));
+        drop(report);
+        self.n_sent.fetch_add(n, Ordering::Release);
+    }
+
+    pub(crate) fn has_looped(&self) -> bool {
+        self.has_looped.load(Ordering::Relaxed)
+    }
+
+    /// Asks the loop on the device to end.
+    pub(crate) fn stop_loop(&self) {
+        lock(&self.ring).as_ref().into_iter().for_each(Ring::stop_loop);
+    }
+
+    /// Whether a loop was launched that has not been closed.
+    pub(crate) fn is_looping(&self) -> bool {
+        lock(&self.ring).as_ref().is_some_and(Ring::is_looping)
+    }
+
+    /// Closes a loop that has ended, once `n_taken` steps include all of its results: steps that it did not run are
+    /// not launched any more. False if there is no such loop.
+    pub(crate) fn close_loop(&self, n_taken: u64) -> bool {
+        let mut ring = lock(&self.ring);
+        let Some(ring) = ring.as_mut().filter(|ring| ring.loop_end().is_some_and(|n| n <= n_taken)) else {
+            return false;
+        };
+        let n_results = ring.end_loop().unwrap_or(n_taken);
+        let n_excess = self.n_sent.load(Ordering::Relaxed).saturating_sub(n_results);
+        lock(&self.report).drop_last(n_excess);
+        self.n_sent.fetch_sub(n_excess, Ordering::Release);
+        true
+    }
+
+    /// Notes why the device does not repeat the steps.
+    pub(crate) fn not_repeated(&self, reason: Reason) {
+        lock(&self.report).not_repeated = Some(reason);
+    }
+
+    /// Takes that reason.
+    pub(crate) fn take_not_repeated(&self) -> Option<Reason> {
+        lock(&self.report).not_repeated.take()
     }
 
     /// Reports that the run has failed; the first failure is kept.
@@ -144,7 +249,7 @@ impl Pump {
     /// Whether the step after the first `n_taken` is done without a result.
     pub(crate) fn has_lost(&self, n_taken: u64) -> bool {
         // In this order: a step's result is written before the step is done.
-        self.n_done.load(Ordering::Acquire) > n_taken && !self.has_result()
+        self.n_done.load(Ordering::Acquire) > n_taken && !self.has_result() && !self.is_looping()
     }
 
     /// The results of the step after the first `n_taken`, and how it ran, if they are available.
@@ -154,7 +259,7 @@ impl Pump {
         }
         let results = self.try_take().map_err(CudaError::driver("collecting a token"))?;
         // The report was pushed before the step was counted.
-        Ok(results.and_then(|results| Some((results, lock(&self.report).ran.pop_front()?))))
+        Ok(results.and_then(|results| Some((results, lock(&self.report).pop()?))))
     }
 
     pub(crate) fn is_idle(&self) -> bool {

@@ -26,13 +26,14 @@ const MAX_PAIRS: usize = 1 << 15;
 /// them.
 const PATTERN_BYTES: usize = 256 << 10;
 
-/// Builds the verification cases of a plan's segment.
+/// Builds the verification cases of a plan's segment, or of a loop that repeats it with `n_body` steps in its body.
 pub(crate) fn check(
     plan: &Plan,
     segment: &Segment,
     feedback: Option<&Feedback>,
     resident: &ResidentMemory,
     digester: &Digester,
+    n_body: Option<u32>,
 ) -> Result<VerifySetup, CudaError> {
     let failed = |e| CudaError::Driver { step: "preparing verification".into(), source: e };
     let live_in = live_in(plan, segment);
@@ -55,7 +56,15 @@ pub(crate) fn check(
         }
         if let Some(feedback) = feedback {
             let feed = resident.feed_of(feedback.n_rows).map_err(failed)?;
-            uploads.push((feed, run_state(feedback, idx)));
+            let context = plan.bounds().paged.iter().map(|p| p.max_blocks * p.kv_block).min();
+            let limit = n_body.and(context).map_or(u32::MAX, |n| u32::try_from(n).unwrap_or(u32::MAX));
+            let (count, header) = run_state(feedback, idx, limit);
+            uploads.push((feed, header));
+            if let Some(n_body) = n_body {
+                let words = loop_state(count, n_body, idx);
+                let header = resident.ring.slice(0, 8 * words.len() as u64).map_err(failed)?;
+                uploads.push((header, words.iter().flat_map(|word| word.to_le_bytes()).collect()));
+            }
         }
         for &(buffer, dtype) in &live_in {
             let buf = resident.buffer(plan, buffer).map_err(failed)?;
@@ -323,7 +332,7 @@ fn state_values(kind: StateKind, dtype: DType, n_bytes: usize, rng: &mut Random)
 
 /// State of a run: in the middle of it; at its last token, with the ring wrapping around; with the history
 /// wrapping around. Some rows have ended, and the biases of some lapse.
-fn run_state(feedback: &Feedback, case: usize) -> Vec<u8> {
+fn run_state(feedback: &Feedback, case: usize, limit: u32) -> (u64, Vec<u8>) {
     let n_rows = feedback.n_rows.max(1);
     let window = ((feedback.history.len / n_rows) >> (case / 2)) as u32;
     let (count, n_left, history_next) =
@@ -332,7 +341,7 @@ fn run_state(feedback: &Feedback, case: usize) -> Vec<u8> {
         let state = CommitState {
             done: u32::from(row > 0 && (row + case).is_multiple_of(5)),
             n_left: n_left + (row % 3) as u32,
-            limit: u32::MAX,
+            limit,
             window,
             history_next,
             bias_until: u32::from((row + case).is_multiple_of(2)),
@@ -342,7 +351,13 @@ fn run_state(feedback: &Feedback, case: usize) -> Vec<u8> {
         (state, &[1, 2][..])
     };
     let rows: Vec<_> = (0..n_rows).map(row).collect();
-    FeedLayout { n_rows }.header(count, &rows)
+    (count, FeedLayout { n_rows }.header(count, &rows))
+}
+
+/// Header of the ring of a loop: it ends after a few bodies, then when its row does.
+fn loop_state(count: u64, n_body: u32, case: usize) -> [u64; 3] {
+    let until = if case == 0 { count + u64::from(2 * n_body).max(3) } else { u64::MAX };
+    [count, until, 0]
 }
 
 /// Greedy, then all filters, then all penalties.

@@ -431,7 +431,7 @@ fn compare_cases(
     }
     for (idx, case) in check.cases.iter().enumerate() {
         prepare(stream, lease, warm, written, check, case)?;
-        stream.run(lease, false, |q| warm.enqueue(q))?;
+        run_eagerly(stream, lease, warm)?;
         let eager = download(stream, lease, warm, written)?;
         prepare(stream, lease, warm, written, check, case)?;
         graph.replay(lease, stream)?;
@@ -442,6 +442,27 @@ fn compare_cases(
         report.unwritten_bytes = eager.iter().flatten().filter(|b| **b == POISON).count() as u64;
     }
     Ok(report)
+}
+
+/// Most bodies of a loop that one case may run.
+const MAX_BODIES: usize = 8;
+
+/// Runs a plan eagerly. The body of a loop is run once for each time that the loop would run it, with the same decisions
+/// between the bodies.
+fn run_eagerly(stream: &mut Stream, lease: &mut Lease, warm: &WarmPlan) -> Result<(), DriverError> {
+    let Some(loop_end) = warm.loop_end() else {
+        return stream.run(lease, false, |q| warm.enqueue(q)).map(drop);
+    };
+    for _ in 0..MAX_BODIES {
+        stream.run(lease, false, |q| warm.enqueue(q))?;
+        let mut end = [0; 8];
+        stream.download(lease, loop_end, &mut end)?;
+        if end != [0; 8] {
+            return Ok(());
+        }
+    }
+    let because = format!("the loop would run its body more than {MAX_BODIES} times");
+    Err(DriverError::caller(CudaError::Mismatch { what: "verification cases", because }))
 }
 
 /// Contents of small ranges; digest and number of poison bytes for each chunk of large ones.
@@ -487,7 +508,7 @@ impl<'a> Digests<'a> {
         idx: usize,
     ) -> Result<u64, VerifyError> {
         prepare(stream, lease, warm, self.written, check, case)?;
-        stream.run(lease, false, |q| warm.enqueue(q))?;
+        run_eagerly(stream, lease, warm)?;
         let eager = self.take(stream, lease, warm)?;
         prepare(stream, lease, warm, self.written, check, case)?;
         graph.replay(lease, stream)?;
@@ -498,7 +519,7 @@ impl<'a> Digests<'a> {
         if let Some(chunk) = differing_chunk(&eager.1, &digest) {
             let replayed = download(stream, lease, warm, &self.large)?;
             prepare(stream, lease, warm, self.written, check, case)?;
-            stream.run(lease, false, |q| warm.enqueue(q))?;
+            run_eagerly(stream, lease, warm)?;
             let eager = download(stream, lease, warm, &self.large)?;
             for ((range, eager), replayed) in self.large.iter().zip(&eager).zip(&replayed) {
                 compare(warm, *range, eager, replayed, idx)?;

@@ -186,6 +186,9 @@ pub struct WarmPlan {
     notes: Vec<String>,
     /// cuBLASLt products to run before a recording.
     rehearsals: Vec<Rehearsal>,
+    /// Set if the work is the body of a loop: a word that the last launch makes other than 0 when the loop is to end,
+    /// also outside a loop.
+    loop_end: Option<Buf>,
 }
 
 impl WarmPlan {
@@ -193,7 +196,31 @@ impl WarmPlan {
     #[must_use]
     pub fn new(name: &str, space: &Arc<Space>) -> WarmPlan {
         let (work, names, notes, rehearsals) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
-        WarmPlan { name: Arc::from(name), space: Arc::clone(space), work, names, notes, rehearsals }
+        let (name, space) = (Arc::from(name), Arc::clone(space));
+        WarmPlan { name, space, work, names, notes, rehearsals, loop_end: None }
+    }
+
+    /// Makes the plan the body of a loop, which ends when its last launch makes this word other than 0.
+    #[must_use]
+    pub(crate) fn repeated_until(mut self, loop_end: Buf) -> WarmPlan {
+        self.loop_end = Some(loop_end);
+        self
+    }
+
+    /// The word that ends the loop, if the plan is the body of one.
+    pub(crate) fn loop_end(&self) -> Option<Buf> {
+        self.loop_end
+    }
+
+    /// Appends the work of another plan over the same memory.
+    pub(crate) fn append(&mut self, other: &WarmPlan) {
+        self.work.extend(other.work.iter().cloned());
+        self.names.extend(other.names.iter().cloned());
+    }
+
+    /// Removes and drops the last work.
+    pub(crate) fn pop(&mut self) {
+        self.work.pop();
     }
 
     /// Appends work.

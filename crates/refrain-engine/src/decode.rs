@@ -169,6 +169,11 @@ impl ActiveRunRow {
 }
 
 impl ActiveRun {
+    /// Whether the device repeats the step by itself.
+    fn is_repeated(&self) -> bool {
+        self.max_in_flight == usize::MAX
+    }
+
     /// Index of the sequence's row, if the row's next step is the requested one.
     fn find(&self, row: &DecodeRow<'_>) -> Option<usize> {
         let idx = row.sequence.run_row;
@@ -276,6 +281,7 @@ impl Core {
     /// Waits until no launched step is in flight, and records those that nobody needed as discarded in the
     /// ledger. Every other method that runs steps calls this first.
     pub fn drain(&mut self) {
+        self.note_not_repeated();
         let Some(active_run) = self.active_run.take() else { return };
         let run = self.runner.progress();
         match self.runner.finish() {
@@ -419,6 +425,8 @@ impl Core {
                     row_idx.is_some() || row.sequence.table.holds_state(row.sequence.tokens.len())
                 };
                 let may_join = rows.iter().zip(&row_idxs).all(is_whole);
+                // A run that the device repeats by itself has its whole reply in flight: nobody waits for that.
+                let is_repeated = self.active_run.as_ref().is_some_and(ActiveRun::is_repeated);
                 if policy != LaunchPolicy::CollectOnly && is_fitting && may_join {
                     for (row, row_idx) in
                         rows.iter_mut().zip(&mut row_idxs).filter(|(_, row_idx)| row_idx.is_none())
@@ -427,7 +435,7 @@ impl Core {
                     }
                     return Ok((row_idxs, policy));
                 }
-                if policy == LaunchPolicy::CollectOnly || n_in_flight > 0 {
+                if !is_repeated && (policy == LaunchPolicy::CollectOnly || n_in_flight > 0) {
                     return Ok((row_idxs, LaunchPolicy::CollectOnly));
                 }
             }
@@ -447,6 +455,7 @@ impl Core {
         let mut members: Vec<_> = rows.iter().map(|row| Some(ActiveRunRow::new(row, 0))).collect();
         members.resize_with(shape.n_rows.max(rows.len()), || None);
         self.active_run = Some(ActiveRun { rows: members, shape, max_in_flight: max, last_collected: None });
+        self.note_not_repeated();
         Ok(((0..rows.len()).map(Some).collect(), policy))
     }
 
@@ -491,7 +500,18 @@ impl Core {
         if in_flight > 0 && (max <= in_flight || in_flight > active_run.max_in_flight / 2) {
             return Ok(());
         }
+        // A loop on the device cannot be extended while it runs.
+        if in_flight > 0 && active_run.is_repeated() {
+            return Ok(());
+        }
         let mut n = max - in_flight;
+        // If the pool is small: as many steps as there are blocks for.
+        while active_run.is_repeated()
+            && n > 1
+            && active_run.cover(rows, row_idxs, run.n_launched + n as u64).is_err()
+        {
+            n = n.div_ceil(2);
+        }
         if let Err(error) = active_run.cover(rows, row_idxs, run.n_launched + n as u64) {
             // Other sequences hold the remaining blocks: make do with the steps in flight, or launch one at a
             // time.
@@ -514,6 +534,16 @@ impl Core {
             }
         }
         self.runner.launch(n)
+    }
+
+    /// Records why the device does not repeat the run's steps, if it was to.
+    fn note_not_repeated(&mut self) {
+        let Some(active_run) = &self.active_run else { return };
+        let Some(reason) = self.runner.take_not_repeated() else { return };
+        for row in active_run.rows.iter().flatten() {
+            lock(&row.ledger).not_repeated(StepKind::Decode, reason.clone());
+        }
+        self.ledger.not_repeated(StepKind::Decode, reason);
     }
 
     /// Records a collected step, in the core's ledger and in that of each sequence.

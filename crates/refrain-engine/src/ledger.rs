@@ -31,6 +31,10 @@ pub struct Tally {
     pub fastest: Option<Duration>,
     /// The slowest step.
     pub slowest: Option<Duration>,
+    /// Steps that an earlier launch repeated on the device. Part of `replayed`.
+    pub repeated: u64,
+    /// Why steps that the device was to repeat were launched one by one, if there were such: the latest reason.
+    pub not_repeated: Option<Reason>,
     /// Reasons why steps were not replayed, by label: the count and the most recent occurrence in full.
     reasons: BTreeMap<&'static str, (u64, Reason)>,
 }
@@ -59,10 +63,11 @@ impl fmt::Display for Tally {
         let (steps, s) = (self.steps(), if self.steps() == 1 { "" } else { "s" });
         write!(f, "{steps} step{s}, {} replayed", self.replayed)?;
         if self.launches != self.replayed {
-            write!(f, " in {} launches", self.launches)?;
+            write!(f, " in {} launch{}", self.launches, if self.launches == 1 { "" } else { "es" })?;
         }
         if self.host_steps > 0 {
-            write!(f, " with {} host steps", self.host_steps)?;
+            let s = if self.host_steps == 1 { "" } else { "s" };
+            write!(f, " with {} host step{s}", self.host_steps)?;
         }
         write!(f, ", {} eager", self.eager)?;
         if self.failed > 0 {
@@ -82,7 +87,13 @@ impl fmt::Display for Tally {
                 _ => write!(f, "{open}{n} times: {reason}")?,
             }
         }
-        if reasons.is_empty() { Ok(()) } else { write!(f, ")") }
+        if !reasons.is_empty() {
+            write!(f, ")")?;
+        }
+        match &self.not_repeated {
+            Some(reason) => write!(f, "; launched one by one: {reason}"),
+            None => Ok(()),
+        }
     }
 }
 
@@ -158,6 +169,7 @@ impl Ledger {
         match ran {
             Ran::Replayed { n_launches, n_host_steps } => {
                 tally.replayed += 1;
+                tally.repeated += u64::from(*n_launches == 0);
                 tally.launches += u64::from(*n_launches);
                 tally.host_steps += u64::from(*n_host_steps);
             }
@@ -174,6 +186,11 @@ impl Ledger {
         tally.failed += 1;
         tally.total += took;
         note(tally, reason);
+    }
+
+    /// Records why the device does not repeat the steps.
+    pub fn not_repeated(&mut self, kind: StepKind, reason: Reason) {
+        self.tally_mut(kind).not_repeated = Some(reason);
     }
 
     /// Records steps that were launched ahead and discarded.
@@ -276,6 +293,20 @@ mod tests {
         }
         let all: Vec<_> = ledger.tally(StepKind::Decode).reasons().collect();
         assert_eq!(all, [("replay_failed", 2, &Reason::ReplayFailed { code: 719 })]);
+    }
+
+    #[test]
+    fn steps_that_the_device_repeats_count_as_replayed_without_a_launch() {
+        let mut ledger = Ledger::new();
+        ledger.ran(StepKind::Decode, 1, MS, &Ran::REPLAYED);
+        for _ in 0..3 {
+            ledger.ran(StepKind::Decode, 1, MS, &Ran::Replayed { n_launches: 0, n_host_steps: 0 });
+        }
+        let decode = ledger.tally(StepKind::Decode);
+        assert_eq!((decode.replayed, decode.launches, decode.repeated), (4, 1, 3));
+        assert_eq!(decode.to_string(), "4 steps, 4 replayed in 1 launch, 0 eager");
+        ledger.not_repeated(StepKind::Decode, Reason::Profiling);
+        assert!(ledger.tally(StepKind::Decode).to_string().contains("; launched one by one: profiling"));
     }
 
     #[test]

@@ -10,7 +10,7 @@ use crate::step::{
     sample_head, spec,
 };
 use refrain_graph::{
-    Backend, CommittedStep, ControlBlock, Feedback, Io, LateRows, Plan, Ran, RowLimits, Run,
+    Backend, CommittedStep, ControlBlock, Feedback, Io, LateRows, Plan, Ran, Reason, RowLimits, Run,
 };
 use refrain_graph::{RunError, StateEdit, StateId, StateKind, StepFlags, StepInputs, fuse};
 use refrain_models::{KvSpec, Model, StepSpec};
@@ -113,6 +113,10 @@ pub trait Runner: Send {
     fn collect(&mut self) -> Result<CommittedStep, EngineError>;
     /// Progress of the run; zero if there is none.
     fn progress(&self) -> DecodeProgress;
+    /// Takes the reason why the steps of the run are launched one by one, if the device was to repeat them.
+    fn take_not_repeated(&mut self) -> Option<Reason> {
+        None
+    }
     /// Ends the run, if there is one: waits until no step is in flight, and returns how many steps were not
     /// collected.
     fn finish(&mut self) -> Result<usize, EngineError>;
@@ -519,6 +523,11 @@ where
             n_launched: run.n_sent(),
             n_collected: run.n_taken(),
         })
+    }
+
+    fn take_not_repeated(&mut self) -> Option<Reason> {
+        let (backend, _, _, compiled, _) = self.running().ok()?;
+        backend.take_not_repeated(compiled)
     }
 
     fn finish(&mut self) -> Result<usize, EngineError> {

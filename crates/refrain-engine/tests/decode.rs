@@ -124,6 +124,55 @@ fn launching_ahead_does_not_wait_for_blocks_of_other_sessions() {
     assert_eq!(core.decode_ahead(&mut session, next, &mut row(), &many).unwrap().token, 9);
 }
 
+#[test]
+fn a_reply_that_the_device_repeats_is_requested_whole_or_in_windows_of_what_fits() {
+    let (mut core, script) = core(64, 64);
+    script.allow(usize::MAX);
+    let mut session = core.open();
+    let mut next = core.prompt(&mut session, &upto(3), &mut row(), |_| true).unwrap().token;
+    let before = script.seen().len();
+    for n_tokens in (1..=20).rev() {
+        let ahead = Lookahead { n_tokens, end: &[] };
+        next = core.decode_ahead(&mut session, next, &mut row(), &ahead).unwrap().token;
+        assert_eq!(script.seen().len() - before, 20, "all steps are launched at once");
+    }
+    core.close(session);
+    // Another session holds all but one block of the pool.
+    let (mut other, mut session) = (core.open(), core.open());
+    core.prompt(&mut other, &upto(64 - 16), &mut row(), |_| true).unwrap();
+    let mut next_too = core.prompt(&mut session, &upto(3), &mut row(), |_| true).unwrap().token;
+    let before = script.seen().len();
+    let n_free = 16 - 3;
+    let mut n_launches = 0;
+    let mut n_seen = 0;
+    for i in 0..n_free {
+        let ahead = Lookahead { n_tokens: 60, end: &[] };
+        next_too = core.decode_ahead(&mut session, next_too, &mut row(), &ahead).unwrap().token;
+        let n = script.seen().len() - before;
+        n_launches += usize::from(n > n_seen);
+        n_seen = n;
+        assert!(n > i && n <= n_free, "{n}");
+    }
+    assert!(n_launches <= 4, "{n_launches} windows for {n_free} steps");
+    let full = core.decode_ahead(&mut session, next_too, &mut row(), &Lookahead { n_tokens: 60, end: &[] });
+    assert!(matches!(full, Err(EngineError::OutOfBlocks(_))), "{full:?}");
+    assert_eq!(next, 23);
+}
+
+#[test]
+fn a_sequence_that_joins_does_not_wait_for_a_reply_that_the_device_repeats() {
+    let (mut core, script) = core(64, 64);
+    script.allow(usize::MAX);
+    let mut texts = texts(&mut core, 2);
+    let [one, two] = &mut texts[..] else { panic!() };
+    let ahead = Lookahead { n_tokens: 30, end: &[] };
+    (0..3).for_each(|call| step(&mut core, call, &mut [one], ahead));
+    // The loop of the first is given up, and both go on together at once.
+    step(&mut core, 3, &mut [one, two], ahead);
+    assert_eq!((one.got_at.len(), two.got_at.len()), (4, 1));
+    assert!(core.ledger().tally(StepKind::Decode).discarded > 0);
+}
+
 /// A sequence that counts upwards from its own start.
 struct Text {
     session: SequenceState,

@@ -339,9 +339,16 @@ pub trait Backend {
         Ok(queue.clear())
     }
 
-    /// Maximum number of steps of a run in flight; 1 if the host takes part in every step.
+    /// Maximum number of steps of a run in flight; 1 if the host takes part in every step, and `usize::MAX` if the device
+    /// repeats the step by itself: then all steps of a reply are requested at once.
     fn ahead(&self, _: &Self::Compiled) -> usize {
         1
+    }
+
+    /// Takes the reason why a run's steps are launched one by one, if the device was to repeat them. It may become known
+    /// when the run begins, or when a step of it is launched.
+    fn take_not_repeated(&mut self, _: &Self::Compiled) -> Option<Reason> {
+        None
     }
 
     /// Launches the next `n` steps of a run, in order and without waiting for them if the backend can.

@@ -9,7 +9,8 @@ pub enum Ran {
     /// Replayed from recorded graphs: all device work was in a graph. Includes a step that verification
     /// compared with its eager run and found equal, although the results of the eager run are kept.
     Replayed {
-        /// Number of graph launches; 1 for a plan without host steps and late inputs.
+        /// Number of graph launches; 1 for a plan without host steps and late inputs, and 0 for a step that an earlier
+        /// launch repeated on the device.
         n_launches: u32,
         /// Number of host steps between them.
         n_host_steps: u32,
@@ -101,6 +102,11 @@ pub enum Reason {
         /// Cause.
         what: String,
     },
+    /// The device does not repeat the steps of a reply, although that was requested.
+    NoLoop {
+        /// Cause.
+        because: String,
+    },
     /// Waiting after an earlier failure.
     BackingOff {
         /// Steps until the next attempt.
@@ -155,6 +161,7 @@ impl Reason {
             Reason::VerifyMismatch { .. } => "verify_mismatch",
             Reason::ReplayFailed { .. } => "replay_failed",
             Reason::StepFailed { .. } => "step_failed",
+            Reason::NoLoop { .. } => "no_loop",
             Reason::BackingOff { .. } => "backing_off",
             Reason::OutOfMemory { .. } => "out_of_memory",
             Reason::ContextLost { .. } => "context_lost",
@@ -184,6 +191,7 @@ impl fmt::Display for Reason {
             }
             Reason::ReplayFailed { code } => write!(f, "replay failed with error {code}"),
             Reason::StepFailed { what } => write!(f, "the step failed: {what}"),
+            Reason::NoLoop { because } => write!(f, "{because}"),
             Reason::BackingOff { steps_left: 0, after } => write!(f, "retrying at the next step: {after}"),
             Reason::BackingOff { steps_left, after } => {
                 let s = if *steps_left == 1 { "" } else { "s" };

@@ -352,6 +352,11 @@ impl Run {
         self.held.clone_from(&late.held);
     }
 
+    /// Whether each row ends with the steps launched so far, at the latest.
+    pub fn is_requested_whole(&self) -> bool {
+        self.rows.iter().flatten().all(|row| row.next >= row.end)
+    }
+
     /// Counts a collected step.
     pub fn taken(&mut self) {
         self.n_taken += 1;

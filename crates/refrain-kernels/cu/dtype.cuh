@@ -39,6 +39,13 @@ inline u16 f32_to_f16(float x) {
 inline void store_release_system(u64* p, u64 x) {
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(x) : "memory");
 }
+
+// Loads a word that the host may change at any time; orders nothing.
+inline u64 load_system(const u64* p) {
+    u64 x;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(x) : "l"(p));
+    return x;
+}
 #endif
 
 inline float to_f32(float x) { return x; }

@@ -6,7 +6,7 @@
 
 use bytemuck::{Pod, Zeroable};
 use refrain_driver::sim::{KernelResult, SimKernel};
-use refrain_driver::{Baked, Buf, Launch, RING_HEADER_BYTES, Ring};
+use refrain_driver::{Baked, Buf, Launch, LaunchBuilder, RING_HEADER_BYTES, Ring};
 use refrain_graph::StepFlags;
 use refrain_tensor::DType;
 
@@ -195,12 +195,33 @@ impl Kernels {
     pub fn commit(&self, a: &CommitArgs<'_>) -> Result<Launch, KernelError> {
         let shape = [("n", a.n)];
         let case = OpCase { op: "commit", dtype: DType::I32, shape: &shape };
+        Ok(self.commit_launch("commit_i32", a, &case)?.vouch(&case))
+    }
+
+    /// Builds the launch for [`CommitArgs`] that also decides whether the steps go on, as [`Ring::begin_loop`] and the
+    /// rows demand. If it is recorded in a loop whose body has `n_body` steps, the decision becomes the loop's
+    /// condition. Needs a ring.
+    pub fn commit_loop(&self, a: &CommitArgs<'_>, n_body: u32) -> Result<Launch, KernelError> {
+        let shape = [("n", a.n)];
+        let case = OpCase { op: "commit_loop", dtype: DType::I32, shape: &shape };
+        crate::require!(case, a.ring.is_some(), "a loop reports its results through a ring");
+        crate::require!(case, n_body > 0, "a body has at least one step");
+        let launch = self.commit_launch("commit_loop_i32", a, &case)?;
+        Ok(launch.baked(Baked(n_body)).condition().vouch(&case))
+    }
+
+    fn commit_launch(
+        &self,
+        kernel: &str,
+        a: &CommitArgs<'_>,
+        case: &OpCase<'_>,
+    ) -> Result<LaunchBuilder, KernelError> {
         case.sizes()?;
         crate::require!(case, a.n <= 1024, "the kernel takes at most 1024 rows");
         let (n_history, n_eog) = (case.u32("n_history", a.n_history)?, case.u32("n_eog", a.n_eog)?);
         let n_bias = case.u32("n_bias", a.n_bias)?;
         let launch = self
-            .launch("commit_i32", 1, a.n.next_multiple_of(32) as u32)?
+            .launch(kernel, 1, a.n.next_multiple_of(32) as u32)?
             .step(a.step)
             .read_write(case.words("tokens", a.tokens, &[a.n])?)
             .read_write(case.words("positions", a.positions, &[a.n])?)
@@ -244,15 +265,18 @@ impl Kernels {
             .baked(Baked(n_eog))
             .baked(Baked(a.ring.map_or(1, |r| r.n_entries)))
             .baked(Baked(stride))
-            .baked(Baked(case.u32("n_top", n_top)?))
-            .vouch(&case))
+            .baked(Baked(case.u32("n_top", n_top)?)))
     }
 }
 
 pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     let params = [P, P, P, P, P, P, P, P, P, P, P, P, P, W, W, W, W, W, W, W];
-    all.push(KernelEntry::new(KernelFamily::Commit, "commit_i32", &params, twin));
-    all.push(KernelEntry::new(KernelFamily::Commit, "edit_u32", &[P, P, W, W], edit_twin));
+    let entry = |name: &str, params: &[usize], twin: fn(&mut SimKernel<'_>) -> KernelResult| {
+        KernelEntry::new(KernelFamily::Commit, name, params, twin)
+    };
+    all.push(entry("commit_i32", &params, twin).unit("step"));
+    all.push(entry("edit_u32", &[P, P, W, W], edit_twin).unit("step"));
+    all.push(entry("commit_loop_i32", &[&params[..], &[W, P]].concat(), loop_twin).unit("loop"));
 }
 
 fn edit_twin(k: &mut SimKernel<'_>) -> KernelResult {
@@ -269,6 +293,29 @@ fn edit_twin(k: &mut SimKernel<'_>) -> KernelResult {
 }
 
 fn twin(k: &mut SimKernel<'_>) -> KernelResult {
+    commit_rows(k).map(drop)
+}
+
+fn loop_twin(k: &mut SimKernel<'_>) -> KernelResult {
+    let ring = k.ptr(7)?;
+    let [consumed, until] =
+        k.before_wait(|k| Ok([k.load_acquire_u64(ring)?, k.load_acquire_u64(ring.add(8))?]))?;
+    let (number, goes_on) = commit_rows(k)?;
+    let [n_entries, n_body] = [k.arg::<u32>(17)?, k.arg::<u32>(20)?].map(u64::from);
+    let pending = number.wrapping_sub(consumed).wrapping_add(n_body);
+    let another = goes_on && number < until && pending <= n_entries;
+    if !another {
+        k.store_release_u64(ring.add(16), number)?;
+    }
+    match k.arg::<u64>(21)? {
+        0 => {}
+        condition => k.set_condition(condition, u32::from(another)),
+    }
+    Ok(())
+}
+
+/// Commits all rows. Returns the number of the ring's entry, and whether a row goes on.
+fn commit_rows(k: &mut SimKernel<'_>) -> KernelResult<(u64, bool)> {
     let (n, widths, n_eog) = (count(k, 13)?, [count(k, 14)?, count(k, 15)?], count(k, 16)?);
     let eog: Vec<i32> = k.read(k.ptr(10)?, n_eog * n)?;
     let mut entries = Vec::with_capacity(n);
@@ -277,8 +324,9 @@ fn twin(k: &mut SimKernel<'_>) -> KernelResult {
         entries.push(commit_row(k, row, widths, &ends)?);
     }
     let (count_at, ring) = (k.ptr(6)?, k.ptr(7)?);
+    let goes_on = entries.iter().any(|entry| entry.flags == 0);
     if ring.0 == 0 {
-        return Ok(());
+        return Ok((0, goes_on));
     }
     let (n_entries, stride) = (u64::from(k.arg::<u32>(17)?), u64::from(k.arg::<u32>(18)?));
     let seq: u64 = k.read_one(count_at)?;
@@ -292,8 +340,10 @@ fn twin(k: &mut SimKernel<'_>) -> KernelResult {
         k.write(ids, &top_ids)?;
         k.write(ids.add(4 * n_listed as u64), &top_logprobs)?;
     }
-    k.write_one(count_at, seq.wrapping_add(1))?;
-    k.store_release_u64(entry, seq.wrapping_add(1))
+    let number = seq.wrapping_add(1);
+    k.write_one(count_at, number)?;
+    k.store_release_u64(entry, number)?;
+    Ok((number, goes_on))
 }
 
 fn commit_row(

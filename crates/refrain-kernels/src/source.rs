@@ -361,6 +361,6 @@ mod tests {
         units.dedup();
         assert_eq!(units.len(), KernelUnit::all().len());
         assert_eq!(KernelUnit::named(KernelFamily::Product, "q4_k").to_string(), "product.cu (q4_k)");
-        assert_eq!(KernelUnit::whole(KernelFamily::Commit).to_string(), "commit.cu");
+        assert_eq!(KernelUnit::whole(KernelFamily::Digest).to_string(), "digest.cu");
     }
 }

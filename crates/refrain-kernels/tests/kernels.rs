@@ -225,6 +225,10 @@ both! {
         commit_until_done(&mut bed);
     }
 
+    fn the_last_commit_of_a_body_decides_whether_a_loop_goes_on(bed) {
+        commit_decides_whether_a_loop_goes_on(&mut bed);
+    }
+
     fn an_edit_changes_the_words_it_names_and_no_other(bed) {
         edit_ranges(&mut bed);
     }
@@ -371,6 +375,105 @@ fn same_bits_with_others(bed: &mut Bed) {
         let out = bed.stream.run(&mut lease, false, |_| Ok(())).unwrap();
         let one: Vec<u32> = out.values(&mut bed.stream, alone).unwrap();
         assert_eq!(all, one, "{dtype}");
+    }
+}
+
+/// One row, committed as a step and as the last step of a loop's body: both do the same, and the second also decides
+/// whether there is another body.
+fn commit_decides_whether_a_loop_goes_on(bed: &mut Bed) {
+    let mut layout = MemoryLayout::new("loop");
+    let words = |n: usize| 4 * n as u64;
+    let sizes = [1, 1, 1, 1, 4, 2, 2, 2].map(words);
+    let names = ["token", "logprob", "tokens", "positions", "rng", "history", "bias_ids", "eog"];
+    let mut regions = Vec::new();
+    for (name, bytes) in names.iter().zip(sizes) {
+        regions.push(layout.device(name, bytes));
+    }
+    let (state, count) = (layout.device("state", 32), layout.device("count", 8));
+    let ring = layout.pinned(bed::PINNED, Ring::bytes(4, size_of::<CommitEntry>()).unwrap());
+    let memory = bed.plan(&layout);
+    let bufs: Vec<_> = regions.into_iter().map(|r| memory.buf(r)).collect();
+    let [state, count] = [state, count].map(|r| memory.buf(r));
+    let mut host = Ring::new(&memory, ring, 4, size_of::<CommitEntry>()).unwrap();
+    let mut lease = memory.lease().unwrap();
+    let args = CommitArgs {
+        token: bufs[0],
+        logprob: bufs[1],
+        tokens: bufs[2],
+        positions: bufs[3],
+        rng: bufs[4],
+        history: bufs[5],
+        bias_ids: bufs[6],
+        state,
+        eog: bufs[7],
+        ring: Some(CommitRing { ring: host.buf(), count, n_entries: 4 }),
+        n: 1,
+        n_history: 2,
+        n_bias: 2,
+        n_eog: 2,
+        step: "commit",
+    };
+    assert!(bed.kernels.commit_loop(&CommitArgs { ring: None, ..args }, 1).is_err());
+    assert!(bed.kernels.commit_loop(&args, 0).is_err());
+    let step = bed.kernels.commit(&args).unwrap();
+    // Steps in a body, results that the loop may write, tokens left, results before it that the host has not read,
+    // and whether there is another body after the first result.
+    let cases: [(u32, u64, u32, usize, bool); 8] = [
+        (1, 9, 9, 0, true),
+        (1, 1, 9, 0, false),
+        (1, 9, 1, 0, false),
+        (1, 9, 9, 2, true),
+        (1, 9, 9, 3, false),
+        (2, 9, 9, 1, true),
+        (2, 9, 9, 2, false),
+        (4, 9, 9, 0, false),
+    ];
+    for (n_body, n, n_left, n_unread, goes_on) in cases {
+        let repeated = bed.kernels.commit_loop(&args, n_body).unwrap();
+        let mut outcomes = Vec::new();
+        for launch in [&step, &repeated] {
+            host.restart();
+            let row = CommitState {
+                n_left,
+                limit: 100,
+                window: 2,
+                n_bias_kept: 1,
+                bias_until: 8,
+                ..bytemuck::Zeroable::zeroed()
+            };
+            for (buf, bytes) in [
+                (bufs[0], i32s(&[5])),
+                (bufs[1], f32s(&[-0.5])),
+                (bufs[2], i32s(&[4])),
+                (bufs[3], i32s(&[6])),
+                (bufs[4], i32s(&[1, 2, 7, 0])),
+                (bufs[5], i32s(&[-1, -1])),
+                (bufs[6], i32s(&[3, 9])),
+                (bufs[7], i32s(&[1, -1])),
+                (state, bytemuck::bytes_of(&row).to_vec()),
+                (count, (n_unread as u64).to_le_bytes().to_vec()),
+            ] {
+                bed.stream.upload(&mut lease, buf, &bytes).unwrap();
+            }
+            assert!((0..n_unread).all(|_| host.reserve()));
+            assert!(host.begin_loop(n, 1));
+            bed.stream.run(&mut lease, false, |q| q.launch(launch)).unwrap();
+            bed.stream.synchronize().unwrap();
+            let mut seen = Vec::new();
+            for buf in bufs.iter().chain([&state, &count]) {
+                let mut bytes = vec![0; buf.len() as usize];
+                bed.stream.download(&lease, *buf, &mut bytes).unwrap();
+                seen.push(bytes);
+            }
+            let mut ring = vec![0; host.buf().len() as usize];
+            bed.stream.download(&lease, host.buf(), &mut ring).unwrap();
+            seen.push(ring[64..].to_vec());
+            outcomes.push((seen, host.loop_end()));
+        }
+        assert_eq!(outcomes[0].0, outcomes[1].0);
+        assert_eq!(outcomes[0].1, None, "a step decides nothing");
+        let end = (!goes_on).then_some(n_unread as u64 + 1);
+        assert_eq!(outcomes[1].1, end, "{:?}", (n_body, n, n_left, n_unread));
     }
 }
 

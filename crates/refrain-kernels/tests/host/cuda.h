@@ -88,6 +88,9 @@ inline unsigned short f32_to_f16(float x) { return same_bits<unsigned short>((_F
 inline void store_release_system(unsigned long long* p, unsigned long long x) {
     __atomic_store_n(p, x, __ATOMIC_RELEASE);
 }
+inline unsigned long long load_system(const unsigned long long* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
+// On the host, the condition of a loop is the address of a word.
+inline void cudaGraphSetConditional(unsigned long long condition, unsigned value) { *(unsigned*)condition = value; }
 inline float power_of_2(float x) { return exp2f(x); }
 inline float quick_exp2(float x) { return exp2f(x); }
 inline float reciprocal(float x) { return 1.0f / x; }
