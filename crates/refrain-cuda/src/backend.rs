@@ -9,8 +9,8 @@ use refrain_driver::{Device, DeviceKind, Worker};
 use refrain_graph::{
     Backend, ByteEdit, Collected, CommittedStep, CompileError, Fusion, Graph, GroupQuery, Io, LateRows, Plan,
     PlanOptions, Query, Ran, Reason, Run, RunError, SlotLayout, State, StateEdit, StateId, StatePart,
-    StepQueue, Support, Weight, collect_stepwise, finish_stepwise, queue_stepwise, send_stepwise, supply_stepwise,
-    take_stepwise,
+    StepQueue, Support, Weight, collect_stepwise, finish_stepwise, queue_stepwise, send_stepwise,
+    supply_stepwise, take_stepwise,
 };
 use refrain_kernels::packed_bytes;
 use refrain_tensor::{DType, HostTensor};

@@ -136,7 +136,8 @@ impl DeviceModel {
         let sent = resident.send_control(&mut self.stream, Some(header), &control);
         sent.map_err(CudaError::driver("uploading the control block"))?;
         let (requested, late) = (VecDeque::new(), VecDeque::new());
-        self.followed = Some(Followed { id, feedback, control, requested, body: None, late, before_loop: None });
+        self.followed =
+            Some(Followed { id, feedback, control, requested, body: None, late, before_loop: None });
         Ok(())
     }
 
@@ -385,7 +386,7 @@ impl DeviceModel {
         let Some(followed) = &mut self.followed else { return true };
         let Some(before) = followed.before_loop.take() else { return true };
         let n_ran = self.pump.n_sent().saturating_sub(before);
-        (0..n_ran).for_each(|_| followed.advance());
+        (0..n_ran).for_each(|_| followed.advance(&[]));
         self.n_decoded += n_ran;
         if let Some(requested) = followed.requested.front_mut() {
             requested.n_steps = requested.n_steps.saturating_sub(n_ran as usize);

@@ -72,11 +72,7 @@ impl Kernels {
             "the plan is for {} rows",
             division.m
         );
-        crate::require!(
-            case,
-            Division::all(a.dtype).contains(&division),
-            "the plan is for another dtype"
-        );
+        crate::require!(case, Division::all(a.dtype).contains(&division), "the plan is for another dtype");
         crate::require!(
             case,
             a.k.is_multiple_of(PLANE.max(block_len)),

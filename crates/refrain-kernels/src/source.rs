@@ -82,7 +82,7 @@ pub enum KernelFamily {
 
 impl KernelFamily {
     /// Every family.
-    pub const ALL: [KernelFamily; 34] = [
+    pub const ALL: [KernelFamily; 35] = [
         KernelFamily::Linear,
         KernelFamily::Gather,
         KernelFamily::Norm,

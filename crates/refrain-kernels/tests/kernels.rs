@@ -407,6 +407,7 @@ fn commit_decides_whether_a_loop_goes_on(bed: &mut Bed) {
         state,
         eog: bufs[7],
         ring: Some(CommitRing { ring: host.buf(), count, n_entries: 4 }),
+        top: None,
         n: 1,
         n_history: 2,
         n_bias: 2,
