@@ -11,7 +11,7 @@ use crate::schedule::StepRow;
 use crate::serve::{Server, message_of};
 use std::num::NonZeroUsize;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -110,10 +110,7 @@ impl MaskThreads {
             Patience::None => self.results.try_recv().ok(),
             Patience::Unlimited => self.results.recv().ok(),
             Patience::Until(until) => {
-                match self.results.recv_timeout(until.saturating_duration_since(Instant::now())) {
-                    Ok(result) => Some(result),
-                    Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => None,
-                }
+                self.results.recv_timeout(until.saturating_duration_since(Instant::now())).ok()
             }
         }?;
         self.n_open -= 1;
