@@ -140,6 +140,9 @@ fn allows(mask: &[u32], token: u32) -> bool {
     mask[token as usize / 32] >> (token % 32) & 1 == 1
 }
 
+/// What each row chose, with its log-probability, and how the steps ran.
+type Said = (Vec<Vec<(u32, u32)>>, Vec<Ran>);
+
 impl Bed {
     /// Inputs of the first step: the last sequence has no mask.
     fn control(&self) -> ControlBlock {
@@ -190,7 +193,7 @@ impl Bed {
         run: &mut Run,
         n: usize,
         held: impl Fn(usize) -> Vec<usize>,
-    ) -> Result<(Vec<Vec<(u32, u32)>>, Vec<Ran>), RunError> {
+    ) -> Result<Said, RunError> {
         let ahead = self.backend.ahead(&self.compiled);
         let (mut said, mut ran) = (vec![Vec::new(); N_ROWS], Vec::new());
         let mut n_sent = 0;

@@ -2,8 +2,8 @@
 //!
 //! The mask of a choice depends on the token before it. So it is computed as soon as that token is known, on a thread of
 //! [`crate::masks`], while the device evaluates the token. Tokens that the grammar forces are appended at once and evaluated
-//! together, like a short prompt, by a request that runs alone. Beside others, such a prompt would interrupt them all: there
-//! a forced token is a choice with a mask of one bit.
+//! together, like a short prompt, if that pays: not beside other requests, which such a prompt would interrupt, and not if they
+//! are few and the next step is already launched. Then a forced token is a choice with a mask of one bit.
 
 use crate::error::EngineError;
 use crate::request::Request;
@@ -58,8 +58,8 @@ pub(crate) struct Place {
     pub(crate) position: usize,
     /// Number of forced tokens that may still be appended; `None` if the request ends here.
     pub(crate) n_left: Option<usize>,
-    /// Whether forced tokens are chosen one by one, because other requests share the steps.
-    pub(crate) is_shared: bool,
+    /// Fewer forced tokens than this are chosen one by one: evaluating them together would cost more.
+    pub(crate) min_together: usize,
 }
 
 /// A text that follows a grammar.
@@ -78,12 +78,7 @@ pub(crate) struct ConstrainedText {
     mask: Vec<u32>,
     /// Forced tokens that are chosen one by one. The matcher is past them.
     next: VecDeque<u32>,
-    /// Choices since a token forced others.
-    n_unforced: usize,
 }
-
-/// After this many choices without forced tokens, none are expected.
-const FORCED_WITHIN: usize = 16;
 
 impl ConstrainedText {
     /// The text of a request so far, with the mask of its first choice in the row. Fails if the given tokens do not follow
@@ -107,7 +102,6 @@ impl ConstrainedText {
             position: request.prompt.len(),
             mask: vec![0; n_vocab.div_ceil(32)],
             next: VecDeque::new(),
-            n_unforced: FORCED_WITHIN,
         };
         if constraint.n_given > 0 && request.max_tokens > 0 {
             // An interrupted text goes on as it would have: with what its last token forces.
@@ -129,11 +123,6 @@ impl ConstrainedText {
         self.is_complete
     }
 
-    /// Whether its next token is likely to force others, so that a step launched before would be for nothing.
-    pub(crate) fn is_likely_to_force(&self) -> bool {
-        self.forces && self.n_unforced < FORCED_WITHIN
-    }
-
     /// Appends a chosen token that does not end the text, and the tokens that the grammar forces after it. If something is
     /// left to choose and the request goes on, the next choice has to be prepared.
     pub(crate) fn follow(&mut self, chosen: u32, place: Place) -> Result<Followed, EngineError> {
@@ -150,8 +139,7 @@ impl ConstrainedText {
             return Ok(Followed { forced: Vec::new(), is_open: self.is_open() });
         };
         let mut forced = self.force(n_left)?;
-        self.n_unforced = if forced.is_empty() { self.n_unforced.saturating_add(1) } else { 0 };
-        if place.is_shared && self.may_choose(&forced) {
+        if forced.len() < place.min_together && self.may_choose(&forced) {
             self.next = std::mem::take(&mut forced).into();
         }
         self.position += forced.len();

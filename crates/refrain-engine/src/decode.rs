@@ -71,8 +71,6 @@ impl DecodeRow<'_> {
 pub enum LaunchPolicy {
     /// Launch as many steps as may be in flight.
     LaunchAhead,
-    /// Launch the next step, if none is in flight.
-    LaunchNext,
     /// Launch nothing: collect the steps in flight, because other work follows.
     CollectOnly,
 }
@@ -265,7 +263,7 @@ impl Core {
     ) -> Result<(), EngineError> {
         let began = Instant::now();
         let launched = self.assign_rows(rows, policy).and_then(|(row_idxs, policy)| match policy {
-            LaunchPolicy::LaunchAhead | LaunchPolicy::LaunchNext => self.top_up(rows, &row_idxs, policy),
+            LaunchPolicy::LaunchAhead => self.top_up(rows, &row_idxs),
             LaunchPolicy::CollectOnly => Ok(()),
         });
         match (launched, &mut self.active_run) {
@@ -309,6 +307,11 @@ impl Core {
         }
     }
 
+    /// Whether steps are in flight.
+    pub(crate) fn has_steps_in_flight(&self) -> bool {
+        self.active_run.is_some() && self.runner.progress().n_in_flight() > 0
+    }
+
     /// Whether in-flight steps evaluate this token of the sequence.
     pub(crate) fn has_in_flight(&self, sequence: &SequenceState, token: u32) -> bool {
         let in_flight = self.active_run.as_ref().filter(|_| self.runner.progress().n_in_flight() > 0);
@@ -322,7 +325,7 @@ impl Core {
     ) -> Result<(Choices, Tops, Option<Ran>), EngineError> {
         let (row_idxs, policy) = self.assign_rows(rows, policy)?;
         match policy {
-            LaunchPolicy::LaunchAhead | LaunchPolicy::LaunchNext => self.top_up(rows, &row_idxs, policy)?,
+            LaunchPolicy::LaunchAhead => self.top_up(rows, &row_idxs)?,
             LaunchPolicy::CollectOnly
                 if self.active_run.is_none() || self.runner.progress().n_in_flight() == 0 =>
             {
@@ -480,12 +483,7 @@ impl Core {
     }
 
     /// Launches steps in batches: the device gets more once only half of the maximum is still in flight.
-    fn top_up(
-        &mut self,
-        rows: &mut [DecodeRow<'_>],
-        row_idxs: &[Option<usize>],
-        policy: LaunchPolicy,
-    ) -> Result<(), EngineError> {
+    fn top_up(&mut self, rows: &mut [DecodeRow<'_>], row_idxs: &[Option<usize>]) -> Result<(), EngineError> {
         let Some(active_run) = &mut self.active_run else { return Err(EngineError::NoRun) };
         let run = self.runner.progress();
         let in_flight = run.n_in_flight();
@@ -495,8 +493,7 @@ impl Core {
             row.n_wanted().saturating_add(first.saturating_sub(run.n_collected) as usize)
         };
         let longest = rows.iter().zip(row_idxs).map(n_wanted).max().unwrap_or(1);
-        let most = if policy == LaunchPolicy::LaunchNext { 1 } else { active_run.max_in_flight };
-        let max = most.min(longest);
+        let max = active_run.max_in_flight.min(longest);
         if in_flight > 0 && (max <= in_flight || in_flight > active_run.max_in_flight / 2) {
             return Ok(());
         }

@@ -7,7 +7,7 @@ use crate::draft_model::DraftModel;
 use crate::engine::EngineLoad;
 use crate::error::{EngineError, Stopped};
 use crate::mailbox::Mailbox;
-use crate::masks::{MaskThreads, Patience, Prepared};
+use crate::masks::{MaskThreads, TextSlot};
 use crate::request::{FinishReason, HeldSequence, Request, RequestId, TokenEvent};
 use crate::runner::TokenChoice;
 use crate::sampling::SamplingRow;
@@ -80,8 +80,7 @@ impl Submitted {
         }
         let (prefill, n_chosen, speculator) = (Duration::ZERO, 0, None);
         let text = text.map_or(TextSlot::None, |text| TextSlot::Here(Box::new(text)));
-        let may_force = false;
-        let job = RequestJob { held, request, row, text, may_force, channel, prefill, n_chosen, speculator };
+        let job = RequestJob { held, request, row, text, channel, prefill, n_chosen, speculator };
         Submitted { active, job }
     }
 }
@@ -93,23 +92,27 @@ pub(crate) struct Server {
     pub(crate) scheduler: Scheduler,
     /// Each request's state other than its tokens and blocks, which the scheduler owns.
     pub(crate) jobs: BTreeMap<RequestId, RequestJob>,
-    masks: MaskThreads,
+    pub(crate) masks: MaskThreads,
+    /// Time of a step in which nobody waits for masks.
+    pub(crate) step_time: Duration,
     /// When the next step is likely to need its masks: rows wait for each other until then.
-    masks_due: Instant,
+    pub(crate) masks_due: Instant,
 }
 
 /// A card reads its weights in the time that products of one to two hundred rows take, so this many prompt tokens cost a
 /// decode step little.
 const BESIDE_TOKENS: usize = 128;
-/// Time that rows wait for the masks of others while the device does nothing: most masks take less.
-const MASK_WAIT: Duration = Duration::from_micros(300);
+/// Forced tokens that are worth a prompt of their own if the step after the chosen token is already in flight: that step
+/// is lost, and the prompt costs more than a step.
+const MIN_FORCED: usize = 4;
 
 impl Server {
     fn new(core: Core, draft_model: Option<DraftModel>) -> Server {
         let limits =
             ScheduleLimits { n_tokens: core.max_tokens(), n_beside: BESIDE_TOKENS, n_rows: core.max_seqs() };
         let (scheduler, jobs, masks) = (Scheduler::new(limits), BTreeMap::new(), MaskThreads::new());
-        Server { core, draft_model, scheduler, jobs, masks, masks_due: Instant::now() }
+        let (step_time, masks_due) = (Duration::ZERO, Instant::now());
+        Server { core, draft_model, scheduler, jobs, masks, step_time, masks_due }
     }
 
     pub(crate) fn load(&self) -> EngineLoad {
@@ -148,7 +151,7 @@ impl Server {
                     continue;
                 }
                 _ if !verifies && self.can_decode_ahead(rows) => {
-                    self.decode(mailbox, rows, self.launch_policy(rows))
+                    self.decode(mailbox, rows, LaunchPolicy::LaunchAhead)
                 }
                 _ => match self.rows_in_flight(rows) {
                     in_flight if in_flight.is_empty() && verifies => self.verify(mailbox, rows),
@@ -207,14 +210,6 @@ impl Server {
         !is_prompt && rows.iter().all(is_fed)
     }
 
-    /// A lone text that forces tokens appends them, so the step launched before they are known would be for nothing.
-    fn launch_policy(&self, rows: &[StepRow]) -> LaunchPolicy {
-        match rows {
-            [row] if self.jobs.get(&row.id).is_some_and(|job| job.may_force) => LaunchPolicy::LaunchNext,
-            _ => LaunchPolicy::LaunchAhead,
-        }
-    }
-
     /// The rows that have steps in flight.
     fn rows_in_flight(&self, rows: &[StepRow]) -> Vec<StepRow> {
         let is_ahead = |row: &&StepRow| {
@@ -252,8 +247,13 @@ impl Server {
         ids.sort_unstable();
         match self.with_decode_rows(&rows, |core, rows| core.decode_rows(rows, policy)) {
             Ok(DecodedStep { choices, tops, took }) => {
-                self.masks_due = Instant::now() + took;
-                for ((id, choice), top) in ids.into_iter().zip(choices).zip(tops) {
+                self.expect_masks(took);
+                let chosen =
+                    ids.into_iter().zip(choices).zip(tops).map(|((id, choice), top)| (id, choice, top));
+                // Masks take longest, so the texts that need one go first.
+                let is_masked = |id: &RequestId| self.jobs.get(id).is_some_and(|job| job.row.is_masked());
+                let (masked, free): (Vec<_>, Vec<_>) = chosen.partition(|(id, ..)| is_masked(id));
+                for (id, choice, top) in masked.into_iter().chain(free) {
                     let Some(choice) = choice else { continue };
                     let choice = choice.map(|chosen| TokenChoice { chosen, top });
                     // The sequence already holds its token.
@@ -294,64 +294,6 @@ impl Server {
         f(&mut self.core, &mut decode_rows)
     }
 
-    /// Whether a row needs a mask that is still being computed.
-    fn is_late(&self, row: &StepRow) -> bool {
-        row.chooses && self.jobs.get(&row.id).is_some_and(|job| job.row.is_late)
-    }
-
-    /// Hands over the masks that are there.
-    fn take_masks(&mut self, mailbox: &Mailbox) -> Result<(), Stopped> {
-        while self.take_mask(mailbox, Patience::None)? {}
-        Ok(())
-    }
-
-    /// Waits for the masks of rows until the device is likely to need them, and after that until one row can go on: the
-    /// others are late. Rows whose request ends meanwhile are removed.
-    fn await_masks(&mut self, mailbox: &Mailbox, rows: &mut Vec<StepRow>) -> Result<(), Stopped> {
-        loop {
-            rows.retain(|row| self.jobs.contains_key(&row.id));
-            let n_late = rows.iter().filter(|row| self.is_late(row)).count();
-            let patience = match rows.len() {
-                _ if n_late == 0 => return Ok(()),
-                n if n == n_late => Patience::Unlimited,
-                _ => Patience::Until(self.masks_due),
-            };
-            if !self.take_mask(mailbox, patience)? {
-                return Ok(());
-            }
-        }
-    }
-
-    /// Hands over the next mask that is computed; false if there is none in time.
-    fn take_mask(&mut self, mailbox: &Mailbox, patience: Patience) -> Result<bool, Stopped> {
-        let Some(Prepared { id, result }) = self.masks.next(patience) else { return Ok(false) };
-        let Some(job) = self.jobs.get_mut(&id) else { return Ok(true) };
-        match result {
-            Ok((mut text, is_open)) => {
-                text.hand_over(&mut job.row);
-                job.text = TextSlot::Here(text);
-                if !is_open {
-                    self.end(mailbox, id, FinishReason::Complete);
-                }
-            }
-            Err(error) => self.request_failed(mailbox, id, error)?,
-        }
-        Ok(true)
-    }
-
-    /// The rows whose choice can be made now. The others are left out of the step.
-    pub(crate) fn rows_with_masks(
-        &mut self,
-        mailbox: &Mailbox,
-        rows: &[StepRow],
-    ) -> Result<Vec<StepRow>, Stopped> {
-        let mut rows = rows.to_vec();
-        self.await_masks(mailbox, &mut rows)?;
-        let (late, ready): (Vec<StepRow>, Vec<StepRow>) = rows.into_iter().partition(|row| self.is_late(row));
-        self.scheduler.undo(&late);
-        Ok(ready)
-    }
-
     /// Runs one step of several requests.
     pub(crate) fn step(&mut self, mailbox: &Mailbox, rows: &[StepRow]) -> Result<(), Stopped> {
         self.core.drain();
@@ -361,7 +303,7 @@ impl Server {
         }
         match self.try_step(rows) {
             Ok(took) => {
-                self.masks_due = Instant::now() + MASK_WAIT;
+                self.expect_masks_at_once();
                 let choices = self.core.take_choices().collect::<Vec<_>>();
                 for (row, choice) in rows.iter().zip(choices) {
                     self.deliver(mailbox, *row, choice, took)?;
@@ -432,7 +374,11 @@ impl Server {
             Err(error) => return self.request_failed(mailbox, row.id, error),
         };
         self.scheduler.advance(row.id, row.n_tokens, choice.as_ref().map(|choice| choice.chosen.token));
-        let is_shared = self.scheduler.n_running_and_waiting().0 > 1;
+        let min_together = match self.scheduler.n_running_and_waiting().0 {
+            0 | 1 if self.core.has_steps_in_flight() => MIN_FORCED,
+            0 | 1 => 1,
+            _ => usize::MAX,
+        };
         let (Some(active), Some(job)) = (self.scheduler.get(row.id), self.jobs.get_mut(&row.id)) else {
             return Ok(());
         };
@@ -444,7 +390,7 @@ impl Server {
         }
         let followed = choice.as_ref().and_then(|choice| {
             let (n_tokens, context) = (active.tokens.len(), active.state.context);
-            job.follow(choice.chosen.token, n_tokens, context, is_shared).transpose()
+            job.follow(choice.chosen.token, n_tokens, context, min_together).transpose()
         });
         let (mut demand, mut finish) = match choice {
             Some(choice) => job.chosen(choice, took, &active.state),
@@ -470,7 +416,7 @@ impl Server {
 
     /// Ends a request. Its consumer then finds a complete ledger and a free sequence. Its in-flight steps run
     /// before anything launched later for the sequence or its blocks.
-    fn end(&mut self, mailbox: &Mailbox, id: RequestId, finish: FinishReason) {
+    pub(crate) fn end(&mut self, mailbox: &Mailbox, id: RequestId, finish: FinishReason) {
         let (Some(active), Some(job)) = (self.scheduler.remove(id), self.jobs.remove(&id)) else { return };
         self.forget_drafts(id);
         self.core.leave(&active.state);
@@ -480,7 +426,7 @@ impl Server {
     }
 
     /// Fails a request, and stops the engine if the error is fatal.
-    fn request_failed(
+    pub(crate) fn request_failed(
         &mut self,
         mailbox: &Mailbox,
         id: RequestId,
@@ -504,24 +450,13 @@ impl Server {
     }
 }
 
-/// The text of a request.
-enum TextSlot {
-    /// It follows no grammar.
-    None,
-    Here(Box<ConstrainedText>),
-    /// Its next mask is being computed.
-    Away,
-}
-
 /// State of a request other than its tokens and blocks.
 pub(crate) struct RequestJob {
     held: Option<HeldSequence>,
     pub(crate) request: Request,
     pub(crate) row: SamplingRow,
     /// Its text, if that follows a grammar.
-    text: TextSlot,
-    /// Whether its next token is likely to force others.
-    may_force: bool,
+    pub(crate) text: TextSlot,
     pub(crate) channel: Arc<Channel>,
     /// Duration of the work before its next token: the prompt's steps, or a draft model's.
     pub(crate) prefill: Duration,
@@ -587,7 +522,7 @@ impl RequestJob {
         chosen: u32,
         n_tokens: usize,
         context: usize,
-        is_shared: bool,
+        min_together: usize,
     ) -> Result<Option<Followed>, EngineError> {
         let TextSlot::Here(text) = &mut self.text else { return Ok(None) };
         if self.request.end.contains(&chosen) {
@@ -596,10 +531,8 @@ impl RequestJob {
         // This one is not counted yet. Each forced token needs a position.
         let n_left = (self.request.max_tokens - self.n_chosen - 1).min(context.saturating_sub(n_tokens));
         let is_over = self.n_chosen + 1 >= self.request.max_tokens || n_tokens > context;
-        let place = Place { position: n_tokens, n_left: (!is_over).then_some(n_left), is_shared };
-        let followed = text.follow(chosen, place)?;
-        self.may_force = text.is_likely_to_force();
-        Ok(Some(followed))
+        let place = Place { position: n_tokens, n_left: (!is_over).then_some(n_left), min_together };
+        text.follow(chosen, place).map(Some)
     }
 
     /// The text, to have its next choice prepared. A choice that is already determined is prepared here.

@@ -25,6 +25,8 @@ const SCHEMA: &str = include_str!("../../refrain-grammar/examples/realistic.json
 const CONTEXT: usize = 1024;
 /// Texts at once, of which an eighth is constrained.
 const BATCHES: [usize; 2] = [8, 32];
+/// Rounds that count. Steps that are compiled late cost one of them.
+const ROUNDS: usize = 5;
 
 fn main() {
     let args: Vec<String> = std::env::args().skip(1).collect();
@@ -42,58 +44,89 @@ fn main() {
     let began = Instant::now();
     let grammar = vocabulary.compile(&GrammarSource::JsonSchema(SCHEMA.into())).expect("a grammar");
     println!("schema compiled: {:.1?}", began.elapsed());
+    // Texts that do not end: a new one begins with a prompt, which interrupts the others.
+    let endless = format!(r#"{{"type": "array", "items": {SCHEMA}, "minItems": 40}}"#);
+    let endless = vocabulary.compile(&GrammarSource::JsonSchema(endless)).expect("a grammar");
     let engine = Engine::new(runner(device, model), EngineOptions { max_requests: 64 }).expect("an engine");
-    let constrained = |forces: bool| Some(Constraint { forces, ..Constraint::new(grammar.clone()) });
-    let mean = |all: &[f64]| all.iter().sum::<f64>() / all.len() as f64;
-    // The first round compiles the steps.
-    for counts in [false, true] {
-        let say = |what: &str, micros: f64, than: Option<f64>| {
-            if counts {
-                let more = than.map_or(String::new(), |than| {
-                    format!(", {:+.1} us, {:+.1} %", micros - than, 100.0 * (micros / than - 1.0))
-                });
-                println!("{what:52} {micros:9.1} us per token{more}");
-            }
-        };
-        let free = speed(&engine, &[None], n_tokens)[0];
-        say("1 free text", free, None);
-        say(
-            "1 constrained, every token chosen",
-            speed(&engine, &[constrained(false)], n_tokens)[0],
-            Some(free),
-        );
-        say(
-            "1 constrained, with forced tokens",
-            speed(&engine, &[constrained(true)], n_tokens)[0],
-            Some(free),
-        );
+    let of =
+        |grammar: &Grammar, forces: bool| Some(Constraint { forces, ..Constraint::new(grammar.clone()) });
+    let constrained = |forces: bool| of(&endless, forces);
+    let mut table = Table::default();
+    for _ in 0..=ROUNDS {
+        let base = table.add("1 free text", &speed(&engine, &[None], n_tokens), None);
+        for (what, constraint) in [
+            ("1 constrained, every token chosen", constrained(false)),
+            ("1 constrained, with forced tokens", constrained(true)),
+            ("1 constrained, texts that end", of(&grammar, false)),
+        ] {
+            table.add(what, &speed(&engine, &[constraint], n_tokens), Some(base));
+        }
         for n in BATCHES {
-            let alone = mean(&speed(&engine, &vec![None; n], n_tokens));
-            say(&format!("{n} free texts"), alone, None);
+            let (n_few, n_free) = (n / 8, n - n / 8);
+            let base = table.add(&format!("{n} free texts"), &speed(&engine, &vec![None; n], n_tokens), None);
             for (forces, how) in [(false, "every token chosen"), (true, "with forced tokens")] {
-                let n_free = n - n / 8;
                 let mut rows = vec![None; n_free];
                 rows.resize_with(n, || constrained(forces));
                 let all = speed(&engine, &rows, n_tokens);
-                say(
-                    &format!("{n_free} free texts beside {}, {how}", n / 8),
-                    mean(&all[..n_free]),
-                    Some(alone),
-                );
-                say(&format!("    these {}", n / 8), mean(&all[n_free..]), Some(alone));
+                table.add(&format!("{n_free} free texts beside {n_few}, {how}"), &all[..n_free], Some(base));
+                table.add(&format!("    these {n_few}, {how}"), &all[n_free..], Some(base));
             }
-            say(
-                &format!("{n} constrained"),
-                mean(&speed(&engine, &vec![constrained(false); n], n_tokens)),
-                Some(alone),
-            );
+            let all = speed(&engine, &vec![constrained(false); n], n_tokens);
+            table.add(&format!("{n} constrained"), &all, Some(base));
         }
     }
+    table.print();
     let ledger = engine.ledger().expect("a ledger");
     for kind in [StepKind::Decode, StepKind::Prompt, StepKind::Mixed] {
         println!("{:7} {}", kind.name(), ledger.tally(kind));
     }
     masks(&grammar, n_vocab);
+}
+
+/// Results of all rounds, line by line.
+#[derive(Default)]
+struct Table {
+    lines: Vec<Line>,
+}
+
+struct Line {
+    what: String,
+    /// Microseconds per token in each round.
+    micros: Vec<f64>,
+    /// The line to compare with.
+    base: Option<usize>,
+}
+
+impl Table {
+    /// Adds the mean over some requests to a line; returns its index.
+    fn add(&mut self, what: &str, all: &[f64], base: Option<usize>) -> usize {
+        let mean = all.iter().sum::<f64>() / all.len() as f64;
+        let idx = self.lines.iter().position(|line| line.what == what).unwrap_or_else(|| {
+            self.lines.push(Line { what: what.to_owned(), micros: Vec::new(), base });
+            self.lines.len() - 1
+        });
+        self.lines[idx].micros.push(mean);
+        idx
+    }
+
+    /// Median, best and worst of the rounds after the first, which compiles the steps.
+    fn print(&self) {
+        let sorted = |line: &Line| {
+            let mut micros = line.micros[1..].to_vec();
+            micros.sort_by(f64::total_cmp);
+            micros
+        };
+        for line in &self.lines {
+            let micros = sorted(line);
+            let median = micros[micros.len() / 2];
+            let more = line.base.map_or(String::new(), |base| {
+                let than = sorted(&self.lines[base])[micros.len() / 2];
+                format!(", {:+.1} us, {:+.1} %", median - than, 100.0 * (median / than - 1.0))
+            });
+            let (best, worst) = (micros[0], micros[micros.len() - 1]);
+            println!("{:50} {median:8.1} us per token ({best:.1} to {worst:.1}){more}", line.what);
+        }
+    }
 }
 
 fn runner(device: &str, model: Arc<Model>) -> Box<dyn Runner> {
