@@ -8,7 +8,8 @@ use refrain_driver::{Baked, Buf, Launch};
 use refrain_graph::ExpertActivation;
 use refrain_tensor::{DType, quant};
 
-use crate::batch::{Division, packed_row};
+use crate::batch::packed_row;
+use crate::batch_plan::Division;
 use crate::card::Card;
 use crate::error::{KernelError, OpCase};
 use crate::experts::{

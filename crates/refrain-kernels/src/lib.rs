@@ -48,7 +48,8 @@ mod nvrtc; // the NVRTC library
 mod packed; // packed layouts of quantised weights
 mod product; // GEMV with norm and gate
 mod few; // several rows times packed weights
-mod batch; // batched decode: many rows times packed weights
+mod batch; // batched decode: many rows, each weight read once
+mod batch_plan; // its division among blocks
 mod linear; // y = x . w^T
 mod gather; // row gather
 mod norm; // RMS norms
@@ -90,7 +91,8 @@ pub use attend::{
     AttendArgs, AttendNorm, MAX_ATTEND_ROWS, attend_counter_bytes, attend_scratch_bytes, attend_splits,
 };
 pub use attention::{AttentionArgs, attention_scratch_bytes, attention_splits};
-pub use batch::{BatchArgs, BatchPlan, MAX_BATCH_ROWS, has_batch};
+pub use batch::BatchArgs;
+pub use batch_plan::{BatchPlan, MAX_BATCH_ROWS, has_batch};
 pub use blaslt::{BlasLt, BlasLtFactor, BlasLtProduct, BlasLtShape, BlasLtTimes};
 pub use commit::{CommitArgs, CommitEntry, CommitRing, CommitState, Edits};
 pub use compile::Compiling;

@@ -267,8 +267,8 @@ fn compile_unit(
     let text_ptrs: Vec<*const c_char> = texts.iter().map(|t| t.as_ptr()).collect();
     let kind = if target.ptx { "compute" } else { "sm" };
     // Architecture-specific instructions (`sm_90a`) for this GPU only; PTX must also run on later ones.
-    let only =
-        if unit.family() == KernelFamily::Batch && !target.ptx && target.arch == HOPPER { "a" } else { "" };
+    let has_own = matches!(unit.family(), KernelFamily::Batch | KernelFamily::BatchPlain);
+    let only = if has_own && !target.ptx && target.arch == HOPPER { "a" } else { "" };
     let arch = c(&format!("--gpu-architecture={kind}_{}{}{only}", target.arch.major, target.arch.minor))?;
     let options: Vec<*const c_char> = OPTIONS.iter().map(|o| o.as_ptr()).chain([arch.as_ptr()]).collect();
     let mut program = null_mut();

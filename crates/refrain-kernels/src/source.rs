@@ -38,6 +38,8 @@ pub enum KernelFamily {
     Few,
     /// `batch.cu`
     Batch,
+    /// `batch_plain.cu`
+    BatchPlain,
     /// `pack.cu`
     Pack,
     /// `gemm.cu`
@@ -78,7 +80,7 @@ pub enum KernelFamily {
 
 impl KernelFamily {
     /// Every family.
-    pub const ALL: [KernelFamily; 33] = [
+    pub const ALL: [KernelFamily; 34] = [
         KernelFamily::Linear,
         KernelFamily::Gather,
         KernelFamily::Norm,
@@ -94,6 +96,7 @@ impl KernelFamily {
         KernelFamily::Product,
         KernelFamily::Few,
         KernelFamily::Batch,
+        KernelFamily::BatchPlain,
         KernelFamily::Pack,
         KernelFamily::Gemm,
         KernelFamily::Dequant,
@@ -133,6 +136,7 @@ impl KernelFamily {
             KernelFamily::Product => "product",
             KernelFamily::Few => "few",
             KernelFamily::Batch => "batch",
+            KernelFamily::BatchPlain => "batch_plain",
             KernelFamily::Pack => "pack",
             KernelFamily::Gemm => "gemm",
             KernelFamily::Dequant => "dequant",
@@ -173,6 +177,7 @@ impl KernelFamily {
             KernelFamily::Product => include_str!("../cu/product.cu"),
             KernelFamily::Few => include_str!("../cu/few.cu"),
             KernelFamily::Batch => include_str!("../cu/batch.cu"),
+            KernelFamily::BatchPlain => include_str!("../cu/batch_plain.cu"),
             KernelFamily::Pack => include_str!("../cu/pack.cu"),
             KernelFamily::Gemm => include_str!("../cu/gemm.cu"),
             KernelFamily::Dequant => include_str!("../cu/dequant.cu"),
@@ -272,11 +277,12 @@ impl fmt::Debug for KernelUnit {
 }
 
 /// Headers that the files include, by name; no toolkit header is needed.
-pub(crate) const HEADERS: [(&str, &str); 30] = [
+pub(crate) const HEADERS: [(&str, &str); 31] = [
     ("attend_lanes.cuh", include_str!("../cu/attend_lanes.cuh")),
     ("attend_seen.cuh", include_str!("../cu/attend_seen.cuh")),
     ("attend_tiles.cuh", include_str!("../cu/attend_tiles.cuh")),
     ("batch.cuh", include_str!("../cu/batch.cuh")),
+    ("batch_direct.cuh", include_str!("../cu/batch_direct.cuh")),
     ("cluster.cuh", include_str!("../cu/cluster.cuh")),
     ("dtype.cuh", include_str!("../cu/dtype.cuh")),
     ("eight.cuh", include_str!("../cu/eight.cuh")),

@@ -96,6 +96,11 @@ pub(crate) struct BatchTuning {
     /// Shared memory for the stages of a block, doubled in the kernels that occupy a whole SM. Compiled into
     /// the kernel.
     pub(crate) shared_bytes: usize,
+    /// The same for 16-bit weights, which no GPU of less shared memory multiplies there.
+    pub(crate) plain_shared_bytes: usize,
+    /// Blocks per SM that take one tile of 16-bit weights after another. A single one leaves space for the next
+    /// launch to prefetch, but with one producer warp it read half as fast.
+    pub(crate) plain_blocks: usize,
 }
 
 /// `grouped.cu`: expert layers on tensor cores.
@@ -125,13 +130,13 @@ const SM_90: Tuning = Tuning {
     },
     attend: AttendTuning { ring_bytes: 12 << 10, small_ring_bytes: 8 << 10, large_shared_bytes: 200 << 10 },
     few: FewTuning { warps: 8, stages: 3 },
-    batch: BatchTuning { shared_bytes: 110 << 10 },
+    batch: BatchTuning { shared_bytes: 110 << 10, plain_shared_bytes: 113 << 10, plain_blocks: 2 },
     grouped: GroupedTuning { min_rows: 16 },
 };
 
 /// All other GPUs: the parameters of 9.0, limited to their shared memory. Speed was not measured.
 const UNMEASURED: Tuning =
-    Tuning { measured_on: None, batch: BatchTuning { shared_bytes: 96 << 10 }, ..SM_90 };
+    Tuning { measured_on: None, batch: BatchTuning { shared_bytes: 96 << 10, ..SM_90.batch }, ..SM_90 };
 
 impl Tuning {
     /// Parameters for a compute capability.
@@ -163,6 +168,7 @@ impl Tuning {
         define("FEW_WARPS", self.few.warps);
         define("FEW_STAGES", self.few.stages);
         define("BATCH_SHARED_BYTES", self.batch.shared_bytes);
+        define("BATCH_PLAIN_SHARED_BYTES", self.batch.plain_shared_bytes);
         text
     }
 }

@@ -1,4 +1,4 @@
-//! Cases of batched-decode GEMM: many rows times packed weights.
+//! Cases of batched-decode GEMM: many rows times packed or 16-bit weights.
 
 use half::{bf16, f16};
 use refrain_graph::{Gate, Op};
@@ -34,6 +34,21 @@ pub fn batch() -> Vec<Case> {
             cases.push(case(dtype, 33, &[68, 68], k, 1, Some(Gate::Silu)));
         }
     }
+    for dtype in [DType::BF16, DType::F16] {
+        cases.push(case(dtype, 7, &[33, 16, 1, 7], 384, 1, None));
+        cases.push(case(dtype, 5, &[36, 36], 128, 1, Some(Gate::Silu)));
+        cases.push(case(dtype, 2, &[128, 128], 1152, 2, Some(Gate::GeluTanh)));
+        cases.push(case(dtype, 8, &[70], 2560, 3, None));
+        // More tiles than blocks.
+        cases.push(case(dtype, 8, &[4300], 128, 1, None));
+        cases.push(case(dtype, 16, &[70, 40], 1664, 3, None));
+        cases.push(case(dtype, 11, &[128, 128], 640, 1, Some(Gate::GeluTanh)));
+        // More planes than slots, and odd numbers of planes.
+        cases.push(case(dtype, 27, &[140, 9], 896, 1, None));
+        cases.push(case(dtype, 33, &[68, 68], 384, 2, Some(Gate::Silu)));
+        cases.push(case(dtype, 64, &[20], 128, 1, None));
+    }
+    cases.push(divided_case(DType::BF16, 16, &[70, 40], 1664, 3, None, false));
     // Several tiles of rows of x.
     cases.push(case(DType::Q4_K, 65, &[140], 512, 1, None));
     cases.push(case(DType::Q4_0, 130, &[20, 9], 384, 3, None));
@@ -112,7 +127,9 @@ fn divided_case(
     gate: Option<Gate>,
     clustered: bool,
 ) -> Case {
-    let rows = DType::BF16;
+    let is_plain = matches!(dtype, DType::BF16 | DType::F16);
+    let rows = if dtype == DType::F16 { DType::F16 } else { DType::BF16 };
+    let sums = if is_plain { Tol::Whole(5e-6) } else { DECODED };
     let plane_rows = [8, 16, 32, 64].into_iter().find(|&size| m <= size).unwrap_or(128);
     let x = encode(rows, &normals(m * k, 1));
     let x_values = f32s(&decode(rows, &x));
@@ -128,7 +145,7 @@ fn divided_case(
         let operands =
             [Operand(DType::F32, contiguous(&[m, k]), &x_values), Operand(DType::F32, layout, &values)];
         ys.push(reference_f32(&Op::MatMul, &operands, &[m, n]));
-        weights.push(pack(dtype, &w, n, k).unwrap());
+        weights.push(if is_plain { w } else { pack(dtype, &w, n, k).unwrap() });
     }
     let n_parts = ns.len();
     // Written in addition to the 16-bit rows.
@@ -149,7 +166,7 @@ fn divided_case(
             roles.push(if wide { Role::Out(y, NARROW) } else { Role::In(vec![0xcd; 4 * ys[1].len()]) });
         }
         None => {
-            roles.extend(ys.iter().map(|y| Role::Out(y.clone(), DECODED)));
+            roles.extend(ys.iter().map(|y| Role::Out(y.clone(), sums)));
         }
     }
     roles.extend(weights.into_iter().map(Role::In));
