@@ -30,6 +30,8 @@ use crate::warm::{Rehearsal, WarmPlan};
 /// Largest matrix that is decoded as a whole. Larger ones, such as a vocabulary's, are multiplied a few rows
 /// at a time.
 const MAX_DECODED: u64 = 512 << 20;
+/// Rows of a weight from which it counts as a vocabulary's.
+const MIN_VOCABULARY: usize = 1 << 15;
 const ALIGN: u64 = 256;
 
 /// What runs the matrix products of prompts.
@@ -260,6 +262,13 @@ impl GemmShape {
     /// Whether there are as many rows as in a step of several sequences, and the device has kernels for that.
     pub(crate) fn is_batch(&self, rules: ChoiceRules<'_>) -> bool {
         rules.by_rows() && self.m > 1 && has_batch(self.dtype, self.m, self.k, rules.card)
+    }
+
+    /// Whether some products of the same rows, of which this is one, run as a batch if there is a kernel for it.
+    /// With 16-bit weights, measurements decide (`docs/performance.md`): cuBLASLt is faster with a single weight and
+    /// more than eight rows, and with a vocabulary.
+    pub(crate) fn is_faster_as_batch(&self, n_products: usize) -> bool {
+        !GEMM_DTYPES.contains(&self.dtype) || n_products > 1 || (self.m <= 8 && self.n < MIN_VOCABULARY)
     }
 
     /// Dtype that the rows are converted to.

@@ -397,7 +397,12 @@ impl<'a> SegmentChoice<'a> {
             let w = &self.step(node).inputs[1];
             !w.dtype.is_quantized() || self.is_packed(w)
         };
-        if !is_one || self.unreadable(rows, shapes[0].m).is_some() || !products.iter().all(is_placed) {
+        let is_faster = shapes[0].is_faster_as_batch(products.len());
+        if !is_one
+            || !is_faster
+            || self.unreadable(rows, shapes[0].m).is_some()
+            || !products.iter().all(is_placed)
+        {
             return None;
         }
         let plan = |&node: &NodeId| {
@@ -574,7 +579,7 @@ impl<'a> SegmentChoice<'a> {
             (Some(producer), Some((_, shape))) => {
                 let all_alike = wide.is_empty() && dtypes.len() == 1;
                 let rows = self.rows_of(shape);
-                self.producer(producer, rows, all_alike, &products).then_some(rows.dtype)
+                self.producer(producer, rows, all_alike, &products).then_some(rows)
             }
             (Some(producer), None) => {
                 self.op(producer.node());
@@ -582,7 +587,7 @@ impl<'a> SegmentChoice<'a> {
             }
             (None, _) => {
                 let rows = self.step(products[0]).inputs[0].buffer;
-                held.filter(|(buffer, to)| *buffer == rows && to.plane_rows == 0).map(|(_, to)| to.dtype)
+                held.filter(|(buffer, to)| *buffer == rows && to.plane_rows == 0).map(|(_, to)| to)
             }
         };
         for dtype in dtypes {
@@ -590,7 +595,9 @@ impl<'a> SegmentChoice<'a> {
                 narrow.iter().copied().filter(|(_, shape)| shape.rows_dtype() == dtype).collect();
             let nodes: Vec<NodeId> = these.iter().map(|(node, _)| *node).collect();
             let shape = these[0].1;
-            if held != Some(dtype) {
+            let ready = held.filter(|to| to.dtype == dtype);
+            let to = ready.unwrap_or_else(|| self.rows_of(&shape));
+            if ready.is_none() {
                 if let Some(because) = self.unreadable(&self.step(nodes[0]).inputs[0], shape.m) {
                     nodes
                         .iter()
@@ -598,13 +605,12 @@ impl<'a> SegmentChoice<'a> {
                     wide.extend(nodes);
                     continue;
                 }
-                let to = self.rows_of(&shape);
                 self.add_rows(&to);
                 self.push(KernelTask::NarrowRows { products: nodes.clone(), to });
-                held = Some(dtype);
+                held = Some(to);
             }
             for set in self.by_dtype(&nodes) {
-                self.multiply(&set, these[0].1, shape.rows_dtype());
+                self.multiply(&set, NarrowTo { also_wide: false, ..to });
             }
         }
         self.wide(&wide);
@@ -669,8 +675,7 @@ impl<'a> SegmentChoice<'a> {
     }
 
     /// Matrix products of rows in 16 bits with weights of one dtype.
-    fn multiply(&mut self, products: &[NodeId], first: GemmShape, rows_dtype: DType) {
-        let rows = NarrowTo { dtype: rows_dtype, ..self.rows_of(&first) };
+    fn multiply(&mut self, products: &[NodeId], rows: NarrowTo) {
         let decoded = self.step(products[0]).inputs[1].dtype.is_quantized();
         // The workspace holds one decoded matrix at a time.
         let sets = if decoded { products.chunks(1) } else { products.chunks(MAX_PRODUCTS) };

@@ -162,7 +162,7 @@ fn agrees_and_replays(device: impl Fn() -> Device, cublaslt: &CublasLt) {
         (DType::Q4_K, DType::F16),
     ];
     for (dtype, kv) in kinds.into_iter().chain([(DType::F32, DType::F32), (DType::BF16, DType::F32)]) {
-        let sizes: &[usize] = if dtype.is_quantized() { &[2, 11, 70] } else { &[8, 70] };
+        let sizes: &[usize] = if dtype.is_quantized() { &[2, 11, 70] } else { &[8, 20, 70] };
         for &n in sizes {
             let (graph, feed) = layer(n, dtype, kv);
             let want = evaluate(&graph, &feed).unwrap()[0].to_f32().unwrap();
@@ -210,7 +210,7 @@ fn steps_of_many_rows_use_the_kernels_for_their_size_and_dtype() {
         names.iter().filter(|n| !n.contains("reduce") && !n.starts_with("kv_")).cloned().collect::<Vec<_>>()
     };
     assert_eq!(
-        kernels(32, DType::BF16, DType::F16),
+        kernels(72, DType::BF16, DType::F16),
         [
             "narrow_rms_norm_bf16",
             "gemm_m64_bf16",
@@ -230,10 +230,22 @@ fn steps_of_many_rows_use_the_kernels_for_their_size_and_dtype() {
     };
     let names = kernels(32, DType::F32, DType::F32);
     assert!(!wide(&names), "{names:?}");
-    // A few rows of weights that need no decoding also run there.
-    let names = kernels(8, DType::BF16, DType::F16);
-    assert_eq!(names[..2], ["narrow_rms_norm_bf16", "gemm_m64_bf16"]);
-    assert!(names[2].starts_with("attention"), "{names:?}");
+    // Several 16-bit weights of the same rows are one launch, and of up to eight rows a single one too.
+    for (n, dtype, batch, n_batch) in [
+        (2, DType::BF16, "batch_plain_m8_h1_bf16", 4),
+        (8, DType::F16, "batch_plain_m8_h1_f16", 4),
+        (9, DType::BF16, "batch_plain_m16_h2_bf16", 2),
+        (32, DType::BF16, "batch_plain_m32_bf16", 2),
+        (33, DType::F16, "batch_plain_m64_f16", 2),
+    ] {
+        let names = kernels(n, dtype, DType::F16);
+        let count = |start: &str| names.iter().filter(|name| name.starts_with(start)).count();
+        assert_eq!(
+            [count(batch), count("gemm_m64"), count("narrow_gate")],
+            [n_batch, 4 - n_batch, 0],
+            "{names:?}"
+        );
+    }
     for (n, dtype, batch) in [
         (2, DType::Q4_K, "batch_m8_q4_k"),
         (8, DType::Q8_0, "batch_m8_q8_0"),

@@ -10,20 +10,18 @@
 //   w0 .. w3   [n, k]         T in file layout; unused ones null
 //   p                         sizes; see Params
 //
-// The counterpart of batch.cu for weights that need no decoding. Reading them is all that takes time, so many
-// bytes must be in flight, and bulk copies of a row's few columns are too slow: each costs an SM about 25
-// cycles. Instead, each warp copies the weights that it multiplies itself, 16 rows and 128 columns at a time,
-// into a ring of its own, asynchronously and 16 bytes per lane. No other warp reads them, so no barrier is
-// needed. The first copies are issued before the kernel waits for x.
+// The counterpart of batch.cu for weights that need no decoding. All that takes time is to read them: rows of
+// weights must be read in long pieces, without a pause between tiles. A block multiplies several tiles of 16 H
+// rows, one after another. Four warps copy their weights into one ring, H pieces of 16 rows by 512 columns for
+// each step along k, and the planes of x of that step into another. They prefetch into the next tile while the
+// others finish this one, and their first copies are issued before the kernel waits for x. Each of the other
+// eight warps multiplies 64 of the 512 columns with all rows. At the end of a tile, their sums are added in
+// shared memory. More than 16 rows of x: batch_direct.cuh.
 //
-// A block has ROWS = 128 / GROUPS rows of weights. Its eight warps form GROUPS groups, which take turns along
-// k: a step is one plane of 128 columns for each group. A ninth warp loads the planes of x that a step needs
-// into a ring of the block. The groups' sums are added at the end, together with those of the cluster's other
-// blocks.
-//
-// Launch       grid (tiles of ROWS rows of each weight, S), block (288), shared memory as shared_bytes of
-//              src/batch.rs, cluster (1, S, 1) if partials is null and S > 1. With a gate, a tile has ROWS / 2
-//              rows of each of the two weights
+// Launch       grid (B, S), block (384), shared memory as shared_bytes of src/batch_plan.rs. Blocks b, b + B, ..
+//              take tiles of 16 H rows of each weight. If S > 1, B is the number of tiles, with cluster (1, S, 1)
+//              if partials is null. With a gate, half of a tile's rows are of each of the two weights. For
+//              M = 32 and 64: block (256), a tile of 128 rows per block
 // Requires     x and weights 16-byte aligned; k a multiple of 128; no launch writes the weights; with a gate,
 //              partials is null and both weights have the same n
 // Aliasing     none
@@ -31,12 +29,16 @@
 // Determinism  same bits every run: the order of additions depends only on the sizes
 // Capture      safe
 #include "batch.cuh"
+#include "batch_direct.cuh"
 #include "functions.cuh"
 
 const u32 PARTS = 4;
-const u32 LINE = 128;                           // bytes of shared memory that one access reads
-const u32 W_ROWS = 16;                          // rows of a warp
-const u32 UNIT_BYTES = W_ROWS * PLANE_BYTES;    // of a slot in a warp's ring
+const u32 STEP = 4;                                    // planes of a step
+const u32 PIECE_ROWS = 16;                             // of a slot in the ring of weights
+const u32 PIECE_PITCH = STEP * PLANE_BYTES + 16;       // padded, so that rows begin in different banks
+const u32 PIECE_BYTES = PIECE_ROWS * PIECE_PITCH;
+const u32 PRODUCERS = 4;                               // warps
+const u32 THREADS = MULTIPLIERS + 32 * PRODUCERS;
 
 struct Params {
     u32 m;
@@ -47,328 +49,426 @@ struct Params {
     u32 narrow_rows;  // 0: narrow is dense
 };
 
-// Division of a block for up to M rows of x; src/batch.rs has the same numbers.
-template <int M, int GROUPS> struct PlainDivision {
-    static const u32 ROWS = WARPS * W_ROWS / GROUPS;
-    static const u32 X_BYTES = GROUPS * M * PLANE_BYTES;  // of a step
-    static const u32 X_SLOTS = X_BYTES <= 2048 ? 6 : X_BYTES <= 4096 || GROUPS * X_BYTES == 16384 ? 3 : 2;
-    static const u32 W_BYTES = WARPS * UNIT_BYTES;
-    static const u32 W_SLOTS = (BATCH_PLAIN_SHARED_BYTES - HEAD_BYTES - X_SLOTS * X_BYTES) / W_BYTES;
+// Division of a block for up to M rows of x; src/batch_plan.rs has the same numbers.
+template <int M, int H> struct PlainDivision {
+    static const u32 ROWS = PIECE_ROWS * H;
+    static const u32 X_BYTES = STEP * M * PLANE_BYTES;
+    static const u32 X_SLOTS = M == 8 ? 3 : 2;
     static const u32 PITCH = ROWS + 4;  // of sums in shared memory: no bank conflicts between a warp's stores
-    static_assert(16 * X_SLOTS <= HEAD_BYTES, "barriers");
-    static_assert(W_SLOTS >= 2 && X_SLOTS >= 2, "one is filled while another is multiplied");
-    static_assert(GROUPS * M * PITCH * 4 <= X_SLOTS * X_BYTES + W_SLOTS * W_BYTES, "sums take the place of rings");
+    static const u32 SUMS = WARPS / 2 * M * PITCH;
+    static const u32 W_SLOTS = (BATCH_PLAIN_SHARED_BYTES - HEAD_BYTES - X_SLOTS * X_BYTES - 4 * SUMS) / PIECE_BYTES;
+    static_assert(W_SLOTS >= 2 && 16 * (X_SLOTS + W_SLOTS) <= HEAD_BYTES, "slots");
 };
 
-// A warp's rows of weights, and its ring. Lane t = 0 .. 3 of four multiplies columns 32 t .. 32 t + 31 of a
-// plane, 16 bytes at a time (planes.cuh): bytes 16 s .. 16 s + 15 of those of row r are in line 8 s + r / 2 of
-// the slot, at place (4 (r % 2) + t) ^ 2 s. So a quarter of a warp writes and reads 128 bytes in different
-// banks.
-template <u32 SLOTS> struct WarpWeights {
-    const u8* from[2];  // rows 0 .. 7 and 8 .. 15: what this lane copies next
-    u32 n_rows[2];      // of these eight, those that exist
-    u64 two_rows;       // bytes
-    const u8* ring;
-    SharedPtr to;
-    u32 n_left, next, read_at;
+// The block's tiles, and its planes of x.
+struct Work {
+    const u8* w[PARTS];
+    const u8* x;
+    u32 n[PARTS];
+    u32 k, per_tile, n_tiles, begin, n_planes, n_steps;
+    bool gated;
 
-    // The warp's first row is `row` of the block's `rows`, its first plane is `plane`, and it has n_planes of them.
-    inline WarpWeights(const Tile& tile, u32 row, u32 rows, u32 plane, u32 n_planes, u8* rings)
-        : two_rows(4 * (u64)tile.k), n_left(n_planes), next(0) {
-        u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, odd = lane / 16, c = lane % 16;
+    inline Tile tile(u32 idx, u32& part) const {
+        Tile tile = {w[0], gated ? w[1] : nullptr, 0, n[0], k};
+        part = 0;
 #pragma unroll
-        for (u32 i = 0; i < 2; i++) {
-            u32 at = row + 8 * i;
-            bool up = tile.up != nullptr && at >= rows / 2;
-            u32 first = tile.first + (up ? at - rows / 2 : at);
-            n_rows[i] = first < tile.n ? min(8u, tile.n - first) : 0;
-            from[i] = (up ? tile.up : tile.w);
-            if (n_rows[i] > odd) from[i] += 2 * ((u64)(first + odd) * tile.k + plane * PLANE) + 16 * c;
-        }
-        ring = rings + warp * SLOTS * UNIT_BYTES;
-        to = shared_ptr(ring) + c % 4 * 8 * LINE + ((4 * odd + c / 4) ^ (2 * (c % 4))) * 16;
-        read_at = lane / 8 * LINE + lane % 8 * 16;
-    }
-
-    // Requests the next plane, `stride` bytes after the last one; after the last plane, nothing.
-    inline void request(u32 stride) {
-        if (n_left != 0) {
-            n_left--;
-            SharedPtr slot = to + next * UNIT_BYTES;
-            u32 odd = threadIdx.x % 32 / 16;
-#pragma unroll
-            for (u32 i = 0; i < 8; i++) {
-                bool there = 2 * (i % 4) + odd < n_rows[i / 4];
-                copy_async(slot + i * LINE, from[i / 4] + (there ? i % 4 * two_rows : 0), there);
+        for (u32 i = 0; i + 1 < PARTS; i++) {
+            u32 tiles = (n[i] + per_tile - 1) / per_tile;
+            if (!gated && part == i && idx >= tiles) {
+                idx -= tiles;
+                part = i + 1;
+                tile.w = w[i + 1];
+                tile.n = n[i + 1];
             }
-            from[0] += stride;
-            from[1] += stride;
-            next = next + 1 == SLOTS ? 0 : next + 1;
         }
-        copies_end_group();
+        tile.first = idx * per_tile;
+        return tile;
     }
-    // Waits for the oldest plane that was requested.
-    inline void wait() {
-        copies_wait<SLOTS - 1>();
-        __syncwarp();
-    }
-    // Loads the A fragments of half a plane.
-    inline void load(u32 (*a)[4], u32 slot, u32 half) const {
-#pragma unroll
-        for (u32 i = 0; i < 2; i++) {
-            u32 s = 2 * half + i;
-            const u8* at = ring + slot * UNIT_BYTES + s * 8 * LINE + (read_at ^ (32 * s));
-            uint4 low = *(const uint4*)at, high = *(const uint4*)(at + 4 * LINE);
-            a[2 * i][0] = low.x, a[2 * i][1] = high.x, a[2 * i][2] = low.y, a[2 * i][3] = high.y;
-            a[2 * i + 1][0] = low.z, a[2 * i + 1][1] = high.z, a[2 * i + 1][2] = low.w, a[2 * i + 1][3] = high.w;
-        }
+    // Address of row `row` of a tile, at the block's first plane; null past the end.
+    inline const u8* row_of(const Tile& tile, u32 row, u32 rows) const {
+        bool up = tile.up != nullptr && row >= rows / 2;
+        u32 at = tile.first + (up ? row - rows / 2 : row);
+        if (at >= tile.n) return nullptr;
+        return (up ? tile.up : tile.w) + 2 * ((u64)at * k + begin * PLANE);
     }
 };
 
-// Planes of x in a ring of the block: a step has one for each group.
-template <int M, int GROUPS> struct XRing {
-    typedef PlainDivision<M, GROUPS> D;
-    u8* slots;
-    const u8* from;
-    u32 n_left;  // bytes not yet requested
+// Positions of barriers and rings in shared memory.
+template <int M, int H> struct Rings {
+    typedef PlainDivision<M, H> D;
+    u8 *x, *w;
+    float* sums;
 #ifdef BULK_COPIES
-    u32 at, full, empty;
+    u32 x_full, x_empty, w_full, w_empty;
 #endif
 
-    inline XRing(u8* shared, const u8* x, u32 n_planes) : slots(shared + HEAD_BYTES), from(x), n_left(n_planes * M * PLANE_BYTES) {
+    inline explicit Rings(u8* shared)
+        : x(shared + HEAD_BYTES), w(x + D::X_SLOTS * D::X_BYTES), sums((float*)(w + D::W_SLOTS * PIECE_BYTES)) {
 #ifdef BULK_COPIES
-        at = shared_address(slots), full = shared_address(shared), empty = full + 8 * D::X_SLOTS;
+        x_full = shared_address(shared), x_empty = x_full + 8 * D::X_SLOTS;
+        w_full = x_empty + 8 * D::X_SLOTS, w_empty = w_full + 8 * D::W_SLOTS;
         if (threadIdx.x == 0) {
             for (u32 i = 0; i < D::X_SLOTS; i++) {
-                barrier_init(full + 8 * i, 1);
-                barrier_init(empty + 8 * i, WARPS);
+                barrier_init(x_full + 8 * i, 1);
+                barrier_init(x_empty + 8 * i, WARPS);
+            }
+            for (u32 i = 0; i < D::W_SLOTS; i++) {
+                barrier_init(w_full + 8 * i, PRODUCERS);
+                barrier_init(w_empty + 8 * i, WARPS);
             }
             asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         }
         __syncthreads();
 #endif
     }
+};
 
 #ifdef BULK_COPIES
-    inline void request(u32 slot) {
-        u32 bytes = min(D::X_BYTES, n_left);
-        if (threadIdx.x % 32 == 0) {
-            barrier_expect(full + 8 * slot, bytes);
-            bulk_copy(at + slot * D::X_BYTES, from, bytes, full + 8 * slot);
-        }
-        from += bytes;
-        n_left -= bytes;
+// One of the last warps. The copies of a warp are issued one lane after another, at about 80 cycles each, so each
+// warp copies a share of a piece's rows, one per lane. The first also copies x.
+template <int M, int H> struct Producer {
+    typedef PlainDivision<M, H> D;
+    const Work& work;
+    const Rings<M, H>& rings;
+    Tile tile;
+    u64 policy;
+    u32 lane, row, tile_idx, step, piece, left_w, left_x, x_at;
+    Turn w_turn, x_turn;
+
+    inline Producer(const Work& work, const Rings<M, H>& rings)
+        : work(work), rings(rings), policy(evict_first_policy()), lane(threadIdx.x % 32), tile_idx(blockIdx.x),
+          piece(0), x_at(0) {
+        u32 warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0) - WARPS;
+        row = warp * (PIECE_ROWS / PRODUCERS) + lane;
+        u32 n_mine = blockIdx.x < work.n_tiles ? (work.n_tiles - blockIdx.x + gridDim.x - 1) / gridDim.x : 0;
+        left_w = n_mine * work.n_steps * H;
+        left_x = warp == 0 ? n_mine * work.n_steps : 0;
     }
-    // The ninth warp fills the slots, in the order in which they become free.
-    inline void produce(u32 n_steps) {
-        // Bulk copies are about to read what previous kernels wrote with ordinary stores.
-        asm volatile("fence.proxy.async;" ::: "memory");
+    inline u32 planes_of(u32 step) const { return min(STEP, work.n_planes - step * STEP); }
+    // Requests the next piece of weights, once its slot is free.
+    inline void request_w() {
+        if (left_w == 0) return;
+        left_w--;
+        if (step == 0 && piece == 0) {
+            u32 part;
+            tile = work.tile(tile_idx, part);
+        }
+        const u8* from = nullptr;
+        if (lane < PIECE_ROWS / PRODUCERS) from = work.row_of(tile, PIECE_ROWS * piece + row, D::ROWS);
+        u32 bytes = planes_of(step) * PLANE_BYTES, full = rings.w_full + 8 * w_turn.slot;
+        barrier_wait(rings.w_empty + 8 * w_turn.slot, w_turn.turn + 1);
+        u32 n_rows = __popc(__ballot_sync(0xffffffffu, from != nullptr));
+        if (lane == 0) barrier_expect(full, n_rows * bytes);
+        __syncwarp();
+        if (from != nullptr) {
+            u32 to = shared_address(rings.w) + w_turn.slot * PIECE_BYTES + row * PIECE_PITCH;
+            bulk_copy(to, from + step * (STEP * PLANE_BYTES), bytes, full, policy);
+        }
+        w_turn.next(D::W_SLOTS);
+        if (++piece < H) return;
+        piece = 0;
+        if (++step < work.n_steps) return;
+        step = 0;
+        tile_idx += gridDim.x;
+    }
+    // The same for the planes of x.
+    inline void request_x() {
+        left_x--;
+        u32 bytes = planes_of(x_at) * (M * PLANE_BYTES), full = rings.x_full + 8 * x_turn.slot;
+        barrier_wait(rings.x_empty + 8 * x_turn.slot, x_turn.turn + 1);
+        __syncwarp();
+        if (lane == 0) {
+            barrier_expect(full, bytes);
+            u32 to = shared_address(rings.x) + x_turn.slot * D::X_BYTES;
+            bulk_copy(to, work.x + (u64)x_at * D::X_BYTES, bytes, full);
+        }
+        x_turn.next(D::X_SLOTS);
+        x_at = x_at + 1 == work.n_steps ? 0 : x_at + 1;
+    }
+    inline void run() {
+        // One place for each kind of request: several would not be inlined.
+        bool has_waited = false;
 #pragma unroll 1
-        for (u32 i = 0; i < D::X_SLOTS && i < n_steps; i++) request(i);
-        Turn turn;
+        for (u32 i = 0;; i++) {
+            if (i >= D::W_SLOTS || left_w == 0) {
+                // Slots become free in this order: one of x, then those of its step's weights.
+                u32 n_x = left_w == 0 || (i - D::W_SLOTS) % H == 0 ? 1 : 0;
+                if (!has_waited) {
+                    wait_for_previous();
+                    // Bulk copies are about to read what previous kernels wrote with ordinary stores.
+                    asm volatile("fence.proxy.async;" ::: "memory");
+                    has_waited = true;
+                    n_x = D::X_SLOTS + 1;
+                }
 #pragma unroll 1
-        for (u32 step = D::X_SLOTS; step < n_steps; step++) {
-            barrier_wait(empty + 8 * turn.slot, turn.turn);
-            __syncwarp();
-            request(turn.slot);
-            turn.next(D::X_SLOTS);
+                for (; n_x > 0 && left_x > 0; n_x--) request_x();
+                if (left_w == 0 && left_x == 0) return;
+            }
+            request_w();
         }
     }
-    inline void begin_step(const Turn& turn) {
-        barrier_wait(full + 8 * turn.slot, turn.turn);
+};
+#endif
+
+// The first eight warps. Lane t = 0 .. 3 of four multiplies columns 32 t .. 32 t + 31 of a plane (planes.cuh);
+// a warp has half of them.
+template <typename T, int M, int H> struct Consumer {
+    typedef PlainDivision<M, H> D;
+    const Work& work;
+    const Rings<M, H>& rings;
+    float acc[H][M / 8][4];
+    u32 warp, lane;
+    Turn w_turn, x_turn;
+
+    inline Consumer(const Work& work, const Rings<M, H>& rings)
+        : work(work), rings(rings), warp(__shfl_sync(0xffffffffu, threadIdx.x / 32, 0)), lane(threadIdx.x % 32) {}
+
+    inline void multiply_piece(const Columns<M, false, T>& right, float (*sums)[4], const u8* piece) const {
+        const u8* at = piece + lane / 4 * PIECE_PITCH + warp / 2 * PLANE_BYTES + 64 * (lane % 4) + 32 * (warp % 2);
+#pragma unroll
+        for (u32 i = 0; i < 2; i++) {
+            uint4 low = *(const uint4*)(at + 16 * i), high = *(const uint4*)(at + 8 * PIECE_PITCH + 16 * i);
+            u32 first[4] = {low.x, high.x, low.y, high.y}, second[4] = {low.z, high.z, low.w, high.w};
+            right.multiply(sums, first, 2 * i);
+            right.multiply(sums, second, 2 * i + 1);
+        }
+    }
+
+    inline void multiply_tile() {
+#pragma unroll
+        for (u32 i = 0; i < H * M / 8 * 4; i++) (&acc[0][0][0])[i] = 0.0f;
+#pragma unroll 1
+        for (u32 step = 0; step < work.n_steps; step++) {
+            bool has_planes = step * STEP + warp / 2 < work.n_planes;
+            Columns<M, false, T> right(rings.x + x_turn.slot * D::X_BYTES + warp / 2 * (M * PLANE_BYTES));
+            load_step(step);
+            if (has_planes) right.begin(warp % 2);
+            release_x();
+#pragma unroll
+            for (u32 i = 0; i < H; i++) {
+                wait_w();
+                if (has_planes) multiply_piece(right, acc[i], rings.w + w_turn.slot * PIECE_BYTES);
+                release_w();
+            }
+        }
+    }
+
+    // Adds the warps' sums: of warps w and w + 4 here, the remaining four when they are read.
+    inline void add_up() const {
+        u32 g = lane / 4, t = lane % 4;
+        float* mine = rings.sums + warp % (WARPS / 2) * (M * D::PITCH) + 2 * t * D::PITCH + g;
+#pragma unroll
+        for (u32 round = 0; round < 2; round++) {
+            // The first barrier also waits for the readers of the previous tile.
+            sync_threads<MULTIPLIERS>();
+            if ((warp < WARPS / 2) != (round == 1)) continue;
+#pragma unroll
+            for (u32 i = 0; i < H; i++) {
+#pragma unroll
+                for (u32 j = 0; j < M / 8; j++) {
+                    float* to = mine + 8 * j * D::PITCH + PIECE_ROWS * i;
+                    const float* v = acc[i][j];
+                    const u32 at[4] = {0, D::PITCH, 8, D::PITCH + 8};
+#pragma unroll
+                    for (u32 e = 0; e < 4; e++) to[at[e]] = round == 0 ? v[e] : v[e] + to[at[e]];
+                }
+            }
+        }
+    }
+
+#ifdef BULK_COPIES
+    inline void load_step(u32) {
+        barrier_wait(rings.x_full + 8 * x_turn.slot, x_turn.turn);
         __syncwarp();
     }
-    inline void end_step(const Turn& turn) {
+    inline void release_x() {
         __syncwarp();
-        if (threadIdx.x % 32 == 0) barrier_arrive(empty + 8 * turn.slot);
+        if (lane == 0) barrier_arrive(rings.x_empty + 8 * x_turn.slot);
+        x_turn.next(D::X_SLOTS);
+    }
+    inline void wait_w() {
+        barrier_wait(rings.w_full + 8 * w_turn.slot, w_turn.turn);
+        __syncwarp();
+    }
+    inline void release_w() {
+        __syncwarp();
+        if (lane == 0) barrier_arrive(rings.w_empty + 8 * w_turn.slot);
+        w_turn.next(D::W_SLOTS);
     }
 #else
-    // All threads copy a step together.
-    inline void begin_step(const Turn& turn) {
-        u32 bytes = min(D::X_BYTES, n_left);
-        for (u32 i = 16 * threadIdx.x; i < bytes; i += 16 * (MULTIPLIERS + 32)) {
-            *(uint4*)(slots + turn.slot * D::X_BYTES + i) = *(const uint4*)(from + i);
+    Tile tile;
+    u32 step, piece;
+
+    // All threads of the eight warps copy together.
+    inline void load_step(u32 at) {
+        step = at, piece = 0;
+        u32 bytes = min(STEP, work.n_planes - step * STEP) * (M * PLANE_BYTES);
+        sync_threads<MULTIPLIERS>();
+        for (u32 i = 16 * threadIdx.x; i < bytes; i += 16 * MULTIPLIERS) {
+            *(uint4*)(rings.x + i) = *(const uint4*)(work.x + (u64)step * D::X_BYTES + i);
         }
-        from += bytes;
-        n_left -= bytes;
-        __syncthreads();
+        sync_threads<MULTIPLIERS>();
     }
-    // Two slots: the next step's copies do not wait for this step's readers, but those after it do.
-    inline void end_step(const Turn&) {}
-    inline void produce(u32 n_steps) {
-        Turn turn;
-        for (u32 step = 0; step < n_steps; step++) {
-            begin_step(turn);
-            turn.next(D::X_SLOTS);
+    inline void release_x() {}
+    inline void wait_w() {
+        const u32 CHUNKS = STEP * PLANE_CHUNKS;
+        u32 n_chunks = min(STEP, work.n_planes - step * STEP) * PLANE_CHUNKS;
+        sync_threads<MULTIPLIERS>();
+        for (u32 i = threadIdx.x; i < PIECE_ROWS * CHUNKS; i += MULTIPLIERS) {
+            u32 row = i / CHUNKS, chunk = i % CHUNKS;
+            const u8* from = work.row_of(tile, PIECE_ROWS * piece + row, D::ROWS);
+            if (from == nullptr || chunk >= n_chunks) continue;
+            *(uint4*)(rings.w + row * PIECE_PITCH + 16 * chunk) = *(const uint4*)(from + step * (STEP * PLANE_BYTES) + 16 * chunk);
         }
+        sync_threads<MULTIPLIERS>();
     }
+    inline void release_w() { piece++; }
 #endif
 };
 
-// Multiplies planes begin .. end of a tile with M rows of x; see multiply_tile of batch.cuh. The sums of group
-// i are M * PITCH further on than those of group i - 1.
-template <typename T, int M, int GROUPS, typename Epilogue>
-inline void multiply_plain(const Tile& tile, const u8* x, u32 begin, u32 end, Epilogue epilogue) {
-    typedef PlainDivision<M, GROUPS> D;
-    DYNAMIC_SHARED(shared);
-    u8* w_rings = shared + HEAD_BYTES + D::X_SLOTS * D::X_BYTES;
-    u32 warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    u32 n_planes = end - begin, n_steps = (n_planes + GROUPS - 1) / GROUPS;
-    u32 group = warp / (WARPS / GROUPS), first_row = warp % (WARPS / GROUPS) * W_ROWS;
-    u32 n_mine = warp < WARPS && n_planes > group ? (n_planes - group + GROUPS - 1) / GROUPS : 0;
+// Outputs of a launch.
+struct Outputs {
+    float* y[PARTS];
+    float* partials;
+    u16* narrow;
+};
 
-    WarpWeights<D::W_SLOTS> w(tile, first_row, D::ROWS, begin + group, n_mine, w_rings);
-    if (warp < WARPS) {
-#pragma unroll 1
-        for (u32 i = 0; i < D::W_SLOTS; i++) w.request(GROUPS * PLANE_BYTES);
+// Writes a tile of ROWS rows of weights from sums in shared memory, of which there are SLOTS times M rows.
+template <typename T, u32 M, u32 ROWS, u32 SLOTS>
+inline void store_tile(const Outputs& out, const Params& p, const Tile& tile, u32 part, float* sums) {
+    const u32 PITCH = ROWS + 4;
+    bool clustered = gridDim.y > 1 && out.partials == nullptr;
+    Cluster<SLOTS * M * PITCH, MULTIPLIERS> cluster(sums, clustered);
+    // Returns four columns of a row of x.
+    auto sum_of = [&](u32 of, u32 column) {
+        float4 all = {};
+#pragma unroll
+        for (u32 i = 0; i < SLOTS; i++) {
+            u32 at = (i * M + of) * PITCH + column;
+            float4 v = clustered ? cluster.sum(at) : *(const float4*)(sums + at);
+            all.x += v.x, all.y += v.y, all.z += v.z, all.w += v.w;
+        }
+        return all;
+    };
+    if (p.gate != 0) {
+        const u32 FOURS = ROWS / 8;
+        cluster.share(p.m * FOURS, [&](u32 i) {
+            u32 of = i / FOURS, column = 4 * (i % FOURS), at = tile.first + column;
+            if (at >= tile.n) return;
+            float4 gate = sum_of(of, column), up = sum_of(of, ROWS / 2 + column), v;
+            auto joined = [&](float gate, float up) { return (p.gate == 1 ? silu(gate) : gelu_tanh(gate)) * up; };
+            v.x = joined(gate.x, up.x);
+            v.y = joined(gate.y, up.y);
+            v.z = joined(gate.z, up.z);
+            v.w = joined(gate.w, up.w);
+            narrow_store(out.narrow, of, at, tile.n, p.narrow_rows, pack(v.x, v.y, T()), pack(v.z, v.w, T()));
+            if (out.y[0] != nullptr) *(float4*)(out.y[0] + (u64)of * tile.n + at) = v;
+        });
+    } else {
+        float* y = out.y[0];
+        u32 begin_of_part = 0, all = 0;
+#pragma unroll
+        for (u32 i = 0; i < PARTS; i++) {
+            if (i == part) y = out.y[i];
+            if (i < part) begin_of_part += p.n[i];
+            all += p.n[i];
+        }
+        u64 stride = tile.n;
+        if (out.partials != nullptr) {
+            stride = all;
+            y = out.partials + (u64)blockIdx.y * p.m * all + begin_of_part;
+        }
+        const u32 FOURS = ROWS / 4;
+        cluster.share(p.m * FOURS, [&](u32 i) {
+            u32 of = i / FOURS, column = 4 * (i % FOURS), at = tile.first + column;
+            if (at >= tile.n) return;
+            float4 v = sum_of(of, column);
+            float* to = y + of * stride + at;
+            if (((u64)to & 15) == 0 && at + 4 <= tile.n) {
+                *(float4*)to = v;
+                return;
+            }
+            to[0] = v.x;
+            if (at + 1 < tile.n) to[1] = v.y;
+            if (at + 2 < tile.n) to[2] = v.z;
+            if (at + 3 < tile.n) to[3] = v.w;
+        });
     }
-    XRing<M, GROUPS> xs(shared, x + (u64)begin * M * PLANE_BYTES, n_planes);
-    wait_for_previous();
-    if (warp >= WARPS) {
-        xs.produce(n_steps);
+    cluster.finish();
+}
+
+template <u32 M, u32 ROWS> inline Work work_of(const u8* x, const u8* const* ws, const Params& p) {
+    Work work = {{ws[0], ws[1], ws[2], ws[3]}, x, {p.n[0], p.n[1], p.n[2], p.n[3]}, p.k};
+    work.gated = p.gate != 0;
+    work.per_tile = work.gated ? ROWS / 2 : ROWS;
+    work.n_tiles = 0;
+#pragma unroll
+    for (u32 i = 0; i < PARTS; i++) {
+        if (i == 0 || !work.gated) work.n_tiles += (p.n[i] + work.per_tile - 1) / work.per_tile;
+    }
+    work.begin = blockIdx.y * p.per_split;
+    work.n_planes = min(p.per_split, p.k / PLANE - work.begin);
+    work.n_steps = (work.n_planes + STEP - 1) / STEP;
+    work.x += (u64)work.begin * (M * PLANE_BYTES);
+    return work;
+}
+
+template <typename T, int M>
+inline void batch_direct(const Outputs& out, const u8* x, const u8* const* ws, const Params& p) {
+    typedef DirectDivision<M> D;
+    DYNAMIC_SHARED(shared);
+    let_next_start();
+    Work work = work_of<M, D::ROWS>(x, ws, p);
+    u32 part;
+    Tile tile = work.tile(blockIdx.x, part);
+    float* sums = multiply_direct<T, M>(tile, work.x, work.begin, work.begin + work.n_planes, shared);
+    store_tile<T, M, D::ROWS, 1>(out, p, tile, part, sums);
+}
+
+template <typename T, int M, int H>
+inline void batch_plain(const Outputs& out, const u8* x, const u8* const* ws, const Params& p) {
+    typedef PlainDivision<M, H> D;
+    DYNAMIC_SHARED(shared);
+    let_next_start();
+    Work work = work_of<M, D::ROWS>(x, ws, p);
+    Rings<M, H> rings(shared);
+#ifdef BULK_COPIES
+    if (threadIdx.x >= MULTIPLIERS) {
+        Producer<M, H> producer(work, rings);
+        producer.run();
         return;
     }
-    float acc[M / 8][4] = {};
-    u32 a[2][4][4], slot = 0;
-    Turn turn;
-    w.wait();
-    w.load(a[0], 0, 0);
+#endif
+    wait_for_previous();
+    if (threadIdx.x >= MULTIPLIERS) return;
+    Consumer<T, M, H> consumer(work, rings);
 #pragma unroll 1
-    for (u32 step = 0; step < n_steps; step++) {
-        xs.begin_step(turn);
-        if (step < n_mine) {
-            // Each half of a plane is loaded while the previous one is multiplied.
-            ColumnsOf<M, T> right(xs.slots + turn.slot * D::X_BYTES + group * M * PLANE_BYTES);
-            right.begin(0);
-#pragma unroll
-            for (u32 s = 0; s < 4; s++) right.multiply(acc, a[0][s], s);
-            w.load(a[1], slot, 1);
-            right.end();
-            __syncwarp();
-            w.request(GROUPS * PLANE_BYTES);
-            slot = slot + 1 == D::W_SLOTS ? 0 : slot + 1;
-            right.begin(1);
-#pragma unroll
-            for (u32 s = 0; s < 4; s++) right.multiply(acc, a[1][s], s);
-            // After the last plane, the stale contents of a slot are loaded and ignored.
-            w.wait();
-            w.load(a[0], slot, 0);
-            right.end();
-        }
-        xs.end_step(turn);
-        turn.next(D::X_SLOTS);
+    for (u32 idx = blockIdx.x; idx < work.n_tiles; idx += gridDim.x) {
+        u32 part;
+        Tile tile = work.tile(idx, part);
+#ifndef BULK_COPIES
+        consumer.tile = tile;
+#endif
+        consumer.multiply_tile();
+        consumer.add_up();
+        store_tile<T, M, D::ROWS, WARPS / 2>(out, p, tile, part, rings.sums);
     }
-
-    float* sums = (float*)(shared + HEAD_BYTES);
-    sync_threads<MULTIPLIERS>();
-#pragma unroll
-    for (u32 i = 0; i < M / 8; i++) {
-        float* to = sums + group * M * D::PITCH + (8 * i + 2 * t) * D::PITCH + first_row + g;
-        to[0] = acc[i][0];
-        to[D::PITCH] = acc[i][1];
-        to[8] = acc[i][2];
-        to[D::PITCH + 8] = acc[i][3];
-    }
-    epilogue(sums);
 }
 
-template <typename T, int M, int GROUPS>
-inline void batch_plain(float* const* ys, float* partials, u16* narrow, const u8* x, const u8* const* ws,
-                        const Params& p) {
-    typedef PlainDivision<M, GROUPS> D;
-    const u32 ROWS = D::ROWS;
-    let_next_start();
-
-    // Find this block's weight and rows.
-    u32 per_tile = p.gate != 0 ? ROWS / 2 : ROWS, tile_idx = blockIdx.x, begin_of_part = 0, all = 0, part = 0;
-    Tile tile = {ws[0], p.gate != 0 ? ws[1] : nullptr, 0, p.n[0], p.k};
-    float* y = ys[0];
-#pragma unroll
-    for (u32 i = 0; i + 1 < PARTS; i++) {
-        u32 tiles = (p.n[i] + per_tile - 1) / per_tile;
-        if (p.gate == 0 && part == i && tile_idx >= tiles) {
-            tile_idx -= tiles;
-            part = i + 1;
-            begin_of_part += p.n[i];
-            tile.w = ws[i + 1];
-            y = ys[i + 1];
-            tile.n = p.n[i + 1];
-        }
-    }
-#pragma unroll
-    for (u32 i = 0; i < PARTS; i++) all += p.n[i];
-    tile.first = tile_idx * per_tile;
-    u32 begin = blockIdx.y * p.per_split, end = min(begin + p.per_split, p.k / PLANE);
-
-    multiply_plain<T, M, GROUPS>(tile, x, begin, end, [&](float* sums) {
-        bool clustered = gridDim.y > 1 && partials == nullptr;
-        Cluster<GROUPS * M * D::PITCH, MULTIPLIERS> cluster(sums, clustered);
-        // Returns four columns of a row of x.
-        auto sum_of = [&](u32 of, u32 column) {
-            float4 all = {};
-#pragma unroll
-            for (u32 i = 0; i < GROUPS; i++) {
-                u32 at = (i * M + of) * D::PITCH + column;
-                float4 v = clustered ? cluster.sum(at) : *(const float4*)(sums + at);
-                all.x += v.x, all.y += v.y, all.z += v.z, all.w += v.w;
-            }
-            return all;
-        };
-        if (p.gate != 0) {
-            const u32 FOURS = ROWS / 8;
-            cluster.share(p.m * FOURS, [&](u32 i) {
-                u32 of = i / FOURS, column = 4 * (i % FOURS), at = tile.first + column;
-                if (at >= tile.n) return;
-                float4 gate = sum_of(of, column), up = sum_of(of, ROWS / 2 + column), v;
-                auto joined = [&](float gate, float up) { return (p.gate == 1 ? silu(gate) : gelu_tanh(gate)) * up; };
-                v.x = joined(gate.x, up.x);
-                v.y = joined(gate.y, up.y);
-                v.z = joined(gate.z, up.z);
-                v.w = joined(gate.w, up.w);
-                narrow_store(narrow, of, at, tile.n, p.narrow_rows, pack(v.x, v.y, T()), pack(v.z, v.w, T()));
-                if (y != nullptr) *(float4*)(y + (u64)of * tile.n + at) = v;
-            });
-        } else {
-            u64 stride = tile.n;
-            if (partials != nullptr) {
-                stride = all;
-                y = partials + (u64)blockIdx.y * p.m * all + begin_of_part;
-            }
-            const u32 FOURS = ROWS / 4;
-            cluster.share(p.m * FOURS, [&](u32 i) {
-                u32 of = i / FOURS, column = 4 * (i % FOURS), at = tile.first + column;
-                if (at >= tile.n) return;
-                float4 v = sum_of(of, column);
-                float* to = y + of * stride + at;
-                if (((u64)to & 15) == 0 && at + 4 <= tile.n) {
-                    *(float4*)to = v;
-                    return;
-                }
-                to[0] = v.x;
-                if (at + 1 < tile.n) to[1] = v.y;
-                if (at + 2 < tile.n) to[2] = v.z;
-                if (at + 3 < tile.n) to[3] = v.w;
-            });
-        }
-        cluster.finish();
-    });
-}
-
-#define BATCH(name, T, M, GROUPS)                                                                           \
-    extern "C" __global__ __launch_bounds__(288, 2) void batch_plain_m##M##_g##GROUPS##_##name(             \
+#define BATCH(symbol, threads, multiply)                                                                     \
+    extern "C" __global__ __launch_bounds__(threads, 2) void symbol(                                        \
         float* y0, float* y1, float* y2, float* y3, float* partials, u16* narrow, const u8* x, const u8* w0, \
         const u8* w1, const u8* w2, const u8* w3, Params p) {                                               \
-        float* const y[PARTS] = {y0, y1, y2, y3};                                                           \
         const u8* const w[PARTS] = {w0, w1, w2, w3};                                                        \
-        batch_plain<T, M, GROUPS>(y, partials, narrow, x, w, p);                                            \
+        multiply(Outputs{{y0, y1, y2, y3}, partials, narrow}, x, w, p);                                     \
     }
-#define ALL(name, T)      \
-    BATCH(name, T, 8, 1)  \
-    BATCH(name, T, 8, 4)  \
-    BATCH(name, T, 16, 1) \
-    BATCH(name, T, 16, 2) \
-    BATCH(name, T, 32, 1) \
-    BATCH(name, T, 64, 1)
+#define PIECES(name, T, M, H) BATCH(batch_plain_m##M##_h##H##_##name, THREADS, (batch_plain<T, M, H>))
+#define DIRECT(name, T, M) BATCH(batch_plain_m##M##_##name, MULTIPLIERS, (batch_direct<T, M>))
+#define ALL(name, T)       \
+    PIECES(name, T, 8, 1)  \
+    PIECES(name, T, 16, 2) \
+    DIRECT(name, T, 32)    \
+    DIRECT(name, T, 64)
 
 // unit bf16
 ALL(bf16, BF16)

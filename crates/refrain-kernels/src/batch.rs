@@ -106,7 +106,8 @@ impl Kernels {
         let per_tile = if gated { division.rows / 2 } else { division.rows };
         let tiled = if gated { &a.parts[..1] } else { a.parts };
         let tiles: usize = tiled.iter().map(|part| part.n.div_ceil(per_tile)).sum();
-        let grid = [case.u32("n", tiles)?, n_splits as u32, n_tiles as u32];
+        let blocks = division.n_blocks(tiles, n_splits, self.card());
+        let grid = [case.u32("n", blocks)?, n_splits as u32, n_tiles as u32];
         let mut launch = self
             .launch(&division.name(a.dtype), grid, division.threads())?
             .shared(division.shared_bytes(self.card().tuning.batch))

@@ -20,12 +20,15 @@ const MAX_SPLITS: usize = 8;
 /// Row counts of x with a kernel, each for counts up to it. Above the last one, the kernel loops over tiles
 /// of that many rows.
 const SIZES: [usize; 5] = [8, 16, 32, 64, 128];
-/// Kernels for 16-bit weights: rows of x, and groups of warps. Larger batches are left to cuBLASLt.
-const PLAIN: [(usize, usize); 6] = [(8, 1), (8, 4), (16, 1), (16, 2), (32, 1), (64, 1)];
-/// Compute warps, each with 16 rows of weights, and bytes of the barriers in front of the rings, as in
-/// `batch.cuh`.
+/// Kernels for 16-bit weights: rows of x, and pieces of 16 rows of weights per tile, or 0 for `batch_direct.cuh`.
+/// Larger batches are left to cuBLASLt.
+const PLAIN: [(usize, usize); 4] = [(8, 1), (16, 2), (32, 0), (64, 0)];
+/// Rows of a piece, planes of a step, and bytes of a slot, as in `batch_plain.cu`.
+const PIECE_ROWS: usize = 16;
+const STEP: usize = 4;
+const PIECE_BYTES: usize = PIECE_ROWS * (STEP * 2 * PLANE + 16);
+/// Compute warps, and bytes of the barriers in front of the rings, as in `batch.cuh`.
 const WARPS: usize = 8;
-const WARP_ROWS: usize = 16;
 const HEAD_BYTES: usize = 256;
 
 /// Division of a kernel's block into rows, ring slots and threads.
@@ -39,10 +42,19 @@ pub(crate) struct Division {
     pub(crate) planes: usize,
     /// Bytes of a slot in the weight ring, which holds one unit of every row.
     w_bytes: usize,
-    /// Slots of the ring of x, one plane each; for 16-bit weights, one plane for each group.
+    /// Slots of the ring of x, one plane each; for 16-bit weights, the planes of a step.
     x_slots: usize,
-    /// Groups of warps that take turns along `k` (`batch_plain.cu`); 0 for packed weights.
-    groups: usize,
+    kind: DivisionKind,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum DivisionKind {
+    /// Packed weights, and 16-bit weights of experts: `batch.cuh`.
+    Rings,
+    /// 16-bit weights in tiles of this many pieces: `batch_plain.cu`.
+    Pieces(usize),
+    /// 16-bit weights through registers: `batch_direct.cuh`.
+    Direct,
 }
 
 impl Division {
@@ -66,44 +78,39 @@ impl Division {
             64 if row_bytes >= 210 => 2,
             _ => 3,
         };
-        Division { m, rows, planes, w_bytes: rows * row_bytes, x_slots, groups: 0 }
+        Division { m, rows, planes, w_bytes: rows * row_bytes, x_slots, kind: DivisionKind::Rings }
     }
 
-    /// The division of a kernel of `batch_plain.cu`.
-    fn plain(m: usize, groups: usize) -> Division {
-        let x_slots = match groups * m {
-            8 => 6,
-            16 => 3,
-            64 if groups == 1 => 3,
-            _ => 2,
+    /// The division of a kernel of `batch_plain.cu`, as in [`PLAIN`].
+    fn plain(m: usize, pieces: usize) -> Division {
+        let (x_slots, rows, kind) = match (m, pieces) {
+            (32, 0) => (6, 16 * WARPS, DivisionKind::Direct),
+            (_, 0) => (5, 16 * WARPS, DivisionKind::Direct),
+            (8, _) => (3, PIECE_ROWS * pieces, DivisionKind::Pieces(pieces)),
+            _ => (2, PIECE_ROWS * pieces, DivisionKind::Pieces(pieces)),
         };
-        let rows = WARPS * WARP_ROWS;
-        Division { m, rows: rows / groups, planes: 1, w_bytes: rows * 2 * PLANE, x_slots, groups }
+        Division { m, rows, planes: 1, w_bytes: PIECE_BYTES, x_slots, kind }
     }
 
     /// The divisions of all kernels for weights of a dtype, by increasing rows of x.
     pub(crate) fn all(dtype: DType) -> Vec<Division> {
         match GEMM_DTYPES.contains(&dtype) {
-            true => PLAIN.into_iter().map(|(m, groups)| Division::plain(m, groups)).collect(),
+            true => PLAIN.into_iter().map(|(m, pieces)| Division::plain(m, pieces)).collect(),
             false => SIZES.into_iter().filter_map(|m| Division::of(m, dtype)).collect(),
         }
     }
 
-    /// The divisions for `m` rows on a GPU.
-    fn for_rows(m: usize, dtype: DType, card: &Card) -> Vec<Division> {
-        let mut all = Division::all(dtype);
-        let size = match all.iter().map(|division| division.m).find(|&size| m <= size) {
-            Some(size) => size,
-            None if !GEMM_DTYPES.contains(&dtype) && m <= MAX_BATCH_ROWS => SIZES[SIZES.len() - 1],
-            None => return Vec::new(),
-        };
-        all.retain(|division| division.m == size && division.fits(card));
-        all
+    /// The division for `m` rows on a GPU.
+    fn for_rows(m: usize, dtype: DType, card: &Card) -> Option<Division> {
+        let all = Division::all(dtype);
+        let largest = all.last().filter(|last| !last.is_plain() && m <= MAX_BATCH_ROWS);
+        let division = all.iter().find(|division| m <= division.m).or(largest)?;
+        division.fits(card).then_some(*division)
     }
 
     /// Whether the kernel is in `batch_plain.cu`.
     pub(crate) fn is_plain(&self) -> bool {
-        self.groups > 0
+        self.kind != DivisionKind::Rings
     }
 
     pub(crate) fn family(&self) -> KernelFamily {
@@ -111,11 +118,19 @@ impl Division {
     }
 
     pub(crate) fn shared_bytes(&self, tuning: BatchTuning) -> u32 {
-        if self.is_plain() {
-            let x_bytes = HEAD_BYTES + self.x_slots * self.groups * self.m * 2 * PLANE;
-            let n_slots = tuning.plain_shared_bytes.saturating_sub(x_bytes) / self.w_bytes;
-            return (x_bytes + n_slots * self.w_bytes) as u32;
+        match self.kind {
+            DivisionKind::Rings => self.rings_bytes(tuning),
+            DivisionKind::Pieces(_) => {
+                let sums = 4 * WARPS / 2 * self.m * (self.rows + 4);
+                let others = HEAD_BYTES + self.x_slots * STEP * self.m * 2 * PLANE + sums;
+                let n_slots = tuning.plain_shared_bytes.saturating_sub(others) / self.w_bytes;
+                (others + n_slots * self.w_bytes) as u32
+            }
+            DivisionKind::Direct => (HEAD_BYTES + self.x_slots * self.m * 2 * PLANE) as u32,
         }
+    }
+
+    fn rings_bytes(&self, tuning: BatchTuning) -> u32 {
         let budget = if self.m == 128 { 2 * tuning.shared_bytes } else { tuning.shared_bytes };
         let x_bytes = HEAD_BYTES + self.x_slots * self.m * 2 * PLANE;
         (x_bytes + (budget.saturating_sub(x_bytes) / self.w_bytes).clamp(2, 6) * self.w_bytes) as u32
@@ -135,16 +150,24 @@ impl Division {
         if self.m == 128 { 1 } else { 2 }
     }
 
-    /// One producer warp issues the copies, next to the compute warps. Where warps trade registers, that
-    /// takes a whole warpgroup.
+    /// Producer warps issue the copies, next to the compute warps: one, a whole warpgroup where warps trade
+    /// registers, and several where copies are many.
     pub(crate) const fn threads(&self) -> u32 {
-        32 * (WARPS as u32 + if self.m == 128 { 4 } else { 1 })
+        let producers = match self.kind {
+            DivisionKind::Rings if self.m == 128 => 4,
+            DivisionKind::Rings => 1,
+            DivisionKind::Pieces(_) => 4,
+            DivisionKind::Direct => 0,
+        };
+        32 * (WARPS as u32 + producers)
     }
 
     pub(crate) fn name(&self, dtype: DType) -> String {
-        match self.groups {
-            0 => format!("batch_m{}_{}", self.m, lowercase(dtype)),
-            groups => format!("batch_plain_m{}_g{groups}_{}", self.m, lowercase(dtype)),
+        let (m, dtype) = (self.m, lowercase(dtype));
+        match self.kind {
+            DivisionKind::Rings => format!("batch_m{m}_{dtype}"),
+            DivisionKind::Pieces(pieces) => format!("batch_plain_m{m}_h{pieces}_{dtype}"),
+            DivisionKind::Direct => format!("batch_plain_m{m}_{dtype}"),
         }
     }
 }
@@ -187,13 +210,6 @@ impl BatchPlan {
         BatchPlan { n_splits: units.div_ceil(per_split), per_split, ..self }
     }
 
-    /// The plan with a given number of groups of warps, for comparisons; `None` without such a kernel.
-    #[must_use]
-    pub fn with_groups(self, groups: usize) -> Option<BatchPlan> {
-        let has = self.division.is_plain() && PLAIN.contains(&(self.division.m, groups));
-        has.then(|| BatchPlan { division: Division::plain(self.division.m, groups), ..self })
-    }
-
     /// The plan with splits added by a separate launch, as on GPUs without clusters.
     #[must_use]
     pub fn without_clusters(self) -> BatchPlan {
@@ -214,7 +230,7 @@ fn concurrent_clusters(n_sms: usize, per_sm: usize, n_blocks: usize) -> usize {
 pub fn has_batch(dtype: DType, m: usize, k: usize, card: &DeviceInfo) -> bool {
     let arch = GpuArch { major: card.compute.0, minor: card.compute.1 };
     let card = Card::new(card, Tuning::of(arch));
-    !Division::for_rows(m, dtype, &card).is_empty() && k.is_multiple_of(PLANE.max(dtype.block_len()))
+    Division::for_rows(m, dtype, &card).is_some() && k.is_multiple_of(PLANE.max(dtype.block_len()))
 }
 
 impl Kernels {
@@ -233,21 +249,36 @@ impl Kernels {
         if !k.is_multiple_of(PLANE.max(dtype.block_len())) {
             return None;
         }
-        let divisions = Division::for_rows(m, dtype, card);
-        let plans = divisions.iter().map(|division| division.plan(m, ns, k, gated, card));
-        plans.min_by_key(|&(cost, _)| cost).map(|(_, plan)| plan)
+        let division = Division::for_rows(m, dtype, card)?;
+        let per_tile = if gated { division.rows / 2 } else { division.rows };
+        let tiles: usize =
+            if gated { ns[0].div_ceil(per_tile) } else { ns.iter().map(|n| n.div_ceil(per_tile)).sum() };
+        let tiles = tiles * m.div_ceil(division.m);
+        let units = k.div_ceil(division.planes * PLANE).max(1);
+        let clustered = card.has_clusters;
+        let n_splits = match division.is_plain() {
+            true => division.few_splits(tiles, units, card),
+            false => division.splits(tiles, units, gated, card)?,
+        };
+        let plan = BatchPlan { division, n_splits: 1, per_split: units, clustered };
+        Some(plan.with_splits(n_splits, k))
     }
 }
 
 impl Division {
-    /// The best number of splits, and its cost in units of weights: every block adds a prologue and an epilogue,
-    /// and partial sums are read once more.
-    fn plan(&self, m: usize, ns: &[usize], k: usize, gated: bool, card: &Card) -> (usize, BatchPlan) {
-        let per_tile = if gated { self.rows / 2 } else { self.rows };
-        let tiles: usize =
-            if gated { ns[0].div_ceil(per_tile) } else { ns.iter().map(|n| n.div_ceil(per_tile)).sum() };
-        let tiles = tiles * m.div_ceil(self.m);
-        let units = k.div_ceil(self.planes * PLANE).max(1);
+    /// Blocks of each split: those that take one tile after another are no more than run at once.
+    pub(crate) fn n_blocks(&self, tiles: usize, n_splits: usize, card: &Card) -> usize {
+        match self.kind {
+            DivisionKind::Pieces(_) if n_splits == 1 => {
+                tiles.min(card.tuning.batch.plain_blocks * card.n_sms)
+            }
+            DivisionKind::Pieces(_) | DivisionKind::Direct | DivisionKind::Rings => tiles,
+        }
+    }
+
+    /// The best number of splits. The cost is in units: every block adds a prologue and an epilogue, and partial
+    /// sums are read once more.
+    fn splits(&self, tiles: usize, units: usize, gated: bool, card: &Card) -> Option<usize> {
         let clustered = card.has_clusters;
         let max_splits = if gated && !clustered { 1 } else { MAX_SPLITS.min(units) };
         let cost = |splits: usize| {
@@ -260,10 +291,15 @@ impl Division {
             let rounds = tiles.div_ceil(concurrent);
             2 * rounds * (per_split + 1) + if splits > 1 { 1 + splits / 2 } else { 0 }
         };
-        let plan = BatchPlan { division: *self, n_splits: 1, per_split: units, clustered };
-        let costs = (1..=max_splits).map(|splits| (cost(splits), splits));
-        let (cost, n_splits) = costs.min().unwrap_or((usize::MAX, 1));
-        (cost, plan.with_splits(n_splits, k))
+        (1..=max_splits).min_by_key(|&splits| cost(splits))
+    }
+
+    /// The number of splits for 16-bit weights: as many as fit the SMs at once, of at least a step each.
+    fn few_splits(&self, tiles: usize, planes: usize, card: &Card) -> usize {
+        // The splits of few tiles leave half of each SM to the next launch.
+        let per_sm = if self.kind == DivisionKind::Direct { 2 } else { 1 };
+        let fits = |splits: usize| splits * tiles <= per_sm * card.n_sms && splits * STEP <= planes;
+        [8, 4, 2].into_iter().find(|&splits| card.has_clusters && fits(splits)).unwrap_or(1)
     }
 }
 
@@ -285,9 +321,12 @@ mod tests {
                 // Two blocks per SM share less than 228 KiB, and each reserves 1 KiB for the system.
                 let fits = shared <= limit
                     && (division.per_sm() == 1 || tuning.measured_on.is_none() || shared <= 113 << 10);
-                // For kernels of 64 rows and more, `Division::fits` checks the GPU.
+                // For kernels of 64 rows and more, and for 16-bit weights, `Division::fits` checks the GPU.
+                let is_checked = division.m >= 64 || division.is_plain();
+                let large = Card::with_shared(227 << 10, tuning);
+                assert!(!division.is_plain() || division.fits(&large) == tuning.measured_on.is_some());
                 assert!(
-                    fits || division.m >= 64,
+                    fits || (is_checked && tuning.measured_on.is_none()) || division.m >= 64,
                     "{} on {:?}: {shared}",
                     division.name(dtype),
                     tuning.measured_on

@@ -282,11 +282,12 @@ impl fmt::Debug for KernelUnit {
 }
 
 /// Headers that the files include, by name; no toolkit header is needed.
-pub(crate) const HEADERS: [(&str, &str); 30] = [
+pub(crate) const HEADERS: [(&str, &str); 31] = [
     ("attend_lanes.cuh", include_str!("../cu/attend_lanes.cuh")),
     ("attend_seen.cuh", include_str!("../cu/attend_seen.cuh")),
     ("attend_tiles.cuh", include_str!("../cu/attend_tiles.cuh")),
     ("batch.cuh", include_str!("../cu/batch.cuh")),
+    ("batch_direct.cuh", include_str!("../cu/batch_direct.cuh")),
     ("cluster.cuh", include_str!("../cu/cluster.cuh")),
     ("dtype.cuh", include_str!("../cu/dtype.cuh")),
     ("eight.cuh", include_str!("../cu/eight.cuh")),

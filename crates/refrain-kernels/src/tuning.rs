@@ -98,6 +98,9 @@ pub(crate) struct BatchTuning {
     pub(crate) shared_bytes: usize,
     /// The same for 16-bit weights, which no GPU of less shared memory multiplies there.
     pub(crate) plain_shared_bytes: usize,
+    /// Blocks per SM that take one tile of 16-bit weights after another. A single one leaves space for the next
+    /// launch to prefetch, but with one producer warp it read half as fast.
+    pub(crate) plain_blocks: usize,
 }
 
 /// `grouped.cu`: expert layers on tensor cores.
@@ -127,7 +130,7 @@ const SM_90: Tuning = Tuning {
     },
     attend: AttendTuning { ring_bytes: 12 << 10, small_ring_bytes: 8 << 10, large_shared_bytes: 200 << 10 },
     few: FewTuning { warps: 8, stages: 3 },
-    batch: BatchTuning { shared_bytes: 110 << 10, plain_shared_bytes: 113 << 10 },
+    batch: BatchTuning { shared_bytes: 110 << 10, plain_shared_bytes: 113 << 10, plain_blocks: 2 },
     grouped: GroupedTuning { min_rows: 16 },
 };
 

@@ -39,7 +39,7 @@ const SHAPES: [Shape; 9] = [
 #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
 fn batched_products_are_timed_with_the_chosen_and_other_splits() {
     let mut bed = Bed::gpu();
-    for dtype in [DType::Q4_K, DType::Q6_K, DType::Q8_0] {
+    for dtype in [DType::BF16, DType::Q4_K, DType::Q6_K, DType::Q8_0] {
         for shape in &SHAPES {
             for m in [8, 16, 32, 64, 128, 256] {
                 let plan = bed.kernels.batch_plan(dtype, m, shape.ns, shape.k, shape.gated);
@@ -57,7 +57,7 @@ fn batched_products_are_timed_with_the_chosen_and_other_splits() {
 }
 
 fn measure(bed: &mut Bed, dtype: DType, shape: &Shape, m: usize, n_splits: usize) -> (f64, f64) {
-    let weight_bytes = |n: usize| packed_bytes(dtype, n, shape.k).unwrap() as u64;
+    let weight_bytes = |n: usize| packed_bytes(dtype, n, shape.k).unwrap_or(2 * n * shape.k) as u64;
     let bytes: u64 = shape.ns.iter().map(|&n| weight_bytes(n).next_multiple_of(256)).sum();
     let copies = (WEIGHT_BYTES / bytes).max(2);
     let n: usize = shape.ns.iter().sum();

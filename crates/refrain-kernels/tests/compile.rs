@@ -100,7 +100,8 @@ fn every_kernel_releases_the_next_one_and_waits_before_it_stores_or_returns() {
             // kernel writes. All others load nothing before the wait.
             let may_load = matches!(
                 unit.family(),
-                KernelFamily::Linear
+                KernelFamily::BatchPlain
+                    | KernelFamily::Linear
                     | KernelFamily::Product
                     | KernelFamily::Attend
                     | KernelFamily::Sample

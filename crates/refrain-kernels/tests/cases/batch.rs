@@ -26,33 +26,29 @@ pub fn batch() -> Vec<Case> {
             cases.push(case(dtype, 41, &[10], k, 1, None));
             cases.push(case(dtype, 2, &[5], k, 1, None));
             cases.push(case(dtype, 8, &[20], 20 * k, 1, None));
-            cases.push(unclustered_case(dtype, 16, &[70, 40], 7 * k, 3));
+            cases.push(divided_case(dtype, 16, &[70, 40], 7 * k, 3, None, false));
             cases.push(case(dtype, 11, &[128, 128], 5 * k, 3, Some(Gate::GeluTanh)));
             cases.push(case(dtype, 32, &[129], 5 * k, 2, None));
             cases.push(case(dtype, 64, &[20], 7 * k, 4, None));
-            cases.push(unclustered_case(dtype, 64, &[130], 5 * k, 2));
+            cases.push(divided_case(dtype, 64, &[130], 5 * k, 2, None, false));
             cases.push(case(dtype, 33, &[68, 68], k, 1, Some(Gate::Silu)));
         }
     }
     for dtype in [DType::BF16, DType::F16] {
-        // Every kernel: rows of 8 and 16 in groups that take turns have fewer rows of weights per block.
-        for groups in [1, 4] {
-            cases.push(plain_case(dtype, 7, &[33, 16, 1, 7], 384, 2, None, groups));
-            cases.push(plain_case(dtype, 5, &[36, 36], 128, 1, Some(Gate::Silu), groups));
-            cases.push(plain_case(dtype, 2, &[128, 128], 1152, 2, Some(Gate::GeluTanh), groups));
-            cases.push(plain_case(dtype, 8, &[150], 2560, 3, None, groups));
-        }
-        for groups in [1, 2] {
-            cases.push(plain_case(dtype, 16, &[70, 40], 896, 3, None, groups));
-            cases.push(plain_case(dtype, 11, &[128, 128], 640, 3, Some(Gate::GeluTanh), groups));
-        }
-        cases.push(plain_case(dtype, 27, &[20, 9], 128, 1, None, 1));
-        cases.push(plain_case(dtype, 32, &[129], 640, 2, None, 1));
-        cases.push(plain_case(dtype, 33, &[68, 68], 256, 1, Some(Gate::Silu), 1));
-        cases.push(plain_case(dtype, 64, &[140], 896, 4, None, 1));
+        cases.push(case(dtype, 7, &[33, 16, 1, 7], 384, 1, None));
+        cases.push(case(dtype, 5, &[36, 36], 128, 1, Some(Gate::Silu)));
+        cases.push(case(dtype, 2, &[128, 128], 1152, 2, Some(Gate::GeluTanh)));
+        cases.push(case(dtype, 8, &[70], 2560, 3, None));
+        // More tiles than blocks.
+        cases.push(case(dtype, 8, &[4300], 128, 1, None));
+        cases.push(case(dtype, 16, &[70, 40], 1664, 3, None));
+        cases.push(case(dtype, 11, &[128, 128], 640, 1, Some(Gate::GeluTanh)));
+        // More planes than slots, and odd numbers of planes.
+        cases.push(case(dtype, 27, &[140, 9], 896, 1, None));
+        cases.push(case(dtype, 33, &[68, 68], 384, 2, Some(Gate::Silu)));
+        cases.push(case(dtype, 64, &[20], 128, 1, None));
     }
-    let division = Division { n_splits: 3, clustered: false, groups: Some(2) };
-    cases.push(divided_case(DType::BF16, 16, &[70, 40], 896, None, division));
+    cases.push(divided_case(DType::BF16, 16, &[70, 40], 1664, 3, None, false));
     // Several tiles of rows of x.
     cases.push(case(DType::Q4_K, 65, &[140], 512, 1, None));
     cases.push(case(DType::Q4_0, 130, &[20, 9], 384, 3, None));
@@ -118,33 +114,8 @@ pub fn four_bits(dtype: DType, bytes: &[u8]) -> Vec<f32> {
     out
 }
 
-/// How a product is divided among blocks.
-#[derive(Clone, Copy, Debug)]
-struct Division {
-    n_splits: usize,
-    clustered: bool,
-    /// Groups of warps, for 16-bit weights.
-    groups: Option<usize>,
-}
-
 fn case(dtype: DType, m: usize, ns: &[usize], k: usize, n_splits: usize, gate: Option<Gate>) -> Case {
-    divided_case(dtype, m, ns, k, gate, Division { n_splits, clustered: true, groups: None })
-}
-
-fn unclustered_case(dtype: DType, m: usize, ns: &[usize], k: usize, n_splits: usize) -> Case {
-    divided_case(dtype, m, ns, k, None, Division { n_splits, clustered: false, groups: None })
-}
-
-fn plain_case(
-    dtype: DType,
-    m: usize,
-    ns: &[usize],
-    k: usize,
-    n_splits: usize,
-    gate: Option<Gate>,
-    groups: usize,
-) -> Case {
-    divided_case(dtype, m, ns, k, gate, Division { n_splits, clustered: true, groups: Some(groups) })
+    divided_case(dtype, m, ns, k, n_splits, gate, true)
 }
 
 fn divided_case(
@@ -152,11 +123,11 @@ fn divided_case(
     m: usize,
     ns: &[usize],
     k: usize,
+    n_splits: usize,
     gate: Option<Gate>,
-    division: Division,
+    clustered: bool,
 ) -> Case {
-    let is_plain = division.groups.is_some();
-    let n_splits = division.n_splits;
+    let is_plain = matches!(dtype, DType::BF16 | DType::F16);
     let rows = if dtype == DType::F16 { DType::F16 } else { DType::BF16 };
     let sums = if is_plain { Tol::Whole(5e-6) } else { DECODED };
     let plane_rows = [8, 16, 32, 64].into_iter().find(|&size| m <= size).unwrap_or(128);
@@ -202,7 +173,7 @@ fn divided_case(
     roles.push(Role::In(x));
     roles.push(Role::Scratch(4 * n_splits * m * ns.iter().sum::<usize>()));
     let ns = ns.to_vec();
-    let name = format!("batch {dtype} m={m} n={ns:?} k={k} {gate:?} {division:?}");
+    let name = format!("batch {dtype} m={m} n={ns:?} k={k} splits={n_splits} {gate:?} clustered={clustered}");
     Case::new(name, roles, move |kernels, b, out| {
         let (x, scratch) = (b[2 * n_parts], Some(b[2 * n_parts + 1]));
         let parts: Vec<LinearPart> =
@@ -212,8 +183,7 @@ fn divided_case(
             None => parts,
         };
         let plan = kernels.batch_plan(dtype, m, &ns, k, gate.is_some()).unwrap().with_splits(n_splits, k);
-        let plan = if division.clustered { plan } else { plan.without_clusters() };
-        let plan = division.groups.map_or(plan, |groups| plan.with_groups(groups).unwrap());
+        let plan = if clustered { plan } else { plan.without_clusters() };
         let plane_rows = if ns[0].is_multiple_of(128) { plan.shape().0 } else { 0 };
         let to = Narrow { y: b[0], dtype: rows, plane_rows, also_wide: wide };
         let gate = gate.map(|kind| (kind, to));
