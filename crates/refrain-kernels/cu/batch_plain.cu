@@ -136,7 +136,7 @@ template <int M, int H> struct Producer {
     Turn w_turn, x_turn;
 
     inline Producer(const Work& work, const Rings<M, H>& rings)
-        : work(work), rings(rings), policy(evict_first_policy()), lane(threadIdx.x % 32), tile_idx(blockIdx.x),
+        : work(work), rings(rings), policy(evict_first_policy()), lane(threadIdx.x % 32), tile_idx(blockIdx.x), step(0),
           piece(0), x_at(0) {
         u32 warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0) - WARPS;
         row = warp * (PIECE_ROWS / PRODUCERS) + lane;
