@@ -7,15 +7,15 @@ use crate::bars::Delayed;
 use crate::cli::CliContext;
 use crate::fail::{self, Hinted, Interrupted};
 use crate::grammar::GrammarOpts;
-use crate::opts::{DeviceOpts, LoraOpts, SamplingOpts};
+use crate::opts::{DeviceOpts, LineLora, SamplingOpts};
 use crate::out::{counted, short_rate, short_time, talk, thousands};
 use crate::resolve;
 use crate::speculate::{self, SpeculateOpts};
 use answers::{AnswerFile, lines};
 use line::{BatchAnswer, BatchAsk, BatchLine};
 use refrain::{
-    Generate, Grammar, GrammarSource, Model, Prompt, Reply, SamplingParams, Service, ServiceOptions,
-    SessionOptions,
+    EngineError, Generate, Grammar, GrammarSource, Model, NamedLora, Prompt, Reply, SamplingParams, Service,
+    ServiceOptions, SessionOptions,
 };
 use std::collections::VecDeque;
 use std::num::NonZeroUsize;
@@ -33,7 +33,7 @@ const SUBMITTED_PER_ROW: usize = 4;
 ///
 /// Each line of IN is a JSON object: OpenAI's batch format (custom_id, url, body), or a plain line with a prompt or
 /// messages and optionally max_tokens, temperature, top_p, top_k, min_p, seed, stop, frequency_penalty,
-/// presence_penalty, repeat_penalty, logit_bias, response_format (as in OpenAI's API) and id. OUT gets one line per line of IN, in the same order: text, finish
+/// presence_penalty, repeat_penalty, logit_bias, response_format (as in OpenAI's API), adapter (see --lora) and id. OUT gets one line per line of IN, in the same order: text, finish
 /// and token counts, or an error. A line that cannot be answered does not stop the others. If OUT exists, the command
 /// continues after its last line. Blank lines are skipped.
 #[derive(clap::Args, Debug)]
@@ -69,8 +69,10 @@ pub(crate) struct Args {
     /// Tokens in the KV cache for all running sequences [default: --seqs times -c, at most 32768]
     #[arg(long, value_name = "N")]
     kv_tokens: Option<usize>,
-    #[command(flatten)]
-    lora: LoraOpts,
+    /// Load an adapter that lines choose by "adapter": NAME; may be repeated. Without a name, apply the adapter to every
+    /// line; =SCALE multiplies its contribution
+    #[arg(long, value_name = "NAME=DIR | DIR[=SCALE]")]
+    lora: Vec<LineLora>,
     #[command(flatten)]
     sampling: SamplingOpts,
     #[command(flatten)]
@@ -100,7 +102,7 @@ pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {
     if out.n_done as u64 == n_lines {
         return Ok(());
     }
-    let model = args.lora.apply(resolve::find(Some(&args.model), context)?.open()?)?;
+    let model = with_adapters(resolve::find(Some(&args.model), context)?.open()?, &args.lora)?;
     let speculation = args.speculate.options(context)?;
     let mut grammars = Grammars::default();
     if let Some(source) = &source {
@@ -144,6 +146,27 @@ pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {
         }
     }
     Ok(())
+}
+
+/// The model with the adapters of the flags: one for every line, or several that lines choose from.
+fn with_adapters(model: Model, flags: &[LineLora]) -> anyhow::Result<Model> {
+    if let [LineLora::Every(lora)] = flags {
+        return Ok(model.with_lora(&lora.folder, lora.scale)?);
+    }
+    if flags.is_empty() {
+        return Ok(model);
+    }
+    let named = flags.iter().map(|flag| match flag {
+        LineLora::Named { name, folder } => {
+            Ok(NamedLora { name: name.clone(), folder: folder.clone(), scale: 1.0 })
+        }
+        LineLora::Every(lora) => {
+            let message =
+                format!("--lora {} has no name, and there is another --lora", lora.folder.display());
+            Err(Hinted::new(message, "give each adapter a name: --lora NAME=DIR"))
+        }
+    });
+    Ok(model.with_loras(&named.collect::<Result<Vec<_>, _>>()?)?)
 }
 
 #[derive(Default)]
@@ -266,6 +289,7 @@ impl BatchRun<'_> {
             self.args.sampling.generate(ask.sampling.over(usual), is_raw.then_some(RAW_MAX_TOKENS));
         options.max_tokens = ask.max_tokens.or(options.max_tokens);
         options.stop.extend(ask.stop.iter().cloned());
+        options.adapter.clone_from(&ask.adapter);
         options.cancel = Some(self.cancel.clone());
         options.grammar = source.map(|source| self.grammars.compile(model, source)).transpose()?;
         Ok((tokens, options))
@@ -292,5 +316,11 @@ fn keeps_going(error: refrain::Error) -> anyhow::Result<String> {
     {
         return Err(error.into());
     }
-    Ok(fail::one_line(&error.into()))
+    let hint = match &error {
+        // The names to choose from belong into the answer.
+        refrain::Error::Engine(EngineError::NoAdapterNamed { .. }) => error.hint(),
+        _ => None,
+    };
+    let text = fail::one_line(&error.into());
+    Ok(hint.map_or(text.clone(), |hint| format!("{text}; {hint}")))
 }

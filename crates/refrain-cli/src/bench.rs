@@ -72,6 +72,9 @@ pub(crate) struct Args {
     /// Number of measurements
     #[arg(short, long, value_name = "N", default_value = "5")]
     repeats: NonZeroUsize,
+    /// Attach N random LoRA adapters of rank 16 to all linear layers; the sequences of a batch take turns
+    #[arg(long, value_name = "N", conflicts_with_all = ["train", "load"])]
+    adapters: Option<usize>,
     /// Measure training steps of a fresh model of a well-known shape, such as llama-10m
     #[arg(long, value_name = "SHAPE", conflicts_with = "shape", help_heading = "Training")]
     train: Option<String>,
@@ -168,6 +171,7 @@ pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {
         depths: args.depth.clone(),
         seqs: args.seqs.iter().map(|n| n.get()).collect(),
         repeats: args.repeats.get(),
+        adapters: args.adapters.unwrap_or(0),
     };
     let progress = |phase: &str| spinner.say(phase.to_owned());
     let report = match &args.shape {

@@ -551,6 +551,7 @@ impl SamplingOpts {
             max_tokens: self.max_tokens.or(usual_max_tokens),
             stop: self.stop.clone(),
             ignore_end: false,
+            adapter: None,
             cancel: None,
             grammar: None,
         }
@@ -626,6 +627,37 @@ impl std::str::FromStr for LoraArg {
     }
 }
 
+/// An adapter for every line of a batch, or one that lines choose by its name.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum LineLora {
+    Every(LoraArg),
+    Named { name: String, folder: std::path::PathBuf },
+}
+
+impl std::str::FromStr for LineLora {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<LineLora, String> {
+        // A scale is a number, and a folder may contain an equals sign.
+        match text.split_once('=') {
+            Some((name, folder))
+                if is_name(name)
+                    && folder.parse::<f64>().is_err()
+                    && !std::path::Path::new(text).exists() =>
+            {
+                Ok(LineLora::Named { name: name.to_owned(), folder: folder.into() })
+            }
+            _ => text.parse().map(LineLora::Every),
+        }
+    }
+}
+
+/// Whether a text can be the name of a model or of an adapter.
+pub(crate) fn is_name(text: &str) -> bool {
+    !text.is_empty()
+        && text.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.' | ':' | '/'))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -637,6 +669,18 @@ mod tests {
         assert_eq!(arg("a=b=-0.5"), Ok(LoraArg { folder: "a=b".into(), scale: -0.5 }));
         assert!(arg("a=b").unwrap_err().contains("`b` is not a finite number"));
         assert!(arg("a=inf").is_err());
+    }
+
+    #[test]
+    fn an_adapter_of_lines_has_a_name_and_that_of_all_lines_has_none() {
+        let arg = |text: &str| text.parse::<LineLora>();
+        let named =
+            |name: &str, folder: &str| Ok(LineLora::Named { name: name.into(), folder: folder.into() });
+        let every = |folder: &str, scale| Ok(LineLora::Every(LoraArg { folder: folder.into(), scale }));
+        assert_eq!(arg("poems=./a=b"), named("poems", "./a=b"));
+        assert_eq!(arg("./poems"), every("./poems", 1.0));
+        assert_eq!(arg("./poems=0.5"), every("./poems", 0.5));
+        assert!(arg("a b=c").is_err());
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use crate::cli::CliContext;
 use crate::fail::{Hinted, Interrupted};
-use crate::opts::DeviceOpts;
+use crate::opts::{DeviceOpts, is_name};
 use crate::out::{counted, talk, thousands};
 use crate::resolve::{self, FoundModel};
 use crate::speculate::SpeculateOpts;
@@ -101,7 +101,8 @@ pub(crate) struct Args {
     /// Memory for loaded models in MiB, weights and caches; idle models are unloaded to stay below it
     #[arg(long, value_name = "MIB", help_heading = "Workers")]
     memory: Option<u64>,
-    /// Serve the adapter in DIR over the first model under another name; may be repeated
+    /// Serve the adapter in DIR over the first model under another name; may be repeated. Adapters share the loaded
+    /// model
     #[arg(long, value_name = "NAME=DIR", help_heading = "Workers")]
     lora: Vec<String>,
     /// Serve made-up tokens, one per request every N microseconds, to measure the server itself
@@ -216,11 +217,6 @@ impl Args {
         }
         Ok(keys)
     }
-}
-
-fn is_name(text: &str) -> bool {
-    !text.is_empty()
-        && text.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.' | ':' | '/'))
 }
 
 /// The name for clients: that of the file or folder, if the model is one.

@@ -1,8 +1,8 @@
 //! `refrain __worker`: the process that owns a device for `refrain serve`.
 
 use crate::cli::CliContext;
-use crate::serve::{self, LogFormat};
-use refrain::{Device, GuessSource, ServiceOptions, SessionOptions, SpeculationOptions};
+use crate::serve::{self, LogFormat, NamedModel};
+use refrain::{Device, GuessSource, NamedLora, ServiceOptions, SessionOptions, SpeculationOptions};
 use refrain_worker::fake::{FakeOptions, FakeShelf};
 use refrain_worker::{ModelShelf, ModelSpec, WorkerOptions, run_worker};
 use std::path::PathBuf;
@@ -54,26 +54,26 @@ fn specs(args: &Args, context: &CliContext) -> anyhow::Result<Vec<ModelSpec>> {
         }
         _ => {}
     }
-    let models = args.serve.models(context)?;
-    Ok(models
-        .into_iter()
-        .enumerate()
-        .map(|(idx, model)| ModelSpec {
-            source: model.found.source(),
-            name: model.name,
-            // A draft model guesses for the first model and its adapters.
-            options: match (&options.session.speculation.source, &model.adapter) {
-                (GuessSource::Model(_), None) if idx > 0 => {
-                    let session = SessionOptions {
-                        speculation: SpeculationOptions::default(),
-                        ..options.session.clone()
-                    };
-                    ServiceOptions { session, ..options.clone() }
+    let mut specs: Vec<ModelSpec> = Vec::new();
+    for NamedModel { name, found, adapter, .. } in args.serve.models(context)? {
+        let at_start = specs.is_empty();
+        if let (Some(folder), Some(first)) = (adapter, specs.first_mut()) {
+            // As it was trained.
+            first.adapters.push(NamedLora { name, folder, scale: 1.0 });
+            continue;
+        }
+        // A draft model guesses for the first model and its adapters.
+        let options = match &options.session.speculation.source {
+            GuessSource::Model(_) if !at_start => {
+                let speculation = SpeculationOptions::default();
+                ServiceOptions {
+                    session: SessionOptions { speculation, ..options.session.clone() },
+                    ..options.clone()
                 }
-                _ => options.clone(),
-            },
-            adapter: model.adapter,
-            at_start: idx == 0,
-        })
-        .collect())
+            }
+            _ => options.clone(),
+        };
+        specs.push(ModelSpec { name, source: found.source(), adapters: Vec::new(), options, at_start });
+    }
+    Ok(specs)
 }

@@ -536,3 +536,72 @@ fn a_constrained_reply_survives_the_death_of_its_worker() {
     assert_eq!(status, 200, "{reply}");
     assert_eq!(reply["choices"][0]["text"], undisturbed["choices"][0]["text"]);
 }
+
+#[test]
+fn adapters_share_one_loaded_model_and_each_request_gets_its_own() {
+    let cli = Cli::new();
+    for (name, text, rank) in [
+        ("clock", "The clock said five, and the five small mice said nothing at all. ", "4"),
+        ("sea", "The sea was green, the ship was blue, and nobody knew the way. ", "2"),
+    ] {
+        cli.file("text.txt", text.repeat(8));
+        let train = ["finetune", "stories", "text.txt", "--out", name, "--rank", rank, "--alpha", "16"];
+        let run =
+            ["--context", "16", "--batch", "2", "--lr", "2e-2", "--steps", "6", "--schedule", "constant"];
+        cli.run(&[&train[..], &run, &["--device", "cpu", "--threads", "1"]].concat()).ok();
+    }
+    // What each gives alone, by the same flags in a batch, and applied to the whole model.
+    let names = ["stories", "clock", "sea"];
+    let greedy = ["--temp", "0", "-n", "12", "--device", "cpu", "--threads", "1"];
+    let lora = ["--lora", "clock=clock/adapter", "--lora", "sea=sea/adapter"];
+    let asked = r#"{"prompt": "The", "id": "stories"}
+{"prompt": "The", "adapter": "clock", "id": "clock"}
+{"prompt": "The", "adapter": "sea", "id": "sea"}
+{"prompt": "The", "adapter": "poems", "id": "poems"}
+"#;
+    cli.file("in.jsonl", asked);
+    cli.run(&[&["batch", "--raw", "stories", "in.jsonl", "-o", "out.jsonl"], &lora[..], &greedy].concat());
+    let answers = std::fs::read_to_string(cli.home.path().join("out.jsonl")).expect("answers");
+    let answers: Vec<Value> = answers.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
+    let error = answers[3]["error"].as_str().expect("an error");
+    assert!(error.contains("no adapter \"poems\"") && error.contains("clock, sea"), "{error}");
+    let want: Vec<&str> = answers[..3].iter().map(|answer| answer["text"].as_str().expect("text")).collect();
+    assert!(want[0] != want[1] && want[1] != want[2], "the adapters were not trained enough: {want:?}");
+    for (name, want) in names.iter().zip(&want).skip(1) {
+        let folder = format!("{name}/adapter");
+        let run = ["run", "--raw", "stories", "The", "--lora", &folder];
+        assert_eq!(cli.run(&[&run[..], &greedy].concat()).ok().trim_end_matches('\n'), *want);
+    }
+    let two = ["batch", "stories", "in.jsonl", "-o", "x.jsonl", "--lora", "clock/adapter", "--lora", "a=b"];
+    assert!(cli.run(&two).refused().contains("--lora NAME=DIR"));
+
+    let served = Served::start_in(cli, &[&["stories"], &lora[..]].concat());
+    served.line("ready on");
+    let (_, models) = served.get("/v1/models");
+    let ids: Vec<&str> =
+        models["data"].as_array().expect("models").iter().filter_map(|m| m["id"].as_str()).collect();
+    assert_eq!(ids, names);
+    thread::scope(|scope| {
+        for (name, want) in (0..3).flat_map(|_| names.iter().zip(&want)) {
+            let served = &served;
+            scope.spawn(move || {
+                let body = json!({ "model": name, "prompt": "The", "max_tokens": 12, "temperature": 0 });
+                let (status, answer) = served.post("/v1/completions", &body);
+                assert_eq!((status, answer["choices"][0]["text"].as_str()), (200, Some(*want)), "{name}");
+                assert_eq!(answer["model"], *name);
+            });
+        }
+    });
+    // One model in the worker, whatever it is called.
+    let loaded = || served.get("/status").1["backend"]["workers"][0]["models"].clone();
+    let began = Instant::now();
+    while loaded().as_array().is_none_or(Vec::is_empty) && began.elapsed() < PATIENCE {
+        thread::sleep(Duration::from_millis(50));
+    }
+    let names: Vec<Value> =
+        loaded().as_array().into_iter().flatten().map(|load| load["model"].clone()).collect();
+    assert_eq!(names, ["stories"]);
+    let (status, error) = served.post("/v1/completions", &json!({ "model": "poems", "prompt": "The" }));
+    assert_eq!(status, 404);
+    assert!(error.to_string().contains("stories, clock, sea"), "{error}");
+}

@@ -266,9 +266,14 @@ impl GemmShape {
 
     /// Whether some products of the same rows, of which this is one, run as a batch if there is a kernel for it.
     /// With 16-bit weights, measurements decide (`docs/performance.md`): cuBLASLt is faster with a single weight and
-    /// more than eight rows, and with a vocabulary.
+    /// more than eight rows, with large weights and more than eight rows, and with a vocabulary.
     pub(crate) fn is_faster_as_batch(&self, n_products: usize) -> bool {
-        !GEMM_DTYPES.contains(&self.dtype) || n_products > 1 || (self.m <= 8 && self.n < MIN_VOCABULARY)
+        let most = match self.m {
+            ..=8 => MIN_VOCABULARY - 1,
+            ..=32 => 8192,
+            _ => 4096,
+        };
+        !GEMM_DTYPES.contains(&self.dtype) || ((n_products > 1 || self.m <= 8) && self.n <= most)
     }
 
     /// Dtype that the rows are converted to.

@@ -4,7 +4,7 @@ use crate::blocks::{BlockCounts, BlockPool, BlockTable, SharedPool};
 use crate::decode::ActiveRun;
 use crate::error::EngineError;
 use crate::ledger::Ledger;
-use crate::request::lock;
+use crate::request::{AdapterId, lock};
 use crate::runner::{Runner, StepOut, TokenChoice};
 use crate::sampling::SamplingRow;
 use crate::slots::SlotCounts;
@@ -33,6 +33,8 @@ pub struct SequenceState {
     pub(crate) id: u64,
     pub(crate) tokens: Vec<u32>,
     pub(crate) table: BlockTable,
+    /// Its adapter, if it has one: KV depends on it, so it never changes.
+    pub(crate) adapter: Option<AdapterId>,
     /// Maximum number of positions.
     pub(crate) context: usize,
     /// How its steps ran.
@@ -42,12 +44,15 @@ pub struct SequenceState {
 }
 
 impl SequenceState {
-    pub(crate) fn new(table: BlockTable, context: usize) -> SequenceState {
+    pub(crate) fn new(mut table: BlockTable, context: usize, adapter: Option<AdapterId>) -> SequenceState {
         static N_OPENED: AtomicU64 = AtomicU64::new(0);
+        // Sequences of different adapters have nothing in common.
+        table.set_root(adapter.map_or(0, |AdapterId(id)| 1 + u64::from(id)));
         SequenceState {
             id: N_OPENED.fetch_add(1, Ordering::Relaxed),
             tokens: Vec::new(),
             table,
+            adapter,
             context,
             ledger: Arc::default(),
             run_row: 0,
@@ -68,7 +73,7 @@ impl SequenceState {
     /// Makes another sequence share this one's full blocks and their tokens. A recurrent state covers all
     /// tokens, so a sequence with one shares nothing.
     pub(crate) fn share_with(&self, to: &mut SequenceState) {
-        if self.table.has_slots() {
+        if self.table.has_slots() || self.adapter != to.adapter {
             return to.clear();
         }
         let n_tokens = self.table.fork(self.tokens.len().min(to.context), &mut to.table);
@@ -78,7 +83,7 @@ impl SequenceState {
     /// Step request for tokens that follow those it holds.
     pub(crate) fn request<'a>(&'a self, tokens: &'a [u32], want: Want<'a>) -> StepRequest<'a> {
         let (start, table, slots) = (self.tokens.len(), self.table.blocks(), self.table.slot_row());
-        StepRequest { tokens, start, table, slots, want }
+        StepRequest { tokens, start, table, slots, adapter: self.adapter, want }
     }
 
     /// Records that a step has evaluated the next tokens. The caller appends them to `tokens`.
@@ -178,11 +183,20 @@ impl Core {
 
     /// A new sequence that allocates blocks as it grows; it fails if others have taken them all.
     pub fn open(&self) -> SequenceState {
-        SequenceState::new(self.blocks.table(), self.context)
+        self.open_with(None)
+    }
+
+    /// Like [`Core::open`], with an adapter of the model.
+    pub fn open_with(&self, adapter: Option<AdapterId>) -> SequenceState {
+        SequenceState::new(self.blocks.table(), self.context, adapter)
     }
 
     /// A new sequence with reserved blocks; grows the cache if necessary.
-    pub(crate) fn open_reserved(&mut self, context: usize) -> Result<SequenceState, EngineError> {
+    pub(crate) fn open_reserved(
+        &mut self,
+        context: usize,
+        adapter: Option<AdapterId>,
+    ) -> Result<SequenceState, EngineError> {
         // Other threads reserve concurrently and may take the blocks that were just added.
         let table = loop {
             if let Some(table) = self.blocks.reserve(context) {
@@ -193,7 +207,7 @@ impl Core {
             self.runner.resize(n_blocks, max_blocks, n_slots)?;
             self.blocks.extend(n_blocks, max_blocks, n_slots);
         };
-        Ok(SequenceState::new(table, context))
+        Ok(SequenceState::new(table, context, adapter))
     }
 
     /// Counts of free, cached and used KV blocks.

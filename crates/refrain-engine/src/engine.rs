@@ -7,7 +7,7 @@ use crate::draft_model::DraftModel;
 use crate::error::EngineError;
 use crate::ledger::Ledger;
 use crate::mailbox::{Mailbox, ServerCall};
-use crate::request::{Request, RequestId, Sequence};
+use crate::request::{AdapterId, Request, RequestId, Sequence, check_adapter};
 use crate::runner::Runner;
 use crate::schedule::PromptCounts;
 use crate::serve::{Server, Submitted, serve};
@@ -166,21 +166,27 @@ impl Engine {
     /// requires; steps are then recompiled. It never shrinks: the capacity of a dropped sequence is reused by
     /// the next one. A backend that cannot grow its cache fails with [`EngineError::CannotGrow`].
     pub fn open(&self, context: usize) -> Result<Sequence, EngineError> {
+        self.open_with(context, None)
+    }
+
+    /// Like [`Engine::open`], with an adapter for all requests of the sequence.
+    pub fn open_with(&self, context: usize, adapter: Option<AdapterId>) -> Result<Sequence, EngineError> {
+        check_adapter(self.model(), adapter)?;
         let max = self.model().config().n_context;
         if context == 0 || context > max {
             return Err(EngineError::Context { got: context, max });
         }
         self.inner.mailbox.check()?;
         if let Some(table) = self.inner.blocks.reserve(context) {
-            return Ok(Sequence::new(SequenceState::new(table, context)));
+            return Ok(Sequence::new(SequenceState::new(table, context, adapter)));
         }
-        self.call(move |server| server.core.open_reserved(context))?.map(Sequence::new)
+        self.call(move |server| server.core.open_reserved(context, adapter))?.map(Sequence::new)
     }
 
     /// Opens a sequence that starts with the tokens of another one and shares its full blocks, so their
-    /// common prefix is evaluated once. The fork has capacity for `context` positions of its own.
+    /// common prefix is evaluated once. The fork has the same adapter and capacity for `context` positions of its own.
     pub fn fork(&self, sequence: &Sequence, context: usize) -> Result<Sequence, EngineError> {
-        let fork = self.open(context)?;
+        let fork = self.open_with(context, sequence.adapter())?;
         sequence.with(|from| {
             if !from.table.belongs_to(&self.inner.blocks) {
                 return Err(EngineError::ForeignSequence);
@@ -216,7 +222,7 @@ impl Engine {
             let mut held = request.sequence.as_ref().map(Sequence::hold).transpose()?;
             let state = match &mut held {
                 Some(held) => held.take().ok_or(EngineError::SequenceBusy)?,
-                None => SequenceState::new(blocks.table(), context),
+                None => SequenceState::new(blocks.table(), context, request.adapter),
             };
             if !state.table.belongs_to(blocks) {
                 if let Some(held) = &mut held {

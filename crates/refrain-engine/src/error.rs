@@ -188,11 +188,32 @@ pub enum EngineError {
     /// The request wants the guesses of a draft model, and the engine has none.
     #[error("guesses of a draft model were requested, the engine has no draft model")]
     NoDraftModel,
-    /// The request names an adapter, and the engine has none.
-    #[error("adapter {id} was requested, the engine has none")]
+    /// The request has the id of an adapter that does not exist.
+    #[error("adapter {id} was requested, the model has {}", known.len())]
     UnknownAdapter {
         /// The adapter's id.
         id: u32,
+        /// Names of the adapters.
+        known: Vec<String>,
+    },
+    /// No adapter has this name.
+    #[error("the model has no adapter {name:?}")]
+    NoAdapterNamed {
+        /// The name.
+        name: String,
+        /// Names of the adapters.
+        known: Vec<String>,
+    },
+    /// The request names another adapter than its sequence has.
+    #[error(
+        "adapter {requested} was requested for a sequence with {}",
+        sequence.as_ref().map_or("none".to_owned(), |name| format!("adapter {name}"))
+    )]
+    AdapterOfSequence {
+        /// Name of the requested adapter.
+        requested: String,
+        /// Name of the sequence's adapter.
+        sequence: Option<String>,
     },
     /// The system could not start the engine's thread.
     #[error("the engine's thread could not be started")]
@@ -386,7 +407,15 @@ impl EngineError {
             }
             EngineError::GuessedGrammar => Some("leave out the guesses or the grammar".into()),
             EngineError::NoDraftModel => Some("give a draft model, or use n-gram guesses".into()),
-            EngineError::UnknownAdapter { .. } => Some("send the request without an adapter".into()),
+            EngineError::UnknownAdapter { known, .. } | EngineError::NoAdapterNamed { known, .. } => {
+                Some(match known.is_empty() {
+                    true => "leave out the adapter: the model was loaded without any".into(),
+                    false => format!("its adapters are {}", known.join(", ")),
+                })
+            }
+            EngineError::AdapterOfSequence { .. } => {
+                Some("open another sequence with that adapter: the KV of a sequence depends on it".into())
+            }
             EngineError::Stopped(Stopped::DeviceLost { .. }) => {
                 Some("restart the program, or run on another device".into())
             }

@@ -83,7 +83,14 @@ pub fn observe<B: Backend>(
         for (step, part) in text.chunks(step_tokens).enumerate() {
             let slots = if model.has_slots() { [0, 1] } else { [-1, -1] };
             let want = Want::Logits { n_rows: part.len() };
-            let request = StepRequest { tokens: part, start: step * step_tokens, table: &table, slots, want };
+            let request = StepRequest {
+                tokens: part,
+                start: step * step_tokens,
+                table: &table,
+                slots,
+                adapter: None,
+                want,
+            };
             fill(&inputs, &mut control, &[request])?;
             let io = Io { weights: &weights, states: &mut states, control: control.bytes() };
             backend.run(&mut compiled, io)?;

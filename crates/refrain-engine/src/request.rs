@@ -26,18 +26,24 @@ struct SequenceCell {
     /// `None` while one of its requests runs or waits.
     state: Mutex<Option<SequenceState>>,
     context: usize,
+    adapter: Option<AdapterId>,
     ledger: Arc<Mutex<Ledger>>,
 }
 
 impl Sequence {
     pub(crate) fn new(state: SequenceState) -> Sequence {
-        let (context, ledger) = (state.context, state.ledger.clone());
-        Sequence { cell: Arc::new(SequenceCell { state: Mutex::new(Some(state)), context, ledger }) }
+        let (context, adapter, ledger) = (state.context, state.adapter, state.ledger.clone());
+        Sequence { cell: Arc::new(SequenceCell { state: Mutex::new(Some(state)), context, adapter, ledger }) }
     }
 
     /// Maximum number of positions.
     pub fn context(&self) -> usize {
         self.cell.context
+    }
+
+    /// The adapter of all its requests, if it has one.
+    pub fn adapter(&self) -> Option<AdapterId> {
+        self.cell.adapter
     }
 
     /// The tokens whose KV is in the cache.
@@ -118,9 +124,20 @@ impl fmt::Display for RequestId {
     }
 }
 
-/// Identifies an adapter of an engine.
+/// Identifies an adapter of an engine: its index in [`Model::adapter_names`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct AdapterId(pub u32);
+
+impl AdapterId {
+    /// Finds an adapter of a model by its name.
+    pub fn find(model: &Model, name: &str) -> Result<AdapterId, EngineError> {
+        let known = model.adapter_names();
+        let found = known.iter().position(|other| other == name);
+        found
+            .map(|idx| AdapterId(idx as u32))
+            .ok_or_else(|| EngineError::NoAdapterNamed { name: name.to_owned(), known: known.to_vec() })
+    }
+}
 
 /// How far an engine runs ahead of the consumer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -158,7 +175,8 @@ pub struct Request {
     pub n_top_logprobs: usize,
     /// Has the text follow a grammar.
     pub constraint: Option<Constraint>,
-    /// The adapter to apply; only `None` is supported.
+    /// The adapter to apply, of those attached to the model. A request with a sequence has the sequence's adapter, and
+    /// may name no other.
     pub adapter: Option<AdapterId>,
     /// Higher priorities are served first and preempt lower ones. Requests of equal priority take turns by
     /// user.
@@ -234,9 +252,16 @@ impl Request {
                 return Err(EngineError::GuessedGrammar);
             }
         }
-        match self.adapter {
-            Some(AdapterId(id)) => Err(EngineError::UnknownAdapter { id }),
-            None => Ok(()),
+        check_adapter(model, self.adapter)?;
+        match (&self.sequence, self.adapter) {
+            (Some(sequence), Some(adapter)) if sequence.adapter() != Some(adapter) => {
+                let known = model.adapter_names();
+                let of =
+                    |AdapterId(id)| known.get(id as usize).cloned().unwrap_or_else(|| format!("number {id}"));
+                let sequence = sequence.adapter().map(of);
+                Err(EngineError::AdapterOfSequence { requested: of(adapter), sequence })
+            }
+            _ => Ok(()),
         }
     }
 
@@ -248,6 +273,17 @@ impl Request {
             row.forbid(&self.end, self.prompt.len().saturating_add(self.min_tokens))?;
         }
         Ok(row)
+    }
+}
+
+/// Refuses an adapter that the model does not have.
+pub(crate) fn check_adapter(model: &Model, adapter: Option<AdapterId>) -> Result<(), EngineError> {
+    let known = model.adapter_names();
+    match adapter {
+        Some(AdapterId(id)) if id as usize >= known.len() => {
+            Err(EngineError::UnknownAdapter { id, known: known.to_vec() })
+        }
+        _ => Ok(()),
     }
 }
 

@@ -74,10 +74,6 @@ impl Submitted {
         (active.priority, active.user) = (request.priority, request.user);
         // A recurrent state covers all tokens, so it cannot be shared.
         active.shares = request.shares_prefix && held.is_none() && !active.state.table.has_slots();
-        if active.shares {
-            // KV depends on the adapter as well.
-            active.state.table.set_root(request.adapter.map_or(0, |adapter| 1 + u64::from(adapter.0)));
-        }
         let (prefill, n_chosen, speculator) = (Duration::ZERO, 0, None);
         let text = text.map_or(TextSlot::None, |text| TextSlot::Here(Box::new(text)));
         let job = RequestJob { held, request, row, text, channel, prefill, n_chosen, speculator };

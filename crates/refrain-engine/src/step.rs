@@ -1,6 +1,7 @@
 //! Shape and control block of a step.
 
 use crate::error::EngineError;
+use crate::request::AdapterId;
 use crate::runner::RunShape;
 use crate::sampling::{HISTORY, MAX_BIAS, MAX_TOP, SamplingRow};
 use refrain_graph::{ControlBlock, Filler, SamplingInputs, StepInputs, StepKind, StepShape};
@@ -35,11 +36,18 @@ pub struct StepRequest<'a> {
     pub table: &'a [u32],
     /// Its slots in recurrent states, in the format of [`refrain_graph::Recurrent`]; negative if it has none.
     pub slots: [i32; 2],
+    /// Its adapter, if it has one.
+    pub adapter: Option<AdapterId>,
     /// Requested output.
     pub want: Want<'a>,
 }
 
 impl StepRequest<'_> {
+    /// Its adapter as steps take it.
+    fn adapter(&self) -> i32 {
+        self.adapter.map_or(-1, |AdapterId(id)| id as i32)
+    }
+
     pub(crate) fn chooses(&self) -> bool {
         !self.sampled().is_empty()
     }
@@ -196,6 +204,9 @@ pub(crate) fn fill(
     if let Some(slots) = inputs.slots {
         filler.padded(slots, requests.iter().flat_map(|r| r.slots))?;
     }
+    if let Some(adapters) = inputs.adapters {
+        filler.padded(adapters, requests.iter().map(StepRequest::adapter))?;
+    }
     if let Some(rows) = inputs.rows {
         let ends = requests.iter().scan(0, |end, r| {
             *end += r.tokens.len();
@@ -242,6 +253,9 @@ pub(crate) fn fill_row(
     }
     if let Some(slots) = inputs.slots {
         filler.row(slots, row, &request.slots)?;
+    }
+    if let Some(adapters) = inputs.adapters {
+        filler.row(adapters, row, &[request.adapter()])?;
     }
     match &inputs.sampling {
         Some(sampling) => fill_sampling(&mut filler, sampling, row, chosen_by),
@@ -300,7 +314,8 @@ mod tests {
         let plan = Plan::new(&b.finish(), PlanOptions { align: 16, ..PlanOptions::default() }).unwrap();
         let mut control = ControlBlock::new(plan.control());
         let want = Want::Logits { n_rows: 2 };
-        let request = StepRequest { tokens: &[7, 8, 9], start: 20, table: &[0], slots: NO_SLOTS, want };
+        let request =
+            StepRequest { tokens: &[7, 8, 9], start: 20, table: &[0], slots: NO_SLOTS, adapter: None, want };
         fill(&inputs, &mut control, &[request]).unwrap();
         let words: &[i32] = bytemuck::cast_slice(control.bytes());
         assert_eq!(words[..4], [7, 8, 9, -1]);
@@ -308,10 +323,22 @@ mod tests {
         assert_eq!(words[12..14], [1, 2]);
         // A prompt chunk that is not the last, followed by a decoded token.
         let row = SamplingRow::new(&crate::SamplingParams::greedy());
-        let chunk =
-            StepRequest { tokens: &[5, 6], start: 3, table: &[1], slots: NO_SLOTS, want: Want::Nothing };
-        let last =
-            StepRequest { tokens: &[4], start: 9, table: &[2], slots: NO_SLOTS, want: Want::Sample(&row) };
+        let chunk = StepRequest {
+            tokens: &[5, 6],
+            start: 3,
+            table: &[1],
+            slots: NO_SLOTS,
+            adapter: None,
+            want: Want::Nothing,
+        };
+        let last = StepRequest {
+            tokens: &[4],
+            start: 9,
+            table: &[2],
+            slots: NO_SLOTS,
+            adapter: None,
+            want: Want::Sample(&row),
+        };
         fill(&inputs, &mut control, &[chunk, last]).unwrap();
         let words: &[i32] = bytemuck::cast_slice(control.bytes());
         assert_eq!(words[..4], [5, 6, 4, -1]);
@@ -326,10 +353,22 @@ mod tests {
     #[test]
     fn decode_steps_use_row_buckets_and_mixed_steps_pairs_of_buckets() {
         let row = SamplingRow::new(&crate::SamplingParams::greedy());
-        let decode =
-            StepRequest { tokens: &[4], start: 9, table: &[2], slots: NO_SLOTS, want: Want::Sample(&row) };
-        let chunk =
-            StepRequest { tokens: &[5; 20], start: 0, table: &[1], slots: NO_SLOTS, want: Want::Nothing };
+        let decode = StepRequest {
+            tokens: &[4],
+            start: 9,
+            table: &[2],
+            slots: NO_SLOTS,
+            adapter: None,
+            want: Want::Sample(&row),
+        };
+        let chunk = StepRequest {
+            tokens: &[5; 20],
+            start: 0,
+            table: &[1],
+            slots: NO_SLOTS,
+            adapter: None,
+            want: Want::Nothing,
+        };
         let shape = |requests: &[StepRequest<'_>], buckets: &[usize], rows: &[usize]| {
             let StepShape { kind, n_tokens, n_seqs, n_choices } = spec(requests, buckets, rows).shape;
             (kind, [n_tokens, n_seqs, n_choices])

@@ -365,8 +365,14 @@ fn a_self_fed_step_has_the_same_inputs_as_a_single_step() {
         let (mut tokens, mut row, mut n_table) = (vec![7, 8, 9, 1], SamplingRow::new(&params), 1);
         row.advance(START + 1, &tokens);
         let want = Want::Sample(&row);
-        let request =
-            StepRequest { tokens: &tokens[START..], start: START, table: &table[..1], slots: [-1; 2], want };
+        let request = StepRequest {
+            tokens: &tokens[START..],
+            start: START,
+            table: &table[..1],
+            slots: [-1; 2],
+            adapter: None,
+            want,
+        };
         let end = &[u32::MAX];
         let with = RunMember { request, n_positions: START + 300, n_choices: usize::MAX, end };
         let n_history = window.min(START + 300);
@@ -396,6 +402,7 @@ fn a_self_fed_step_has_the_same_inputs_as_a_single_step() {
                 start: n,
                 table,
                 slots: [-1; 2],
+                adapter: None,
                 want: Want::Sample(&row),
             };
             runner.step(&[request], &mut StepOut::default()).unwrap();

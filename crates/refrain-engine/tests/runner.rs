@@ -101,7 +101,8 @@ fn another_head_with_the_same_number_of_tokens_is_another_step() {
     let mut out = StepOut::default();
     for want in [Want::Nothing, Want::Logits { n_rows: 1 }, Want::Logits { n_rows: 2 }, Want::Sample(&row)] {
         for _ in 0..2 {
-            let request = StepRequest { tokens: &[1, 2], start: 0, table: &[0], slots: [-1; 2], want };
+            let request =
+                StepRequest { tokens: &[1, 2], start: 0, table: &[0], slots: [-1; 2], adapter: None, want };
             runner.step(&[request], &mut out).unwrap();
         }
     }
@@ -160,8 +161,14 @@ fn a_larger_compiled_run_serves_until_a_size_was_requested_for_a_while() {
     let mut step = |n_seqs: usize| {
         let shape =
             runner.run_shape(RunShape { n_rows: n_seqs, n_history: 0, is_masked: false, has_top: false });
-        let request =
-            StepRequest { tokens: &[1], start: 3, table: &[0], slots: [-1; 2], want: Want::Sample(&row) };
+        let request = StepRequest {
+            tokens: &[1],
+            start: 3,
+            table: &[0],
+            slots: [-1; 2],
+            adapter: None,
+            want: Want::Sample(&row),
+        };
         let with = RunMember { request, n_positions: 32, n_choices: 9, end: &[] };
         runner.begin(&vec![with; n_seqs], shape).unwrap();
         runner.launch(1).unwrap();

@@ -4,7 +4,7 @@
 //! [`Model::with_adapter`] attaches one for training: its matrices become additional weights of the model,
 //! every step adds `scale · B(A x)` to the output of the adapted maps, and only the adapter is trained.
 //! [`Model::with_live_adapter`] attaches one for generation: the scale is folded into its matrices and costs
-//! nothing per step.
+//! nothing per step. [`Model::with_adapter_bank`] attaches several, of which each sequence has its own.
 
 use crate::error::ModelError;
 use crate::export::{Reorder, encode, reordered};
@@ -136,6 +136,14 @@ pub(crate) struct Pair {
     pub a: WeightId, // [rank, n_in]
     pub b: WeightId, // [n_out, rank], rows in the model's order
     pub scale: f32,
+}
+
+/// A part of an adapter that fits a linear map.
+pub(crate) struct FittedPart<'m> {
+    pub site: &'m LinearSite,
+    /// Number of outputs and inputs of the map.
+    pub dims: [usize; 2],
+    pub rank: usize,
 }
 
 impl Attached {
@@ -303,61 +311,34 @@ impl Model {
     }
 
     fn with_parts(&self, adapter: &Adapter, live: Option<f64>) -> Result<Model, ModelError> {
-        if self.attached().is_some() {
+        if self.attached().is_some() || self.bank().is_some() {
             return Err(ModelError::AdapterTwice);
         }
         let mut model = self.clone();
         let mut pairs = Vec::with_capacity(adapter.parts.len());
         for part in &adapter.parts {
-            let site = self.site(&part.module).ok_or_else(|| ModelError::AdapterModule {
-                module: part.module.clone(),
-                arch: self.config().arch.name(),
-                n_layers: self.config().n_layers,
-                known: self.site_kinds(),
-            })?;
-            let [n_out, n_in] = self.site_dims(site);
-            let config = &adapter.config;
-            let rank = match (config.ranks_vary, part.a.shape().dims()) {
-                (true, &[rank, _]) => rank,
-                _ => config.rank,
-            };
-            let mut add = |half: &str, tensor: &HostTensor, want: [usize; 2]| {
+            let FittedPart { site, rank, .. } = self.fit(adapter, part)?;
+            let mut add = |half: &str, tensor: &HostTensor| {
                 let name = format!("{}.lora_{half}", site.gguf);
-                if tensor.shape().dims() != want {
-                    let (module, base_model) = (format!("{}.lora_{half}", part.module), config.base.clone());
-                    let (got, want) = (tensor.shape(), Shape::from(want));
-                    return Err(ModelError::AdapterShape { module, got, want, base_model });
-                }
-                if !tensor.dtype().is_float() {
-                    return Err(ModelError::TensorType { name, dtype: tensor.dtype() });
-                }
                 let ty = TensorType { dtype: tensor.dtype(), shape: tensor.shape() };
                 let hf = format!("{PREFIX}{}.lora_{}.weight", site.module, half.to_uppercase());
-                Ok(model.push(Weight { name, ty }, hf, tensor.clone()))
+                model.push(Weight { name, ty }, hf, tensor.clone())
             };
-            let a = add("a", &part.a, [rank, n_in])?;
-            let scale = config.scale(rank) as f32;
-            let b = match part.b.shape().dims() == [n_out, rank] && part.b.dtype().is_float() {
-                true => self.second_factor(site, &part.b, live.map(|live| scale * live as f32))?,
-                // Rejected below because of its shape or type.
-                false => part.b.clone(),
-            };
+            let a = add("a", &part.a);
+            let scale = adapter.config.scale(rank) as f32;
+            let b = self.second_factor(site, &part.b, live.map(|live| scale * live as f32))?;
             let scale = if live.is_some() { 1.0 } else { scale };
             if !site.is_fused() {
-                let b = add("b", &b, [n_out, rank])?;
+                let b = add("b", &b);
                 pairs.push(Pair { base: site.parts[0], a, b, scale });
                 continue;
-            }
-            if b.shape().dims() != [n_out, rank] {
-                // Rejected because of its shape.
-                add("b", &b, [n_out, rank])?;
             }
             // All parts share A; each part has its own rows of B.
             let mut first = 0;
             for (idx, &base) in site.parts.iter().enumerate() {
                 let n_rows = self.weights()[base.idx()].ty.shape.dims()[0];
                 let rows = rows_of(&part.module, &b, first..first + n_rows)?;
-                let b = add(&format!("b.{idx}"), &rows, [n_rows, rank])?;
+                let b = add(&format!("b.{idx}"), &rows);
                 pairs.push(Pair { base, a, b, scale });
                 first += n_rows;
             }
@@ -367,8 +348,36 @@ impl Model {
         Ok(model)
     }
 
+    /// Finds the map that a part of an adapter belongs to, and checks the part's sizes and types.
+    pub(crate) fn fit(&self, adapter: &Adapter, part: &AdapterPart) -> Result<FittedPart<'_>, ModelError> {
+        let site = self.site(&part.module).ok_or_else(|| ModelError::AdapterModule {
+            module: part.module.clone(),
+            arch: self.config().arch.name(),
+            n_layers: self.config().n_layers,
+            known: self.site_kinds(),
+        })?;
+        let [n_out, n_in] = self.site_dims(site);
+        let config = &adapter.config;
+        let rank = match (config.ranks_vary, part.a.shape().dims()) {
+            (true, &[rank, _]) => rank,
+            _ => config.rank,
+        };
+        for (half, tensor, want) in [("a", &part.a, [rank, n_in]), ("b", &part.b, [n_out, rank])] {
+            if tensor.shape().dims() != want {
+                let (module, base_model) = (format!("{}.lora_{half}", part.module), config.base.clone());
+                let (got, want) = (tensor.shape(), Shape::from(want));
+                return Err(ModelError::AdapterShape { module, got, want, base_model });
+            }
+            if !tensor.dtype().is_float() {
+                let name = format!("{}.lora_{half}", site.gguf);
+                return Err(ModelError::TensorType { name, dtype: tensor.dtype() });
+            }
+        }
+        Ok(FittedPart { site, dims: [n_out, n_in], rank })
+    }
+
     /// B as a step uses it: with rows in the model's order, multiplied by a factor.
-    fn second_factor(
+    pub(crate) fn second_factor(
         &self,
         site: &LinearSite,
         b: &HostTensor,

@@ -1,4 +1,5 @@
 use refrain_formats::FormatError;
+use refrain_graph::GraphError;
 use refrain_tensor::{DType, Shape, TensorError};
 
 /// Errors of building a model from its files.
@@ -108,6 +109,24 @@ pub enum ModelError {
     /// A second adapter on the same model.
     #[error("the model already has an adapter")]
     AdapterTwice,
+    /// Two adapters of a bank with the same name.
+    #[error("two adapters are named {name}")]
+    BankName {
+        /// The name.
+        name: String,
+    },
+    /// A bank on an encoder.
+    #[error("a {arch} model embeds texts: each of its adapters needs a model of its own")]
+    BankOfEncoder {
+        /// Architecture.
+        arch: &'static str,
+    },
+    /// The graph of a step could not be built.
+    #[error("the model's step cannot be built: {source}")]
+    Graph {
+        /// The cause.
+        source: Box<GraphError>,
+    },
     /// A rank that is out of range for the model.
     #[error("rank {rank} is out of range for {module}: it must be at least 1 and at most {largest}")]
     AdapterRank {
@@ -169,11 +188,15 @@ impl ModelError {
             ModelError::AdapterTwice => {
                 Some("merge the first adapter into the model, then attach the second".into())
             }
+            ModelError::BankName { .. } => Some("give each adapter its own name".into()),
+            ModelError::BankOfEncoder { .. } => {
+                Some("attach one adapter with `--lora`, or merge it into the model".into())
+            }
             ModelError::AdapterRank { .. } => Some("use a smaller rank; 16 is usual".into()),
             ModelError::AdapterTarget { .. } => {
                 Some("give some of those names, separated by commas, or use `all` or `attention`".into())
             }
-            ModelError::Tensor { .. } => None,
+            ModelError::Tensor { .. } | ModelError::Graph { .. } => None,
         }
     }
 }

@@ -15,6 +15,7 @@ mod train; // training steps
 mod embed; // steps that turn texts into vectors
 mod host_rows; // tables that stay on the host
 mod adapter; // LoRA adapters
+mod bank; // several adapters, one per sequence
 mod rope; // rotary embedding frequencies
 mod init; // initial weights for training
 mod export; // writing model files
@@ -36,6 +37,7 @@ mod lfm2;
 mod qwen35;
 
 pub use adapter::{Adapter, AdapterPart, LoraSpec, Targets};
+pub use bank::BankAdapter;
 pub use embed::{EmbedGraph, EmbedInputs, EmbedSpec, PoolInputs};
 pub use error::ModelError;
 pub use export::{GgufContents, GgufTensor};

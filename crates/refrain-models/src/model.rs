@@ -1,6 +1,7 @@
 //! A model: hyperparameters and weights, from which the graph of any step is built.
 
 use crate::adapter::{Attached, LinearSite};
+use crate::bank::Bank;
 use crate::error::ModelError;
 use crate::layers::{Decoder, Mixture};
 use crate::state::{LayerState, StateTable};
@@ -85,6 +86,7 @@ pub struct Model {
     fixed: Vec<WeightId>,
     sites: Vec<LinearSite>,
     attached: Option<Attached>,
+    bank: Option<Arc<Bank>>,
     shared: GlobalWeights,
     decoder: Arc<Decoder>,
     tables_on_host: bool,
@@ -129,7 +131,7 @@ impl Model {
         let shared = GlobalWeights::declare(&mut table)?;
         let decoder = Arc::new(declare(&mut table)?);
         let WeightTable { weights, tensors, hf_names, derived, fixed, sites, .. } = table;
-        let (attached, tables_on_host) = (None, false);
+        let (attached, bank, tables_on_host) = (None, None, false);
         Ok(Model {
             config,
             weights,
@@ -139,6 +141,7 @@ impl Model {
             fixed,
             sites,
             attached,
+            bank,
             shared,
             decoder,
             tables_on_host,
@@ -192,9 +195,10 @@ impl Model {
         self.derived.iter().any(|id| id.idx() == weight)
     }
 
-    /// Whether a weight belongs to the attached adapter.
+    /// Whether a weight belongs to an attached adapter.
     pub(crate) fn is_of_adapter(&self, weight: usize) -> bool {
-        self.attached.as_ref().is_some_and(|attached| attached.owns(weight))
+        let is_of_bank = self.bank.as_ref().is_some_and(|bank| bank.owns(weight));
+        is_of_bank || self.attached.as_ref().is_some_and(|attached| attached.owns(weight))
     }
 
     /// Whether a weight is trained: with an adapter only the adapter's weights, otherwise all except tables
@@ -202,7 +206,10 @@ impl Model {
     pub fn is_trained(&self, weight: WeightId) -> bool {
         match &self.attached {
             Some(attached) => attached.owns(weight.idx()),
-            None => !self.is_derived(weight.idx()) && !self.fixed.contains(&weight),
+            None => {
+                let is_frozen = self.is_derived(weight.idx()) || self.fixed.contains(&weight);
+                !is_frozen && !self.is_of_adapter(weight.idx())
+            }
         }
     }
 
@@ -217,6 +224,14 @@ impl Model {
 
     pub(crate) fn attach(&mut self, attached: Attached) {
         self.attached = Some(attached);
+    }
+
+    pub(crate) fn bank(&self) -> Option<&Bank> {
+        self.bank.as_deref()
+    }
+
+    pub(crate) fn attach_bank(&mut self, bank: Bank) {
+        self.bank = Some(Arc::new(bank));
     }
 
     /// Appends a weight.
@@ -300,23 +315,29 @@ impl Model {
     ///
     /// Panics if the model is an encoder, whose steps [`Model::embed_graph`] builds.
     pub fn graph(&self, spec: &StepSpec, kv: &KvSpec) -> Result<Graph, GraphError> {
-        let mut step = StepBuilder::new(
-            &self.config,
-            &self.shared,
-            self.weights.clone(),
-            self.state_table(kv),
-            spec,
-            kv,
-        )?;
-        step.tables_on_host = self.tables_on_host;
-        step.attached = self.attached.as_ref();
-        let mut x = self.begin(&mut step)?;
-        for layer in 0..self.config.n_layers {
-            step.scope(format!("blk.{layer}"));
-            x = self.layer(&mut step, layer, x)?;
-        }
-        step.scope("");
+        let mut step = self.step_builder(spec, kv)?;
+        let x = self.build_layers(&mut step)?;
         step.head(x)?;
         Ok(step.finish())
+    }
+
+    pub(crate) fn step_builder(&self, spec: &StepSpec, kv: &KvSpec) -> Result<StepBuilder<'_>, GraphError> {
+        let (weights, states) = (self.weights.clone(), self.state_table(kv));
+        let mut step =
+            StepBuilder::new(&self.config, &self.shared, weights, states, spec, kv, self.bank.as_deref())?;
+        step.tables_on_host = self.tables_on_host;
+        step.attached = self.attached.as_ref();
+        Ok(step)
+    }
+
+    /// Builds everything before the output head.
+    pub(crate) fn build_layers(&self, step: &mut StepBuilder<'_>) -> Result<ValueId, GraphError> {
+        let mut x = self.begin(step)?;
+        for layer in 0..self.config.n_layers {
+            step.scope(format!("blk.{layer}"));
+            x = self.layer(step, layer, x)?;
+        }
+        step.scope("");
+        Ok(x)
     }
 }

@@ -2,6 +2,7 @@
 //! head.
 
 use crate::adapter::Attached;
+use crate::bank::Bank;
 use crate::error::ModelError;
 use crate::host_rows::host_rows;
 use crate::layers::{BiasedNorm, Decoder};
@@ -154,19 +155,23 @@ pub(crate) struct StepBuilder<'m> {
     act: DType,
     tokens: ValueId,    // [n_tokens]
     positions: ValueId, // [n_tokens]
-    rows: RowContext,
+    rows: RowContext<'m>,
     temperatures: Option<ValueId>, // [n_tokens, 1, 1]
     layer_inputs: Option<ValueId>, // [n_layers, n_tokens, d]
     /// What each layer so far attends to.
     attended: Vec<PagedCaches>,
     /// Whether rows of tables that may stay on the host are gathered there.
     pub(crate) tables_on_host: bool,
+    /// The linear maps so far, each with the rows that it multiplies.
+    pub(crate) maps: Vec<(ValueId, WeightId)>,
+    /// First products of adapters: their rows, their index in the bank, and the product.
+    pub(crate) downs: Vec<(ValueId, usize, ValueId)>,
 }
 
 /// How the rows of a step relate to each other, and their outputs.
-pub(crate) enum RowContext {
+pub(crate) enum RowContext<'m> {
     /// Rows of sequences that continue from step to step.
-    Paged(Box<PagedRows>),
+    Paged(Box<PagedRows<'m>>),
     /// Whole documents, for training, or texts to embed.
     Documents {
         spans: ValueId, // [n_tokens, 2]
@@ -177,12 +182,14 @@ pub(crate) enum RowContext {
     },
 }
 
-pub(crate) struct PagedRows {
+pub(crate) struct PagedRows<'m> {
     states: StateTable,
     spec: StepSpec,
     inputs: StepInputs,
     paging: [ValueId; 3], // positions[n_tokens], seqs[n_tokens], tables[n_seqs, max_blocks]
     slots: Option<ValueId>, // [n_seqs, 2]
+    /// The adapters of sequences, if the model has a bank of them.
+    adapters: Option<(&'m Bank, ValueId)>, // [n_seqs]
     n_context: usize,
 }
 
@@ -202,6 +209,7 @@ impl<'m> StepBuilder<'m> {
         states: StateTable,
         spec: &StepSpec,
         kv: &KvSpec,
+        bank: Option<&'m Bank>,
     ) -> Result<StepBuilder<'m>, GraphError> {
         let mut builder = GraphBuilder::new(weights, states.states().to_vec());
         let shape = spec.shape;
@@ -214,6 +222,13 @@ impl<'m> StepBuilder<'m> {
             true => Some(builder.input("slots", TensorType::new(DType::I32, [shape.n_seqs, 2]))?),
             false => None,
         };
+        let adapters = match bank {
+            Some(bank) => {
+                let per_seq = TensorType::new(DType::I32, [shape.n_seqs]);
+                Some((bank, builder.input("adapters", per_seq)?))
+            }
+            None => None,
+        };
         let inputs = StepInputs {
             shape,
             tokens: builder.input_id(tokens),
@@ -221,7 +236,7 @@ impl<'m> StepBuilder<'m> {
             seqs: builder.input_id(seqs),
             tables: Some(builder.input_id(tables)),
             slots: slots.map(|slots| builder.input_id(slots)),
-            adapters: None,
+            adapters: adapters.map(|(_, adapters)| builder.input_id(adapters)),
             rows: None,
             sampling: None,
             logits: None,
@@ -229,7 +244,7 @@ impl<'m> StepBuilder<'m> {
         let (paging, n_context) = ([positions, seqs, tables], kv.max_blocks * kv.kv_block);
         let weights =
             (0..builder.graph().weights().len()).map(|i| builder.weight(WeightId::from_idx(i))).collect();
-        let paged = PagedRows { states, spec: *spec, inputs, paging, slots, n_context };
+        let paged = PagedRows { states, spec: *spec, inputs, paging, slots, adapters, n_context };
         let rows = RowContext::Paged(Box::new(paged));
         let (n_tokens, act) = (shape.n_tokens, spec.act);
         let context = ([tokens, positions], n_tokens, act);
@@ -244,7 +259,7 @@ impl<'m> StepBuilder<'m> {
         weights: Vec<ValueId>,
         act: DType,
         [tokens, positions]: [ValueId; 2],
-        rows: RowContext,
+        rows: RowContext<'m>,
     ) -> StepBuilder<'m> {
         let n_tokens = builder.ty(tokens).shape.n_elements();
         StepBuilder::over(config, shared, builder, weights, ([tokens, positions], n_tokens, act), rows)
@@ -256,7 +271,7 @@ impl<'m> StepBuilder<'m> {
         builder: GraphBuilder,
         weights: Vec<ValueId>,
         ([tokens, positions], n_tokens, act): ([ValueId; 2], usize, DType),
-        rows: RowContext,
+        rows: RowContext<'m>,
     ) -> StepBuilder<'m> {
         let (layer_inputs, attended) = (None, Vec::with_capacity(config.n_layers));
         let n_context = match &rows {
@@ -279,10 +294,12 @@ impl<'m> StepBuilder<'m> {
             layer_inputs,
             attended,
             tables_on_host: false,
+            maps: Vec::new(),
+            downs: Vec::new(),
         }
     }
 
-    fn paged(&mut self) -> &mut PagedRows {
+    fn paged(&mut self) -> &mut PagedRows<'m> {
         match &mut self.rows {
             RowContext::Paged(paged) => paged,
             RowContext::Documents { .. } => {
@@ -531,6 +548,8 @@ impl<'m> StepBuilder<'m> {
         let weight = self.factor(l.weight, label)?;
         let bias = l.bias.map(|bias| self.factor(bias, label)).transpose()?;
         let y = self.builder.linear(x, weight, bias, label)?;
+        self.maps.push((x, l.weight));
+        let y = self.with_adapters(x, y, l.weight, label)?;
         let Some(&pair) = self.attached.and_then(|attached| attached.pair(l.weight)) else { return Ok(y) };
         let (a, b) = (self.weight(pair.a), self.weight(pair.b));
         let x = self.adapter_input(x)?;
@@ -540,6 +559,16 @@ impl<'m> StepBuilder<'m> {
         }
         let more = self.builder.linear(h, b, None, &format!("{label}.lora_b"))?;
         self.builder.add(y, more)
+    }
+
+    /// The bank of adapters, and the sequences of rows with the adapters of sequences; `None` without a bank.
+    pub(crate) fn adapters(&self) -> Option<(&'m Bank, [ValueId; 2])> {
+        match &self.rows {
+            RowContext::Paged(paged) => {
+                paged.adapters.map(|(bank, adapters)| (bank, [paged.paging[1], adapters]))
+            }
+            RowContext::Documents { .. } => None,
+        }
     }
 
     /// A weight in the type that the step multiplies with. A training step multiplies in the type of its

@@ -5,10 +5,11 @@
 
 mod common;
 
+use common::bank::banked;
 use common::{CASES, folder};
 use refrain_cpu::CpuBackend;
 use refrain_engine::{
-    BackendRunner, Core, DecodeRow, Engine, EngineOptions, LaunchPolicy, Lookahead, Pace, Request,
+    AdapterId, BackendRunner, Core, DecodeRow, Engine, EngineOptions, LaunchPolicy, Lookahead, Pace, Request,
     RunnerOptions, SamplingParams, SamplingRow, TokenEvent, TokenStream,
 };
 use refrain_formats::ModelFiles;
@@ -118,13 +119,22 @@ fn run_loads(case: &str, model: &Arc<Model>, kv_dtype: DType, seed: u64) -> u64 
     let mut n_preempted = 0;
     let vocab = model.config().n_vocab;
     let mut random = Random(seed);
-    let requests: Vec<Request> = (0..24).map(|_| request(&mut random, vocab)).collect();
+    let n_adapters = model.adapter_names().len();
+    let requests: Vec<Request> = (0..24)
+        .map(|_| {
+            let mut request = request(&mut random, vocab);
+            if n_adapters > 0 {
+                request.adapter = random.below(n_adapters + 1).checked_sub(1).map(|id| AdapterId(id as u32));
+            }
+            request
+        })
+        .collect();
     let alone = engine_with(model, CONTEXT, 64, kv_dtype);
     let want: Vec<_> = requests
         .iter()
         .map(|request| {
             // Alone, everything is evaluated: cached prefixes must match what it would have computed.
-            let sequence = alone.open(CONTEXT).unwrap();
+            let sequence = alone.open_with(CONTEXT, request.adapter).unwrap();
             let mut request = request.clone();
             request.sequence = Some(sequence);
             collect(alone.submit(request).unwrap())
@@ -165,6 +175,16 @@ fn any_load_gives_each_request_the_tokens_it_gets_alone() {
     });
     let n_preempted: u64 = runs.sum();
     assert!(n_preempted > 20, "the load was too low: {n_preempted}");
+}
+
+#[test]
+fn any_load_of_different_adapters_gives_each_request_the_tokens_it_gets_alone() {
+    let mut n_preempted = 0;
+    for (idx, case) in ["llama", "gemma3", "phi3-short", "qwen35"].into_iter().enumerate() {
+        let model = Model::load(&ModelFiles::open(folder(case)).unwrap()).unwrap();
+        n_preempted += run_loads(case, &Arc::new(banked(&model)), DType::F16, 50 + idx as u64);
+    }
+    assert!(n_preempted > 2, "the load was too low: {n_preempted}");
 }
 
 /// On the CPU this needs no option: activations are rounded alike for any number of rows.

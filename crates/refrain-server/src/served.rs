@@ -87,7 +87,9 @@ impl ServedModel {
     /// Maximum number of tokens of a request: what the workers say, or what the model was trained for.
     pub(crate) fn context(&self, status: &BackendStatus) -> usize {
         let loads = status.workers.iter().flat_map(|worker| &worker.models);
-        let of_workers = loads.filter(|load| load.model == self.name && load.context > 0);
+        // Adapters are part of their model's load.
+        let loaded = self.base.as_ref().unwrap_or(&self.name);
+        let of_workers = loads.filter(|load| load.model == *loaded && load.context > 0);
         let own = self.embedding.map_or(self.model.config().n_context, |how| how.max_tokens);
         of_workers.map(|load| load.context).min().unwrap_or(own)
     }

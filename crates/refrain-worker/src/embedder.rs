@@ -8,14 +8,18 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::{Context, Poll};
 
 pub(crate) struct EmbedEngine {
-    embedder: Embedder,
+    /// The model itself, then one for each of its adapters, by name.
+    embedders: Vec<(String, Embedder)>,
     n_open: Arc<AtomicUsize>,
 }
 
 impl EmbedEngine {
-    pub(crate) fn new(model: &Model, session: SessionOptions) -> Result<EmbedEngine, Error> {
-        let options = EmbedOptions { session, cuts: false, ..EmbedOptions::default() };
-        Ok(EmbedEngine { embedder: Embedder::new(model, &options)?, n_open: Arc::default() })
+    /// Loads at least one model.
+    pub(crate) fn new(models: &[(String, Model)], session: &SessionOptions) -> Result<EmbedEngine, Error> {
+        let options = EmbedOptions { session: session.clone(), cuts: false, ..EmbedOptions::default() };
+        let embedder = |(name, model): &(String, Model)| Ok((name.clone(), Embedder::new(model, &options)?));
+        let embedders = models.iter().map(embedder).collect::<Result<Vec<_>, Error>>()?;
+        Ok(EmbedEngine { embedders, n_open: Arc::default() })
     }
 }
 
@@ -28,24 +32,29 @@ impl TokenEngine for EmbedEngine {
     }
 
     fn embed(&self, request: EmbedRequest) -> Result<Box<dyn VectorSource>, EngineFailure> {
-        let stream = self.embedder.submit_tokens(request.inputs).map_err(|error| failure(&error))?;
+        let named = self.embedders.iter().find(|(name, _)| *name == request.model);
+        let Some((_, embedder)) = named else { unreachable!("{} is not this model", request.model) };
+        let stream = embedder.submit_tokens(request.inputs).map_err(|error| failure(&error))?;
         self.n_open.fetch_add(1, Ordering::Relaxed);
         Ok(Box::new(EmbedSource { stream, n_open: self.n_open.clone() }))
     }
 
     fn backend(&self) -> &str {
-        self.embedder.backend()
+        self.embedders[0].1.backend()
     }
 
     fn load(&self) -> Result<LoadStatus, EngineFailure> {
-        let ledger = self.embedder.ledger();
-        Ok(LoadStatus {
-            context: self.embedder.max_tokens(),
+        let mut load = LoadStatus {
+            context: self.embedders[0].1.max_tokens(),
             n_running: self.n_open.load(Ordering::Relaxed),
-            n_prompt_tokens: ledger.tally(StepKind::Embed).tokens,
-            steps: counts(&ledger),
             ..LoadStatus::default()
-        })
+        };
+        for (_, embedder) in &self.embedders {
+            let ledger = embedder.ledger();
+            let (n_prompt_tokens, steps) = (ledger.tally(StepKind::Embed).tokens, counts(&ledger));
+            load.add_counts(&LoadStatus { n_prompt_tokens, steps, ..LoadStatus::default() });
+        }
+        Ok(load)
     }
 }
 

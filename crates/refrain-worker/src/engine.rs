@@ -10,8 +10,9 @@ use crate::tokens::{
     EmbedRequest, FinishedBy, LoadStatus, Refusal, RefusalKind, StepCounts, TokenRequest, TokenUpdate,
 };
 use refrain::{
-    Builtin, Constraint, CudaError, Embedder, EngineError, FinishReason, Ledger, LoadListener, Model,
-    Request, SamplingParams, Service, ServiceOptions, StepKind, Stopped, TokenEvent, TokenStream,
+    AdapterId, Builtin, Constraint, CudaError, Embedder, EngineError, FinishReason, Ledger, LoadListener,
+    Model, NamedLora, Request, SamplingParams, Service, ServiceOptions, StepKind, Stopped, TokenEvent,
+    TokenStream,
 };
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -98,6 +99,8 @@ pub trait Shelf: Send + 'static {
 pub struct Title {
     /// Name under which it is served.
     pub name: String,
+    /// Names under which it is served with an adapter.
+    pub adapters: Vec<String>,
     /// Loaded when the worker starts, instead of with the first request.
     pub at_start: bool,
 }
@@ -109,8 +112,8 @@ pub struct ModelSpec {
     pub name: String,
     /// Its files.
     pub source: ModelSource,
-    /// Folder of a LoRA adapter that is applied to it.
-    pub adapter: Option<PathBuf>,
+    /// LoRA adapters, each of which is served under its own name. They share the loaded model.
+    pub adapters: Vec<NamedLora>,
     /// Device, context and cache.
     pub options: ServiceOptions,
     /// Whether it is loaded when the worker starts.
@@ -144,17 +147,30 @@ impl ModelShelf {
             ModelSource::Builtin(builtin) => builtin.open()?,
             ModelSource::Path(path) => Model::open(path)?,
         };
-        match &spec.adapter {
-            // 1 applies an adapter as it was trained.
-            Some(folder) => Ok((model.with_lora(folder, 1.0)?, spec)),
-            None => Ok((model, spec)),
+        // Texts to embed are packed without regard to adapters: see `embedders`.
+        match spec.adapters.is_empty() || model.embedding()?.is_some() {
+            true => Ok((model, spec)),
+            false => Ok((model.with_loras(&spec.adapters)?, spec)),
         }
+    }
+
+    /// A model that embeds texts, and a model of its own for each of its adapters, by the names of all.
+    fn embedders(model: &Model, spec: &ModelSpec) -> Result<Vec<(String, Model)>, refrain::Error> {
+        let mut models = vec![(spec.name.clone(), model.clone())];
+        for NamedLora { name, folder, scale } in &spec.adapters {
+            models.push((name.clone(), model.with_lora(folder, *scale)?));
+        }
+        Ok(models)
     }
 }
 
 impl Shelf for ModelShelf {
     fn titles(&self) -> Vec<Title> {
-        let title = |spec: &ModelSpec| Title { name: spec.name.clone(), at_start: spec.at_start };
+        let title = |spec: &ModelSpec| Title {
+            name: spec.name.clone(),
+            adapters: spec.adapters.iter().map(|adapter| adapter.name.clone()).collect(),
+            at_start: spec.at_start,
+        };
         self.specs.iter().map(title).collect()
     }
 
@@ -162,7 +178,8 @@ impl Shelf for ModelShelf {
         let (model, spec) =
             self.open(model_idx).map_err(|error| not_loaded(&self.specs[model_idx], &error))?;
         let needs = match model.embedding() {
-            Ok(Some(_)) => Ok(Embedder::memory_needs(&model)),
+            Ok(Some(_)) => ModelShelf::embedders(&model, spec)
+                .map(|models| models.iter().map(|(_, model)| Embedder::memory_needs(model)).sum()),
             Ok(None) => Service::memory_needs(&model, &spec.options),
             Err(error) => Err(error),
         };
@@ -178,7 +195,8 @@ impl Shelf for ModelShelf {
         if model.embedding().map_err(refused)?.is_some() {
             // Its files say how long its texts may be: the context is that of models that generate text.
             options.session.context = None;
-            return Ok(Arc::new(EmbedEngine::new(&model, options.session).map_err(refused)?));
+            let models = ModelShelf::embedders(&model, spec).map_err(refused)?;
+            return Ok(Arc::new(EmbedEngine::new(&models, &options.session).map_err(refused)?));
         }
         let service = Service::new(&model, &options).map_err(refused)?;
         let grammars = GrammarThread::start(model.clone(), progress.clone()).map_err(|error| {
@@ -207,18 +225,27 @@ struct ServiceEngine {
     grammars: GrammarThread,
 }
 
+impl ServiceEngine {
+    /// The adapter that is served under a name; `None` for the model itself.
+    fn adapter(&self, name: &str) -> Option<AdapterId> {
+        let known = self.service.model().adapter_names();
+        known.iter().position(|other| other == name).map(|idx| AdapterId(idx as u32))
+    }
+}
+
 impl TokenEngine for ServiceEngine {
     fn submit(
         &self,
         request: TokenRequest,
         n_delivered: usize,
     ) -> Result<Box<dyn TokenSource>, EngineFailure> {
+        let adapter = self.adapter(&request.model);
         let Some(grammar) = request.grammar.clone() else {
-            return open(&self.service, continuation(request, n_delivered), n_delivered);
+            return open(&self.service, continuation(request, n_delivered, adapter), n_delivered);
         };
         let service = self.service.clone();
         let submit = move |grammar| {
-            let mut request = continuation(request, n_delivered);
+            let mut request = continuation(request, n_delivered, adapter);
             request.constraint = Some(Constraint { n_given: n_delivered, ..Constraint::new(grammar) });
             open(&service, request, n_delivered)
         };
@@ -287,9 +314,10 @@ fn open(
 ///
 /// Random numbers depend on the seed and the position, penalties look at the prompt, and end tokens are forbidden up to a
 /// position. All of these are the same when delivered tokens become part of the prompt, if the limits shrink with it.
-fn continuation(request: TokenRequest, n_delivered: usize) -> Request {
+fn continuation(request: TokenRequest, n_delivered: usize, adapter: Option<AdapterId>) -> Request {
     let TokenRequest { prompt, sampling, end, min_tokens, max_tokens, n_top_logprobs, .. } = request;
     let mut out = Request::once(prompt);
+    out.adapter = adapter;
     out.sampling = SamplingParams {
         temperature: sampling.temperature,
         top_k: sampling.top_k,

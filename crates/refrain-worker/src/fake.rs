@@ -59,7 +59,7 @@ impl FakeShelf {
 
 impl Shelf for FakeShelf {
     fn titles(&self) -> Vec<Title> {
-        vec![Title { name: self.options.name.clone(), at_start: true }]
+        vec![Title { name: self.options.name.clone(), adapters: Vec::new(), at_start: true }]
     }
 
     fn needs(&mut self, _model_idx: usize) -> Result<u64, EngineFailure> {

@@ -9,12 +9,13 @@ use refrain_cpu::CpuBackend;
 use refrain_cpu::pool::default_threads;
 use refrain_cuda::{Status, Timeline};
 use refrain_engine::{
-    Engine, Request, RunnerOptions, SamplingParams, Sequence, Speculation, SpeculationTally, StepKind, Tally,
-    TokenEvent, TokenStream,
+    AdapterId, Engine, Request, RunnerOptions, SamplingParams, Sequence, Speculation, SpeculationTally,
+    StepKind, Tally, TokenEvent, TokenStream,
 };
 use refrain_formats::ModelFiles;
 use refrain_graph::SegmentKind;
-use refrain_models::{NamedShape, QuantMix};
+use refrain_models::{BankAdapter, LoraSpec, NamedShape, QuantMix, Targets};
+use refrain_tensor::{Bytes, DType, HostTensor, quant};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -76,6 +77,15 @@ pub struct BenchOptions {
     pub seqs: Vec<usize>,
     /// Number of measurements of each.
     pub repeats: usize,
+    /// Random LoRA adapters of rank 16 in BF16 on all linear layers, of which the sequences of a batch take turns; 0 for none.
+    pub adapters: usize,
+}
+
+impl BenchOptions {
+    /// The adapter of a sequence.
+    fn adapter(&self, seq: usize) -> Option<AdapterId> {
+        seq.checked_rem(self.adapters).map(|id| AdapterId(id as u32))
+    }
 }
 
 /// Measurements of one quantity.
@@ -228,6 +238,34 @@ impl BenchReport {
     }
 }
 
+/// Rank of random adapters.
+const ADAPTER_RANK: usize = 16;
+
+/// The model with adapters that have no effect but their cost.
+fn with_random_adapters(
+    weights: Arc<refrain_models::Model>,
+    n: usize,
+) -> Result<Arc<refrain_models::Model>, Error> {
+    if n == 0 {
+        return Ok(weights);
+    }
+    let (rank, alpha) = (ADAPTER_RANK, 2.0 * ADAPTER_RANK as f64);
+    let spec = LoraSpec { rank, alpha, rslora: false, dropout: 0.0, targets: Targets::All };
+    let mut bank = Vec::with_capacity(n);
+    for id in 0..n {
+        let mut adapter = weights.fresh_adapter(&spec, id as u64)?;
+        for tensor in adapter.parts.iter_mut().flat_map(|part| [&mut part.a, &mut part.b]) {
+            let mut bytes = vec![0; 2 * tensor.shape().n_elements()];
+            let wrap =
+                |source| refrain_models::ModelError::Tensor { name: "a random adapter".into(), source };
+            quant::quantize(DType::BF16, &tensor.to_f32().map_err(wrap)?, &mut bytes).map_err(wrap)?;
+            *tensor = HostTensor::new(DType::BF16, tensor.shape(), Bytes::new(bytes)).map_err(wrap)?;
+        }
+        bank.push(BankAdapter { name: format!("random {id}"), adapter, scale: 1.0 });
+    }
+    Ok(Arc::new(weights.with_adapter_bank(&bank)?))
+}
+
 /// Runs a benchmark. `progress` receives a description of each phase.
 pub fn bench(
     target: &BenchTarget<'_>,
@@ -242,6 +280,7 @@ pub fn bench(
         device @ (Device::Cpu { .. } | Device::Cuda { .. }) => Some(read_bandwidth(device)?),
     };
     let (name, weights) = target.load(&mut progress)?;
+    let weights = with_random_adapters(weights, options.adapters)?;
     let depths: &[usize] = if options.n_decode > 0 { &options.depths } else { &[] };
     let seqs: &[usize] = if options.n_decode > 0 { &options.seqs } else { &[] };
     let deepest =
@@ -267,7 +306,7 @@ pub fn bench(
     };
     let (MonitoredEngine { engine, monitor, .. }, EngineCapacity { context, .. }) =
         lone_engine(&weights, &name, &session, room)?;
-    let sequence = engine.open(context)?;
+    let sequence = engine.open_with(context, options.adapter(0))?;
     let load_seconds = began.elapsed().as_secs_f64();
     target.release();
 
@@ -384,6 +423,7 @@ fn measure_batches(
                 let mut request = Request::once(prompt(seq));
                 (request.sampling, request.max_tokens) = (SamplingParams::greedy(), options.n_decode + 1);
                 request.speculation = options.session.speculation.of_request();
+                request.adapter = options.adapter(seq);
                 engine.submit(request)
             };
             let mut streams = (0..n_seqs).map(submit).collect::<Result<Vec<_>, _>>()?;

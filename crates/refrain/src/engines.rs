@@ -15,7 +15,7 @@ use refrain_cuda::{CublasLt, CudaBackend, CudaOptions, Monitor};
 use refrain_driver::Method;
 use refrain_driver::trial::MethodChoice;
 use refrain_engine::{
-    BackendRunner, Engine, EngineError, EngineOptions, Runner, RunnerOptions, Sequence, WeakEngine,
+    AdapterId, BackendRunner, Engine, EngineError, EngineOptions, Runner, RunnerOptions, Sequence, WeakEngine,
 };
 use refrain_graph::State;
 use refrain_models::{KvSpec, Model};
@@ -84,6 +84,7 @@ impl Engines {
         options: &SessionOptions,
     ) -> Result<(MonitoredEngine, Sequence), Error> {
         let context = check(weights, name, options)?;
+        let adapter = options.adapter.as_ref().map(|name| AdapterId::find(weights, name)).transpose()?;
         let device = match options.device.cuda_options() {
             // The default number of threads and the same number given explicitly are the same key.
             Err(threads) => Device::Cpu { threads: Some(threads) },
@@ -111,7 +112,7 @@ impl Engines {
         for (_, engine, monitor, (table, experts)) in known.engines.iter().filter(|(other, ..)| *other == key)
         {
             let Some(engine) = engine.upgrade() else { continue };
-            match engine.open(context) {
+            match engine.open_with(context, adapter) {
                 Ok(sequence) => {
                     let (monitor, table, experts) = (monitor.clone(), *table, *experts);
                     return Ok((MonitoredEngine { engine, monitor, table, experts }, sequence));
@@ -122,7 +123,7 @@ impl Engines {
             }
         }
         let made = make_engine(weights, name, &EngineCapacity::of_one(context), options, &mut known.packed)?;
-        let sequence = made.engine.open(context)?;
+        let sequence = made.engine.open_with(context, adapter)?;
         known.engines.push((key, made.engine.downgrade(), made.monitor.clone(), (made.table, made.experts)));
         Ok((made, sequence))
     }

@@ -4,8 +4,8 @@ use crate::error::Error;
 use crate::model::Model;
 use crate::session::Session;
 use refrain_engine::{
-    Chosen, Constraint, FinishReason, Pace, Request, SamplingParams, StopFilter, StopOutcome, TokenEvent,
-    TokenStream,
+    AdapterId, Chosen, Constraint, FinishReason, Pace, Request, SamplingParams, StopFilter, StopOutcome,
+    TokenEvent, TokenStream,
 };
 use refrain_formats::chat::{Message, RenderOptions};
 use refrain_formats::tokenizer::DecodeStream;
@@ -39,6 +39,9 @@ pub struct Generate {
     /// A grammar that the text follows ([`Model::grammar`]). The text ends where the grammar allows it, and is complete if it
     /// ended with [`Finish::EndOfTurn`] or [`Finish::Complete`].
     pub grammar: Option<Grammar>,
+    /// The adapter to apply, one of [`Model::with_loras`]. A session decides for all of its generations
+    /// ([`SessionOptions::adapter`](crate::SessionOptions::adapter)).
+    pub adapter: Option<String>,
     /// Cancels the generation before the next token once it is true.
     pub cancel: Option<Arc<AtomicBool>>,
 }
@@ -287,6 +290,9 @@ impl Writer {
         let max_tokens = options.max_tokens.unwrap_or(usize::MAX);
         let limits = RequestLimits { sampling, max_tokens, end, grammar: options.grammar.clone() };
         limits.apply(request, 0);
+        if let Some(name) = &options.adapter {
+            request.adapter = Some(AdapterId::find(model.weights(), name)?);
+        }
         let summary = Summary {
             finish: None,
             n_prompt: request.prompt.len(),

@@ -68,7 +68,7 @@ pub use load::{
     RequestProgress, run_load,
 };
 pub use merge::merge;
-pub use model::Model;
+pub use model::{Model, NamedLora};
 pub use placement::{ExpertNeeds, ExpertPlacement, TableNeeds, TablePlacement, host_free_bytes};
 pub use planner::Planner;
 pub use service::{Reply, Service, ServiceOptions};
@@ -85,10 +85,10 @@ pub use refrain_driver::Method;
 pub use refrain_driver::sim::{FaultScript, FaultScriptError};
 pub use refrain_driver::trial;
 pub use refrain_engine::{
-    BlockCounts, Comparison, Constraint, EngineError, EngineLoad, FinishReason, Ledger, MAX_DRAFT, MAX_TOP,
-    MIN_WINDOW, Pace, Perplexity, PromptCounts, Request, SamplingError, SamplingParams, SpeculationPause,
-    SpeculationTally, StepKind, StopFilter, StopOutcome, Stopped, Tally, TokenEvent, TokenStream,
-    VectorStream,
+    AdapterId, BlockCounts, Comparison, Constraint, EngineError, EngineLoad, FinishReason, Ledger, MAX_DRAFT,
+    MAX_TOP, MIN_WINDOW, Pace, Perplexity, PromptCounts, Request, SamplingError, SamplingParams,
+    SpeculationPause, SpeculationTally, StepKind, StopFilter, StopOutcome, Stopped, Tally, TokenEvent,
+    TokenStream, VectorStream,
 };
 pub use refrain_formats::chat::{
     ChatError, ChatTemplate, Message, Part, PartKind, RenderOptions, ThinkFilter, ThinkTags,

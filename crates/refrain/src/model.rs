@@ -10,9 +10,9 @@ use refrain_formats::params::{GenerationDefaults, ModelConfig};
 use refrain_formats::tokenizer::{Tokenizer, TokenizerForm, TokenizerSummary, VocabSpec};
 use refrain_formats::{FormatError, ModelFiles};
 use refrain_grammar::{Grammar, GrammarError, GrammarSource, Vocabulary};
-use refrain_models::Adapter;
+use refrain_models::{Adapter, BankAdapter};
 use std::hash::{BuildHasher, Hasher};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
 /// A model that was opened and checked. Clones share it.
@@ -26,6 +26,17 @@ struct ModelInner {
     opened: Arc<Opened>,
     weights: Arc<refrain_models::Model>,
     engines: Engines,
+}
+
+/// A folder with a LoRA adapter, and the name under which requests choose it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct NamedLora {
+    /// Name that requests use.
+    pub name: String,
+    /// The folder.
+    pub folder: PathBuf,
+    /// Multiplies the adapter's contribution; 1 is as trained.
+    pub scale: f64,
 }
 
 /// The part of a model that is the same with and without an adapter.
@@ -98,6 +109,26 @@ impl Model {
     pub fn with_lora(&self, folder: impl AsRef<Path>, scale: f64) -> Result<Model, Error> {
         let weights = adapted(self.weights(), folder.as_ref(), scale)?;
         Ok(Model::of(self.inner.opened.clone(), weights))
+    }
+
+    /// The model with several LoRA adapters, of which each request ([`Generate::adapter`]) or session
+    /// ([`SessionOptions::adapter`]) chooses one or none. They share the model's weights, its engines and its steps. Both
+    /// models share their files, but not their engines.
+    ///
+    /// [`Generate::adapter`]: crate::Generate::adapter
+    /// [`SessionOptions::adapter`]: crate::SessionOptions::adapter
+    pub fn with_loras(&self, adapters: &[NamedLora]) -> Result<Model, Error> {
+        let read = |lora: &NamedLora| {
+            let adapter = read_adapter(&lora.folder, lora.scale)?;
+            Ok(BankAdapter { name: lora.name.clone(), adapter, scale: lora.scale })
+        };
+        let bank = adapters.iter().map(read).collect::<Result<Vec<_>, Error>>()?;
+        Ok(Model::of(self.inner.opened.clone(), self.weights().with_adapter_bank(&bank)?))
+    }
+
+    /// Names of the adapters of [`Model::with_loras`].
+    pub fn adapter_names(&self) -> &[String] {
+        self.inner.weights.adapter_names()
     }
 
     /// Builds the tokenizer of open files, which may hold nothing else.
@@ -231,11 +262,15 @@ pub(crate) fn adapted(
     folder: &Path,
     scale: f64,
 ) -> Result<refrain_models::Model, Error> {
-    if !scale.is_finite() {
-        return Err(Error::AdapterScale { got: scale });
+    Ok(weights.with_live_adapter(&read_adapter(folder, scale)?, scale)?)
+}
+
+/// Reads an adapter that will be applied at this scale.
+fn read_adapter(folder: &Path, scale: f64) -> Result<Adapter, Error> {
+    match scale.is_finite() {
+        true => Ok(Adapter::read(&AdapterFolder::open(folder)?)?),
+        false => Err(Error::AdapterScale { got: scale }),
     }
-    let adapter = Adapter::read(&AdapterFolder::open(folder)?)?;
-    Ok(weights.with_live_adapter(&adapter, scale)?)
 }
 
 /// The tokenizer of open files in its original form, with its chat template.

@@ -128,6 +128,8 @@ pub struct SessionOptions {
     pub graph_choice: Option<MethodChoice>,
     /// Guessed tokens to check; none by default.
     pub speculation: SpeculationOptions,
+    /// The adapter to apply, one of [`Model::with_loras`].
+    pub adapter: Option<String>,
 }
 
 impl Default for SessionOptions {
@@ -144,6 +146,7 @@ impl Default for SessionOptions {
             experts: ExpertPlacement::Device,
             graph_choice: None,
             speculation: SpeculationOptions::default(),
+            adapter: None,
         }
     }
 }

@@ -8,8 +8,15 @@ fn a_bench_takes_the_requested_number_of_samples_and_counts_the_bytes_per_token(
     let device = Device::Cpu { threads: Some(2) };
     let session = SessionOptions { device, ..SessionOptions::default() };
     let (depths, seqs) = (vec![32, 5], vec![1, 3]);
-    let options =
-        BenchOptions { session: session.clone(), n_prompt: 16, n_decode: 8, depths, seqs, repeats: 2 };
+    let options = BenchOptions {
+        session: session.clone(),
+        n_prompt: 16,
+        n_decode: 8,
+        depths,
+        seqs,
+        repeats: 2,
+        adapters: 0,
+    };
     let mut phases = Vec::new();
     let report = bench(&BenchTarget::Model(&model), &options, |phase| phases.push(phase.to_owned())).unwrap();
     assert_eq!(phases[..2], ["measuring the read bandwidth", "loading the model"]);
@@ -55,7 +62,7 @@ fn a_measurement_that_does_not_fit_the_context_is_refused_with_the_size_it_needs
         let device = Device::Cpu { threads: Some(1) };
         let session = SessionOptions { device, context, ..SessionOptions::default() };
         let (depths, seqs) = (vec![1], vec![]);
-        let options = BenchOptions { session, n_prompt, n_decode: 1, depths, seqs, repeats: 1 };
+        let options = BenchOptions { session, n_prompt, n_decode: 1, depths, seqs, repeats: 1, adapters: 0 };
         bench(&BenchTarget::Model(&model), &options, |_| {}).unwrap_err()
     };
     let beyond = of(600, None);
@@ -71,7 +78,7 @@ fn the_bandwidth_is_measured_before_the_model_is_loaded() {
     let model = Model::builtin().unwrap();
     let session = SessionOptions { device: Device::Cpu { threads: Some(1) }, ..SessionOptions::default() };
     let (depths, seqs) = (vec![], vec![]);
-    let options = BenchOptions { session, n_prompt: 4, n_decode: 0, depths, seqs, repeats: 1 };
+    let options = BenchOptions { session, n_prompt: 4, n_decode: 0, depths, seqs, repeats: 1, adapters: 0 };
     let mut phases = Vec::new();
     let report = bench(&BenchTarget::Model(&model), &options, |phase| phases.push(phase.to_owned())).unwrap();
     let at = |wanted: &str| phases.iter().position(|phase| phase.contains(wanted)).unwrap();
@@ -84,7 +91,7 @@ fn sequences_that_do_not_fill_whole_blocks_fit_next_to_the_one_that_is_measured_
     let model = Model::builtin().unwrap();
     let session = SessionOptions { device: Device::Cpu { threads: Some(1) }, ..SessionOptions::default() };
     let (depths, seqs) = (vec![1], vec![1]);
-    let options = BenchOptions { session, n_prompt: 0, n_decode: 20, depths, seqs, repeats: 1 };
+    let options = BenchOptions { session, n_prompt: 0, n_decode: 20, depths, seqs, repeats: 1, adapters: 0 };
     let report = bench(&BenchTarget::Model(&model), &options, |_| {}).unwrap();
     assert_eq!(report.batches[0].speed.0.len(), 1);
 }

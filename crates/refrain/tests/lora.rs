@@ -2,8 +2,8 @@
 
 use refrain::train::{ConfigOverlay, ExportForm, TrainConfig, TrainEvent, TrainOptions, Training};
 use refrain::{
-    Builtin, DType, Device, Error, FaultScript, Generate, GraphMode, Method, Model, ModelFiles, Prompt,
-    SamplingParams, Session, SessionOptions, StepKind,
+    Builtin, DType, Device, Error, FaultScript, Generate, GraphMode, Method, Model, ModelFiles, NamedLora,
+    Prompt, SamplingParams, Service, ServiceOptions, Session, SessionOptions, StepKind,
 };
 use std::path::{Path, PathBuf};
 
@@ -236,4 +236,75 @@ fn settings_of_adapters_are_checked() {
         Err(Error::AdapterScale { .. })
     ));
     assert!(ModelFiles::open(folder.path()).is_err());
+}
+
+#[test]
+fn requests_of_different_adapters_share_the_steps_of_one_service() {
+    let folder = tempfile::tempdir().unwrap();
+    let loras = [("small", 2), ("large", 5)].map(|(name, rank)| {
+        let lora = format!("steps = 5\nseed = {rank}\ndtype = 'bf16'\n[lora]\nrank = {rank}\nalpha = 16");
+        let (_, folder) = train(config(folder.path(), name, &lora), cpu()).unwrap();
+        NamedLora { name: name.into(), folder, scale: 1.0 }
+    });
+    let base = Model::builtin().unwrap();
+    let model = base.with_loras(&loras).unwrap();
+    assert_eq!(model.adapter_names(), ["small", "large"]);
+    let generate = |adapter: Option<&str>, max_tokens| Generate {
+        max_tokens: Some(max_tokens),
+        sampling: Some(SamplingParams::greedy()),
+        adapter: adapter.map(str::to_owned),
+        ..Generate::default()
+    };
+    // What each gives alone: the adapter on the whole model.
+    let alone = |model: &Model, n| {
+        let options = SessionOptions { device: cpu(), context: Some(64), ..SessionOptions::default() };
+        let mut session = Session::new(model, &options).unwrap();
+        let pieces = session.generate(Prompt::Text("Once upon"), &generate(None, n)).unwrap();
+        pieces.map(|piece| piece.unwrap().text).collect::<String>()
+    };
+    let lengths = [7, 3, 9];
+    let mut want = vec![alone(&base, lengths[0])];
+    for (lora, n) in loras.iter().zip(&lengths[1..]) {
+        want.push(alone(&base.with_lora(&lora.folder, 1.0).unwrap(), *n));
+    }
+    let names = [None, Some("small"), Some("large")];
+    for device in [cpu(), sim(GraphMode::Require)] {
+        let session = SessionOptions { device, context: Some(32), ..SessionOptions::default() };
+        let options = ServiceOptions { session, max_seqs: 3, ..ServiceOptions::default() };
+        let service = Service::new(&model, &options).unwrap();
+        // Twice: rows of other adapters take the places of those that end first.
+        let ask = |idx: usize| {
+            service.submit(Prompt::Text("Once upon"), &generate(names[idx % 3], lengths[idx % 3])).unwrap()
+        };
+        let replies: Vec<_> = (0..6).map(ask).collect();
+        for (idx, reply) in replies.into_iter().enumerate() {
+            assert_eq!(
+                reply.text().unwrap().0,
+                want[idx % 3],
+                "{:?} on {}",
+                names[idx % 3],
+                service.backend()
+            );
+        }
+        if let Some(status) = service.device_status() {
+            let decode = service.ledger().unwrap().tally(StepKind::Decode).clone();
+            assert!(decode.replayed > 0 && decode.eager == 0, "{decode}");
+            assert!(status.graphs.iter().all(|graph| graph.bit_exact), "{status:?}");
+            let apart = status.unfused.join("\n");
+            assert!(apart.contains("an adapter adds to it"), "{apart}");
+        }
+        let error = service.submit(Prompt::Text("A"), &generate(Some("poems"), 1)).err().unwrap();
+        assert_eq!(error.to_string(), "the model has no adapter \"poems\"");
+        assert_eq!(error.hint().unwrap(), "its adapters are small, large");
+    }
+    // A session has one adapter.
+    let options =
+        SessionOptions { device: cpu(), adapter: Some("large".into()), ..SessionOptions::default() };
+    let mut session = Session::new(&model, &options).unwrap();
+    let pieces = session.generate(Prompt::Text("Once upon"), &generate(None, lengths[2])).unwrap();
+    assert_eq!(pieces.map(|piece| piece.unwrap().text).collect::<String>(), want[2]);
+    let error = session.generate(Prompt::Text("A"), &generate(Some("small"), 1)).err().unwrap();
+    assert!(error.to_string().contains("small was requested for a sequence with adapter large"), "{error}");
+    let options = SessionOptions { adapter: Some("poems".into()), ..options };
+    assert!(Session::new(&model, &options).is_err());
 }

@@ -144,8 +144,15 @@ fn what_cannot_speculate_is_refused_by_name_and_number() {
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../refrain-models/tests/goldens/lfm2");
     let files = ModelFiles::open(folder).unwrap();
     let session = SessionOptions { context: Some(32), ..options(GuessSource::Ngram) };
-    let options =
-        BenchOptions { session, n_prompt: 1, n_decode: 1, depths: vec![1], seqs: vec![], repeats: 1 };
+    let options = BenchOptions {
+        session,
+        n_prompt: 1,
+        n_decode: 1,
+        depths: vec![1],
+        seqs: vec![],
+        repeats: 1,
+        adapters: 0,
+    };
     let error = bench(&BenchTarget::Files(&files), &options, |_| {}).unwrap_err();
     assert!(error.to_string().starts_with("lfm2 models cannot speculate"), "{error}");
 }
@@ -156,8 +163,15 @@ fn a_bench_compares_guessing_with_plain_decoding() {
     let mut session = options(GuessSource::Ngram);
     session.context = Some(400);
     session.speculation.forced_acceptance = Some(1.0);
-    let options =
-        BenchOptions { session, n_prompt: 0, n_decode: 40, depths: vec![20], seqs: vec![2], repeats: 1 };
+    let options = BenchOptions {
+        session,
+        n_prompt: 0,
+        n_decode: 40,
+        depths: vec![20],
+        seqs: vec![2],
+        repeats: 1,
+        adapters: 0,
+    };
     let report = bench(&BenchTarget::Model(&stories), &options, |_| {}).unwrap();
     let guesses = report.speculation.unwrap();
     assert_eq!(guesses.drafted, guesses.accepted, "{guesses}");

@@ -33,6 +33,8 @@ pub(crate) struct BatchAsk {
     pub(crate) max_tokens: Option<usize>,
     pub(crate) stop: Vec<String>,
     pub(crate) sampling: LineSampling,
+    /// Name of the adapter to apply.
+    pub(crate) adapter: Option<String>,
     /// What the answer must be.
     pub(crate) source: Option<GrammarSource>,
 }
@@ -236,6 +238,11 @@ fn read_ask(object: &Map<String, Value>, is_plain: bool) -> Result<BatchAsk, Str
         Some(stop) => serde_json::from_value(stop.clone())
             .map_err(|_| "stop is neither a string nor a list of strings")?,
     };
+    ask.adapter = match object.get("adapter") {
+        None | Some(Value::Null) => None,
+        Some(Value::String(name)) => Some(name.clone()),
+        Some(other) => return Err(format!("adapter is {other}, must be the name of an adapter")),
+    };
     ask.source = read_format(object.get("response_format"))?;
     ask.sampling = LineSampling {
         temperature: float(object, &["temperature"])?,
@@ -332,6 +339,8 @@ mod tests {
         assert_eq!((params.temperature, params.seed, params.repeat_penalty), (0.5, 7, 1.1));
         assert_eq!((params.logit_bias, params.top_p), (vec![(5, -1.5)], SamplingParams::default().top_p));
         assert_eq!(line.answer("m", Err("no".into())), json!({ "id": 12, "error": "no" }));
+        let named = BatchLine::read(1, br#"{"prompt": "a", "adapter": "poems"}"#).ask.unwrap();
+        assert_eq!(named.adapter.as_deref(), Some("poems"));
         let tokens = BatchLine::read(1, br#"{"prompt": [1, 2, 3]}"#).ask.unwrap().tokens;
         assert_eq!(tokens, Some(vec![1, 2, 3]));
         let chat = r#"{"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]}"#;
@@ -354,6 +363,7 @@ mod tests {
             error(r#"{"prompt": "a", "temperature": "hot"}"#),
             "temperature is \"hot\", must be a number"
         );
+        assert_eq!(error(r#"{"prompt": "a", "adapter": 3}"#), "adapter is 3, must be the name of an adapter");
         assert_eq!(error(r#"{"prompt": "a", "n": 2}"#), "n is not supported in batches");
         let tools = r#"{"prompt": "a", "tools": [{}]}"#;
         assert_eq!(error(tools), "tools is not supported in batches");

@@ -75,7 +75,7 @@ impl World {
 
     fn submit(&mut self, prompt: Vec<u32>, max_tokens: usize, user: u64, priority: i32) -> RequestId {
         let n_positions = prompt.len() + max_tokens - 1;
-        let state = SequenceState::new(self.pool.table(), n_positions);
+        let state = SequenceState::new(self.pool.table(), n_positions, None);
         self.submit_in(state, prompt, max_tokens, user, priority)
     }
 
@@ -223,7 +223,7 @@ proptest! {
         for _ in 0..n_reserved.min(n_blocks / 8) {
             let table = world.pool.reserve(4 * KV_BLOCK).unwrap();
             let text = prompt(&mut random, 10);
-            let state = SequenceState::new(table, 4 * KV_BLOCK);
+            let state = SequenceState::new(table, 4 * KV_BLOCK, None);
             sessions.push(world.submit_in(state, text, 4, 0, 0));
         }
         let most = world.pool.max_positions();

@@ -326,6 +326,7 @@ impl Runner for FakeRunner {
                     start: row.position,
                     table: &row.table,
                     slots: row.slots,
+                    adapter: None,
                     want: Want::Sample(&row.row),
                 })
                 .collect();

@@ -1,6 +1,7 @@
 //! The golden models as folders and GGUF files, and their expected logits.
 #![allow(dead_code)] // Each test file uses a part of it.
 
+pub(crate) mod bank;
 pub(crate) mod gguf;
 pub(crate) mod train;
 

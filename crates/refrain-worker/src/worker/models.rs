@@ -28,6 +28,8 @@ pub(crate) struct Models {
 
 struct ModelState {
     name: String,
+    /// Names under which it is served with an adapter.
+    adapters: Vec<String>,
     at_start: bool,
     slot: ModelSlot,
     /// Requests whose streams the pump serves.
@@ -67,10 +69,17 @@ impl Work {
     }
 }
 
+impl ModelState {
+    fn is_called(&self, name: &str) -> bool {
+        self.name == name || self.adapters.iter().any(|adapter| adapter == name)
+    }
+}
+
 impl Models {
     pub(super) fn new(titles: &[Title], budget: Option<u64>, pump: Pump) -> Arc<Models> {
         let state = |title: &Title| ModelState {
             name: title.name.clone(),
+            adapters: title.adapters.clone(),
             at_start: title.at_start,
             slot: ModelSlot::Unloaded,
             n_open: 0,
@@ -96,7 +105,7 @@ impl Models {
     /// Submits a request to its model's engine, after loading the model if necessary.
     pub(super) fn submit(&self, id: WireId, work: Work) {
         let mut models = self.lock();
-        let Some(idx) = models.iter().position(|model| model.name == work.model()) else {
+        let Some(idx) = models.iter().position(|model| model.is_called(work.model())) else {
             drop(models);
             return self.pump.report(id, WireEvent::Refused(unknown_model(work.model())));
         };
