@@ -104,8 +104,9 @@ fn a_reply_is_the_same_in_one_launch(device: impl Fn() -> Device, case: &str, le
                 assert_eq!((tally.steps(), tally.replayed, tally.failed), (n as u64, n as u64, 0), "{tally}");
                 assert_eq!(tally.not_repeated, None);
                 assert_eq!(tally.launches + tally.repeated, n as u64);
-                // The host of a simulated device is as slow as the device: the ring may fill once or twice.
-                assert!((1..=4).contains(&tally.launches), "{tally}");
+                // The ring may fill: the host of a simulated device is as slow as the device, and the tiny model is
+                // faster on a GPU than a host that is not scheduled.
+                assert!((1..=4 + n as u64 / 20).contains(&tally.launches), "{tally}");
                 assert!(tally.discarded <= 1, "{tally}");
             }
         }
