@@ -330,6 +330,9 @@ pub fn bench(
     })
 }
 
+/// Speed with and without guesses, and busy cores.
+type DecodeSamples = ([Samples; 2], Samples);
+
 /// Measures prefill, and decoding at each depth.
 fn measure(
     engine: &Engine,
@@ -338,7 +341,7 @@ fn measure(
     depths: &[usize],
     tokens: &[u32],
     progress: &mut impl FnMut(&str),
-) -> Result<(Samples, Vec<([Samples; 2], Samples)>), Error> {
+) -> Result<(Samples, Vec<DecodeSamples>), Error> {
     let none = || Samples(Vec::new());
     let (mut prefill, mut decode) = (none(), vec![([none(), none()], none()); depths.len()]);
     let speculation = &options.session.speculation;
