@@ -5,7 +5,7 @@ mod load; // many requests of random lengths
 use crate::bars::Delayed;
 use crate::cli::CliContext;
 use crate::fail::Hinted;
-use crate::opts::DeviceOpts;
+use crate::opts::{DeviceOpts, LoopOpts};
 use crate::out::{Stdout, counted, short_count, short_rate, short_time, talk, thousands};
 use crate::speculate::{SpeculateArg, SpeculateOpts};
 use crate::{profile, resolve, speculate, stats};
@@ -128,6 +128,8 @@ pub(crate) struct Args {
     #[command(flatten)]
     load: load::LoadArgs,
     #[command(flatten)]
+    repeat: LoopOpts,
+    #[command(flatten)]
     device: DeviceOpts,
 }
 
@@ -152,6 +154,11 @@ pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {
         let message = "guesses are measured with one sequence and with --seqs, not with --train or --load";
         return Err(Hinted::new(message, "remove --speculate, --draft and --draft-shape").into());
     }
+    args.repeat.check(&args.device, args.speculate.is_on() || args.draft_shape.is_some(), false)?;
+    if args.repeat.is_on() && (args.train.is_some() || args.load.load) {
+        let message = "--loop device is measured with one sequence, not with --train or --load";
+        return Err(Hinted::new(message, "remove --loop").into());
+    }
     if let Some(name) = &args.train {
         let shape = *find_shape(name)?;
         return measure_training(args, shape, on_load, &spinner, context);
@@ -164,6 +171,7 @@ pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {
         session: SessionOptions {
             on_load,
             speculation,
+            loops: args.repeat.mode(),
             ..args.device.tried_session(args.context.map(NonZeroUsize::get), context)?
         },
         n_prompt: args.prompt_tokens,
@@ -431,6 +439,9 @@ fn print(out: &mut Stdout, report: &BenchReport, args: &Args) -> anyhow::Result<
         out.line(format_args!("batch    {n:>13}  {speed}{times}"))?;
     }
     if !report.decode.is_empty() {
+        for cores in report.decode.iter().filter_map(|decode| decode.busy_cores.as_ref()) {
+            out.line(format_args!("         {:.2} CPU cores busy", cores.median()))?;
+        }
         if let Some(launches) = report.launches {
             let (by_host, kernels) =
                 (counted(launches.by_host, "launch"), counted(launches.kernels, "kernel"));
@@ -488,6 +499,7 @@ fn to_json(report: &BenchReport, args: &Args) -> serde_json::Value {
             "tokens_per_second": samples(&d.speed),
             "ms_per_token": d.ms(),
             "bytes_per_token": d.bytes_per_token,
+            "busy_cores": d.busy_cores.as_ref().map(samples),
             "bytes_per_second": d.bandwidth(),
             "read_bandwidth_share": report.bandwidth_share(d),
             "plain_tokens_per_second": d.plain.as_ref().map(samples),

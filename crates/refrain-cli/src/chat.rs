@@ -6,7 +6,7 @@ mod settings;
 use crate::cli::CliContext;
 use crate::fail::Hinted;
 use crate::grammar::{self, GrammarOpts};
-use crate::opts::{DeviceOpts, LoraOpts, SamplingOpts, Think};
+use crate::opts::{DeviceOpts, LoopOpts, LoraOpts, SamplingOpts, Think};
 use crate::out::{BOLD, DIM, Stdout, counted, talk};
 use crate::reply::{self, Show};
 use crate::run::say_context;
@@ -73,6 +73,8 @@ pub(crate) struct Args {
     #[command(flatten)]
     pub(crate) grammar: GrammarOpts,
     #[command(flatten)]
+    pub(crate) repeat: LoopOpts,
+    #[command(flatten)]
     pub(crate) device: DeviceOpts,
 }
 
@@ -88,6 +90,7 @@ pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {
     args.device.session(args.context, context)?;
     args.speculate.check(args.device.verify.is_some())?;
     let (source, think) = (args.grammar.source()?, args.grammar.think(args.think)?);
+    args.repeat.check(&args.device, args.speculate.is_on(), source.is_some())?;
     let began = Instant::now();
     let found = resolve::find_or(args.model.as_deref(), Builtin::Chat, context)?;
     let model = args.lora.apply(found.open()?)?;
@@ -100,7 +103,7 @@ pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {
     }
     let guesses = args.speculate.options(context)?;
     let grammar = grammar::compile(&model, source.as_ref())?;
-    let session = args.device.start_guessing(&model, args.context, &guesses, context)?;
+    let session = args.device.start_guessing(&model, args.context, &guesses, args.repeat.mode(), context)?;
     let load = began.elapsed();
     say_context(&session, &args.device, context);
     if args.model.is_none() && !context.quiet {

@@ -8,8 +8,8 @@ use crate::stats;
 use crate::trial;
 use clap::{Args, ValueEnum};
 use refrain::{
-    DType, Device, ExpertPlacement, FaultScript, Generate, GraphMode, LoadEvent, LoadListener, Method, Model,
-    SamplingParams, Session, SessionOptions, SpeculationOptions, TablePlacement,
+    DType, Device, ExpertPlacement, FaultScript, Generate, GraphMode, LoadEvent, LoadListener, LoopMode,
+    Method, Model, SamplingParams, Session, SessionOptions, SpeculationOptions, TablePlacement,
 };
 use refrain_driver::DeviceKind;
 use refrain_driver::trial::MethodChoice;
@@ -64,6 +64,60 @@ pub(crate) struct DeviceOpts {
     /// Element type of the KV cache
     #[arg(long, alias = "kv-dtype", value_name = "TYPE", default_value = "f16")]
     pub(crate) kv: KvArg,
+}
+
+/// Where the steps of a reply are repeated.
+#[derive(Args, Debug, Clone)]
+#[command(next_help_heading = "Device")]
+pub(crate) struct LoopOpts {
+    /// Where the steps of a reply are repeated on a CUDA device
+    #[arg(long = "loop", value_name = "WHERE", default_value = "host")]
+    repeat: LoopArg,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum LoopArg {
+    /// The host launches each step, a few steps ahead
+    Host,
+    /// The device repeats the step by itself: a reply is one launch, and the host sleeps between tokens
+    Device,
+}
+
+impl LoopOpts {
+    /// Whether the device is to repeat the steps.
+    pub(crate) fn is_on(&self) -> bool {
+        self.repeat == LoopArg::Device
+    }
+
+    pub(crate) fn mode(&self) -> LoopMode {
+        match self.repeat {
+            LoopArg::Host => LoopMode::Host,
+            LoopArg::Device => LoopMode::Device,
+        }
+    }
+
+    /// Refuses what needs the host between two steps, before any model is opened.
+    pub(crate) fn check(
+        &self,
+        device: &DeviceOpts,
+        speculates: bool,
+        is_constrained: bool,
+    ) -> anyhow::Result<()> {
+        if !self.is_on() {
+            return Ok(());
+        }
+        let conflict = match () {
+            () if device.verify.is_some() => ("--verify compares a step on the host", "remove --verify"),
+            () if device.profile.is_some() => ("--profile times single kernels", "remove --profile"),
+            () if device.graph == GraphArg::Off => ("--graph off records nothing", "remove --graph off"),
+            () if speculates => ("the host makes the guesses", "remove --speculate or --draft"),
+            () if is_constrained => ("the host computes which tokens may follow", "remove the grammar"),
+            () if device.device == DeviceArg::Cpu => ("the CPU is the host", "choose --device cuda"),
+            () => return Ok(()),
+        };
+        let message = format!("--loop device leaves the host no part in a step, but {}", conflict.0);
+        Err(Hinted::new(message, format!("{}, or --loop device", conflict.1)).into())
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -168,20 +222,26 @@ impl DeviceOpts {
         n_context: Option<usize>,
         context: &CliContext,
     ) -> anyhow::Result<Session> {
-        self.start_guessing(model, n_context, &SpeculationOptions::default(), context)
+        self.start_guessing(model, n_context, &SpeculationOptions::default(), LoopMode::Host, context)
     }
 
-    /// As [`DeviceOpts::start`], with guessed tokens.
+    /// As [`DeviceOpts::start`], with guessed tokens or steps that the device repeats.
     pub(crate) fn start_guessing(
         &self,
         model: &Model,
         n_context: Option<usize>,
         speculation: &SpeculationOptions,
+        loops: LoopMode,
         context: &CliContext,
     ) -> anyhow::Result<Session> {
         let session = self.start_with(n_context, context, |options| {
-            Session::new(model, &SessionOptions { speculation: speculation.clone(), ..options.clone() })
+            let speculation = speculation.clone();
+            Session::new(model, &SessionOptions { speculation, loops, ..options.clone() })
         })?;
+        if loops == LoopMode::Device && session.backend() == "cpu" {
+            let message = "--loop device needs a CUDA device, and there is none";
+            return Err(Hinted::new(message, "remove --loop; `refrain doctor` shows what is missing").into());
+        }
         if !context.quiet {
             say_placement(&session, self.ple, self.experts);
         }

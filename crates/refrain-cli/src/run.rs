@@ -3,7 +3,7 @@
 use crate::cli::{Cli, CliContext};
 use crate::fail::{Hinted, Interrupted};
 use crate::grammar::{self, GrammarOpts};
-use crate::opts::{DeviceOpts, LoraOpts, SamplingOpts, Think};
+use crate::opts::{DeviceOpts, LoopOpts, LoraOpts, SamplingOpts, Think};
 use crate::out::{DIM, Stdout, talk, thousands};
 use crate::prompt::Sources;
 use crate::reply::{self, Show, ShownReply};
@@ -82,6 +82,8 @@ pub(crate) struct Args {
     #[command(flatten)]
     grammar: GrammarOpts,
     #[command(flatten)]
+    repeat: LoopOpts,
+    #[command(flatten)]
     device: DeviceOpts,
 }
 
@@ -89,6 +91,7 @@ pub(crate) fn run(mut args: Args, context: &CliContext) -> anyhow::Result<()> {
     args.device.session(args.context, context)?;
     args.speculate.check(args.device.verify.is_some())?;
     let source = args.grammar.source()?;
+    args.repeat.check(&args.device, args.speculate.is_on(), source.is_some())?;
     args.think = args.grammar.think(args.think)?;
     let (name, text) = args.model_and_prompt()?;
     if let Some(name) = &name {
@@ -104,7 +107,8 @@ pub(crate) fn run(mut args: Args, context: &CliContext) -> anyhow::Result<()> {
     let model = args.lora.apply(found.open()?)?;
     let guesses = args.speculate.options(context)?;
     let grammar = grammar::compile(&model, source.as_ref())?;
-    let mut session = args.device.start_guessing(&model, args.context, &guesses, context)?;
+    let mut session =
+        args.device.start_guessing(&model, args.context, &guesses, args.repeat.mode(), context)?;
     let load = began.elapsed();
     say_context(&session, &args.device, context);
     let sampling = args.sampling.params(&model);
@@ -206,6 +210,7 @@ impl Args {
                     sampling: self.sampling,
                     speculate: self.speculate,
                     grammar: self.grammar,
+                    repeat: self.repeat,
                     device: self.device,
                 };
                 chat::run(&args, context)

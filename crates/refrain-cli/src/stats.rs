@@ -248,6 +248,8 @@ pub(crate) fn tally_json(tally: &Tally) -> Value {
         "steps": tally.steps(),
         "replayed": tally.replayed,
         "launches": tally.launches,
+        "repeated": tally.repeated,
+        "not_repeated": tally.not_repeated.as_ref().map(ToString::to_string),
         "host_steps": tally.host_steps,
         "eager": tally.eager,
         "failed": tally.failed,

@@ -88,6 +88,29 @@ fn guesses_that_cannot_work_are_refused_with_a_hint() {
 }
 
 #[test]
+fn loops_that_need_the_host_are_refused_with_a_hint() {
+    let cli = Cli::new();
+    let run = ["run", "A cat", "--device", "sim", "--loop", "device"];
+    for (more, hint) in [
+        (&["--verify", "every:2"][..], "remove --verify"),
+        (&["--profile"], "remove --profile"),
+        (&["--graph", "off"], "remove --graph off"),
+        (&["--speculate", "ngram"], "remove --speculate"),
+        (&["--json-object"], "remove the grammar"),
+        (&["--device", "cpu"], "choose --device cuda"),
+    ] {
+        let args: Vec<&str> = match more[0] {
+            "--device" => ["run", "A cat", "--loop", "device"].iter().chain(more).copied().collect(),
+            _ => run.iter().chain(more).copied().collect(),
+        };
+        let said = cli.run(&args).refused();
+        assert!(said.contains("--loop device") && said.contains(hint), "{said}");
+    }
+    let said = cli.run(&["run", "A cat", "--loop", "card"]).misused();
+    assert!(said.contains("host") && said.contains("device"), "{said}");
+}
+
+#[test]
 fn zero_threads_are_refused() {
     let said = Cli::new().run(&["run", "A cat", "--threads", "0"]).misused();
     assert!(said.contains("at least 1 thread"), "{said}");

@@ -738,6 +738,20 @@ fn sources(folder: &Path) -> Vec<std::path::PathBuf> {
 const SIM: [&str; 2] = ["--device", "sim"];
 
 #[test]
+fn a_reply_that_the_device_repeats_has_the_same_text_in_a_launch_or_two() {
+    let cli = Cli::new();
+    let run = |place: &str| {
+        let args = ["run", "Once upon a time", "-n", "20", "--seed", "3", "--json", "--loop", place];
+        cli.run(&[&args[..], &SIM].concat()).json()
+    };
+    let [host, device] = ["host", "device"].map(run);
+    assert_eq!(host["text"], device["text"]);
+    let decode = &device["ledger"]["decode"];
+    assert_eq!(host["ledger"]["decode"]["replayed"], decode["replayed"]);
+    assert!(decode["repeated"].as_u64() >= Some(16) && decode["not_repeated"].is_null(), "{decode}");
+}
+
+#[test]
 fn the_simulated_device_replays_every_step_and_gives_the_same_text_as_the_cpu() {
     let cli = Cli::new();
     let prompt = ["run", "stories", "Once upon a time"];

@@ -29,6 +29,8 @@ const FIRST_CHECK: Duration = Duration::from_micros(250);
 const LAST_CHECK: Duration = Duration::from_millis(20);
 /// Time between two looks at the ring while the device repeats the steps.
 const LOOP_NAP: Duration = Duration::from_micros(50);
+/// Time to wait for a result of a loop before the first check: longer than most steps, so that the device thread sleeps.
+const LOOP_CHECK: Duration = Duration::from_millis(1);
 /// Driver queries per check. The simulated device executes a few kernels at each query.
 const N_QUERIES: usize = 8;
 
@@ -536,12 +538,13 @@ impl CudaBackend {
                 let source = self.worker.overdue("a step", waited);
                 return Err(CudaError::Driver { step: STEP.into(), source });
             }
-            if waited >= next_check && idle {
+            let is_looping = self.pump.is_looping();
+            if waited >= next_check && idle && (!is_looping || waited >= LOOP_CHECK) {
                 self.post(CHECK, DeviceModel::check_in_flight)?;
                 interval = (2 * interval).min(LAST_CHECK);
                 next_check = waited + interval;
             }
-            match self.pump.is_looping() {
+            match is_looping {
                 // The device goes on without the host, as long as the ring has space.
                 true => std::thread::sleep(LOOP_NAP),
                 false => relax(waited),

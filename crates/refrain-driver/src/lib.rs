@@ -90,6 +90,7 @@
 //! | write inputs between replays | [`Stream::upload`], [`Stream::bulk`], [`Staging`], [`Stream::set`] |
 //! | get results back | [`Outputs`], or without a wait a [`Ring`] or [`Readback`] |
 //! | replay | [`Graph::replay`] |
+//! | repeat a recording on the device | [`Stream::record_loop`], [`LaunchBuilder::condition`], [`Ring::begin_loop`] |
 //! | decide whether a driver's stream capture can be trusted | [`trial`] |
 //! | diagnose a failure | [`DriverError`] and its [`hint`](DriverError::hint), [`Device::health`], [`doctor`] |
 //! | test without a GPU | [`sim`], which also injects faults |

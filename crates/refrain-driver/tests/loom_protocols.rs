@@ -11,6 +11,7 @@
 #[path = "loom_common/mod.rs"]
 mod sync;
 
+#[allow(dead_code, reason = "the entries of a loop are counted by one thread")]
 #[path = "../src/protocol/entries.rs"]
 mod entries;
 #[expect(dead_code, reason = "filling the bin at the end of a device is not concurrent with anything")]

@@ -144,8 +144,8 @@ impl<'a> Bench<'a> {
                 // SAFETY: the pinned end lives to the end of the test.
                 node(unsafe { api.graph_add_memcpy(of.body, &[], to, CopyEnd::Device(self.spare(0)), 64) })
             }
-            // SAFETY: the function does nothing.
             "host function" => {
+                // SAFETY: the function does nothing.
                 node(unsafe { api.graph_add_host(of.body, &[], do_nothing, std::ptr::null_mut()) })
             }
             "empty" => node(api.graph_add_empty(of.body, &[])),

@@ -97,7 +97,8 @@ fn every_kernel_releases_the_next_one_and_waits_before_it_stores_or_returns() {
                 assert!(!found, "{name}: {word} before the wait");
             }
             // These kernels read weights, guesses that they verify after the wait, and parameters that no
-            // kernel writes. All others load nothing before the wait.
+            // kernel writes. All others load nothing before the wait, except for the words of the host that
+            // commit_loop_i32 reads with ld.relaxed.
             let may_load = matches!(
                 unit.family(),
                 KernelFamily::BatchPlain

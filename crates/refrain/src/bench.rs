@@ -131,6 +131,8 @@ pub struct DecodeReport {
     pub speed: Samples,
     /// Tokens per second without guesses, measured in the same rounds if the session speculates.
     pub plain: Option<Samples>,
+    /// CPU cores that the process kept busy meanwhile, if the system reports it.
+    pub busy_cores: Option<Samples>,
     /// Bytes that a token reads without guesses, halfway through the measurement.
     pub bytes_per_token: usize,
 }
@@ -182,6 +184,17 @@ impl ProcessMemory {
         };
         Some(ProcessMemory { now: field("VmRSS:")?, most: field("VmHWM:")? })
     }
+}
+
+/// CPU time of all running threads of the process in seconds, if the system reports it.
+fn cpu_seconds() -> Option<f64> {
+    let of_task = |task: std::fs::DirEntry| {
+        let text = std::fs::read_to_string(task.path().join("schedstat")).ok()?;
+        text.split_whitespace().next()?.parse::<f64>().ok()
+    };
+    let tasks = std::fs::read_dir("/proc/self/task").ok()?.flatten();
+    // A thread that has just ended has no file any more.
+    Some(1e-9 * tasks.filter_map(of_task).sum::<f64>()).filter(|seconds| *seconds > 0.0)
 }
 
 /// Result of a benchmark.
@@ -315,11 +328,12 @@ pub fn bench(
     let tokens: Vec<u32> = (0..context as u32).map(|i| (1000 + i * 7919) % vocab).collect();
     let (prefill, decode) = measure(&engine, &sequence, options, depths, &tokens, &mut progress)?;
     let traffic = engine.plan(1)?.traffic();
-    let decode = depths.iter().zip(decode).map(|(&depth, [speed, plain])| {
+    let decode = depths.iter().zip(decode).map(|(&depth, ([speed, plain], busy_cores))| {
         let plain = options.session.speculation.is_on().then_some(plain);
+        let busy_cores = Some(busy_cores).filter(|samples| !samples.0.is_empty());
         let middle = depth.max(1) + options.n_decode / 2;
         let bytes_per_token = traffic.weight_bytes + traffic.kv_bytes(middle);
-        DecodeReport { depth, speed, plain, bytes_per_token }
+        DecodeReport { depth, speed, plain, busy_cores, bytes_per_token }
     });
     let batches = measure_batches(&engine, options, seqs, vocab, &mut progress)?;
     let ledger = sequence.ledger();
@@ -355,6 +369,9 @@ pub fn bench(
     })
 }
 
+/// Speed with and without guesses, and busy cores.
+type DecodeSamples = ([Samples; 2], Samples);
+
 /// Measures prefill, and decoding at each depth.
 fn measure(
     engine: &Engine,
@@ -363,9 +380,9 @@ fn measure(
     depths: &[usize],
     tokens: &[u32],
     progress: &mut impl FnMut(&str),
-) -> Result<(Samples, Vec<[Samples; 2]>), Error> {
-    let (mut prefill, mut decode) =
-        (Samples(Vec::new()), vec![[(); 2].map(|()| Samples(Vec::new())); depths.len()]);
+) -> Result<(Samples, Vec<DecodeSamples>), Error> {
+    let none = || Samples(Vec::new());
+    let (mut prefill, mut decode) = (none(), vec![([none(), none()], none()); depths.len()]);
     let speculation = &options.session.speculation;
     // The first round warms caches and compiles the steps, and is not counted.
     for round in 0..=options.repeats {
@@ -380,19 +397,21 @@ fn measure(
                 prefill.0.push(options.n_prompt as f64 / took);
             }
         }
-        for (&depth, decode) in depths.iter().zip(&mut decode) {
+        for (&depth, (decode, busy_cores)) in depths.iter().zip(&mut decode) {
             let plain = speculation.is_on().then_some(None);
             for (guesses, samples) in [Some(speculation.of_request()), plain].into_iter().zip(decode) {
                 let Some(guesses) = guesses else { continue };
                 let prompt = &tokens[..depth.max(1)];
                 let mut stream = submit(engine, sequence, prompt, options.n_decode + 1, guesses)?;
                 wait_for_tokens(&mut stream, 1)?;
-                let began = Instant::now();
+                let (began, cpu) = (Instant::now(), cpu_seconds());
                 wait_for_tokens(&mut stream, options.n_decode)?;
                 let took = began.elapsed().as_secs_f64();
+                let cpu = cpu.zip(cpu_seconds()).map(|(before, after)| after - before);
                 stream.stop();
                 if round > 0 {
                     samples.0.push(options.n_decode as f64 / took);
+                    busy_cores.0.extend(cpu.map(|cpu| cpu / took));
                 }
             }
         }

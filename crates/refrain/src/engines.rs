@@ -11,7 +11,7 @@ use crate::error::Error;
 use crate::placement::{ExpertNeeds, ExpertPlacement, TableNeeds, TablePlacement, host_free_bytes};
 use crate::session::{Device, SessionOptions};
 use refrain_cpu::{CpuBackend, CpuWeights};
-use refrain_cuda::{CublasLt, CudaBackend, CudaOptions, Monitor};
+use refrain_cuda::{CublasLt, CudaBackend, CudaOptions, LoopMode, Monitor};
 use refrain_driver::Method;
 use refrain_driver::trial::MethodChoice;
 use refrain_engine::{
@@ -58,6 +58,7 @@ struct EngineKey {
     device: Device,
     kv_dtype: DType,
     ahead: Option<usize>,
+    loops: LoopMode,
     verify_every: Option<NonZeroU32>,
     avoids_capture: bool,
     reproducible: bool,
@@ -90,7 +91,7 @@ impl Engines {
             Err(threads) => Device::Cpu { threads: Some(threads) },
             Ok(_) => options.device.clone(),
         };
-        let SessionOptions { kv_dtype, ahead, verify_every, .. } = *options;
+        let SessionOptions { kv_dtype, ahead, loops, verify_every, .. } = *options;
         // The CPU always is.
         let reproducible = options.reproducible && !matches!(device, Device::Cpu { .. });
         let avoids_capture = options.graph_choice.as_ref().is_some_and(MethodChoice::avoids_capture);
@@ -100,6 +101,7 @@ impl Engines {
             device,
             kv_dtype,
             ahead,
+            loops,
             verify_every,
             avoids_capture,
             reproducible,
@@ -337,6 +339,7 @@ pub(crate) fn with_session(cuda: CudaOptions, name: &str, options: &SessionOptio
         model: name.to_owned(),
         ahead,
         on_load,
+        loops: options.loops,
         verify_every,
         reproducible: options.reproducible,
         ..cuda

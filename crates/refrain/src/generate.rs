@@ -3,6 +3,7 @@
 use crate::error::Error;
 use crate::model::Model;
 use crate::session::Session;
+use refrain_cuda::LoopMode;
 use refrain_engine::{
     AdapterId, Chosen, Constraint, FinishReason, Pace, Request, SamplingParams, StopFilter, StopOutcome,
     TokenEvent, TokenStream,
@@ -168,8 +169,12 @@ impl<'s> Generation<'s> {
 
 /// Sets what a session decides about its requests.
 fn prepare(session: &Session, request: &mut Request) {
-    // A step may choose one token more than it has guesses.
-    request.pace = Pace::OnDemand { lead: LEAD + session.speculation.max_draft() };
+    request.pace = match session.loops {
+        // A step may choose one token more than it has guesses.
+        LoopMode::Host => Pace::OnDemand { lead: LEAD + session.speculation.max_draft() },
+        // The whole reply is launched at once.
+        LoopMode::Device => Pace::Free,
+    };
     request.speculation = session.speculation.of_request();
 }
 

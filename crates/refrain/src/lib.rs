@@ -79,7 +79,7 @@ pub use tensor_error::{TensorDifference, tensor_differences};
 pub use refrain_cpu::pool::PoolError;
 pub use refrain_cuda::{
     Accounting, CacheStats, Compared, CudaError, GpuArch, GraphLine, GraphMode, KernelOrigin, KernelUnits,
-    LoadEvent, LoadListener, Nvrtc, ProfileRow, ProfileSpan, ProfileStep, Status, Timeline, Upload,
+    LoadEvent, LoadListener, LoopMode, Nvrtc, ProfileRow, ProfileSpan, ProfileStep, Status, Timeline, Upload,
 };
 pub use refrain_driver::Method;
 pub use refrain_driver::sim::{FaultScript, FaultScriptError};

@@ -7,7 +7,7 @@ use crate::model::Model;
 use crate::placement::{ExpertPlacement, TablePlacement};
 use crate::speculation::SpeculationOptions;
 use refrain_cpu::pool::default_threads;
-use refrain_cuda::{CudaOptions, GraphMode, LoadListener, Monitor, Status, Timeline};
+use refrain_cuda::{CudaOptions, GraphMode, LoadListener, LoopMode, Monitor, Status, Timeline};
 use refrain_driver::sim::{FaultScript, SimOptions};
 use refrain_driver::trial::MethodChoice;
 use refrain_driver::{DeviceKind, Method};
@@ -110,6 +110,8 @@ pub struct SessionOptions {
     pub kv_dtype: DType,
     /// Maximum number of decode steps in flight on a CUDA device; its default when `None`, and 1 launches none ahead.
     pub ahead: Option<usize>,
+    /// Who repeats the steps of a reply on a CUDA device: the host, or a graph on the device.
+    pub loops: LoopMode,
     /// Compares every n-th decode step with its eager run, on a CUDA device. Each comparison waits for the device twice:
     /// about 1 ms on an H200 with the built-in model, whose step takes a tenth of that.
     pub verify_every: Option<NonZeroU32>,
@@ -139,6 +141,7 @@ impl Default for SessionOptions {
             context: None,
             kv_dtype: DType::F16,
             ahead: None,
+            loops: LoopMode::default(),
             verify_every: None,
             reproducible: false,
             on_load: LoadListener::default(),
@@ -165,6 +168,7 @@ pub struct Session {
     experts: Option<ExpertPlacement>,
     graph_choice: Option<MethodChoice>,
     pub(crate) speculation: SpeculationOptions,
+    pub(crate) loops: LoopMode,
 }
 
 impl Session {
@@ -181,7 +185,8 @@ impl Session {
         let MonitoredEngine { engine, monitor, table, experts } = made;
         let (graph_choice, speculation) = (options.graph_choice.clone(), options.speculation.clone());
         let model = model.clone();
-        Ok(Session { model, engine, sequence, monitor, table, experts, graph_choice, speculation })
+        let loops = options.loops;
+        Ok(Session { model, engine, sequence, monitor, table, experts, graph_choice, speculation, loops })
     }
 
     /// Placement of the per-layer embedding table; `None` if the model has none or runs on the CPU.

@@ -299,7 +299,7 @@ pub(super) fn device_loop(bench: &mut Bench) -> Result<DoctorRow, DriverError> {
     let (n_results, n_launches) = run_loops(bench, &graph, n_asked)?;
     let (n_more, _) = run_loops(bench, &graph, ENDLESS)?;
     let measured = format!("{n_results} results in {n_launches} launches, stopped after {n_more} more");
-    if n_results != n_asked {
+    if n_results != n_asked || n_more < N_BEFORE_STOP {
         let words = "a loop ended early or late: replies are generated step by step";
         return Ok(DoctorRow::new(name, CheckVerdict::Bad, measured, words));
     }
@@ -348,6 +348,7 @@ fn run_loops(bench: &mut Bench, graph: &crate::Graph, n: u64) -> Result<(u64, u6
         }
     }
     bench.stream.synchronize()?;
+    bench.ring.end_loop();
     Ok((n_results, n_launches))
 }
 
