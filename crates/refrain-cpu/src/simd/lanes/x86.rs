@@ -196,6 +196,14 @@ impl<const VNNI: bool, const BF16: bool> Simd for Avx512<VNNI, BF16> {
         unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(p.cast())) }
     }
     #[inline(always)]
+    unsafe fn load_bf16(self, p: *const u8) -> __m512 {
+        // SAFETY: 16 bfloat16s are readable by the contract of `Simd::load_bf16`.
+        unsafe {
+            let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast()));
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide))
+        }
+    }
+    #[inline(always)]
     unsafe fn store_f16(self, p: *mut u8, a: __m512) {
         // SAFETY: 16 half floats are writable by the contract of `Simd::store_f16`.
         unsafe { _mm256_storeu_si256(p.cast(), _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(a)) }
@@ -372,6 +380,14 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
     unsafe fn load_f16(self, p: *const u8) -> __m256 {
         // SAFETY: 8 half floats are readable by the contract of `Simd::load_f16`.
         unsafe { _mm256_cvtph_ps(_mm_loadu_si128(p.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(self, p: *const u8) -> __m256 {
+        // SAFETY: 8 bfloat16s are readable by the contract of `Simd::load_bf16`.
+        unsafe {
+            let wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast()));
+            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide))
+        }
     }
     #[inline(always)]
     unsafe fn store_f16(self, p: *mut u8, a: __m256) {
