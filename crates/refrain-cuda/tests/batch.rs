@@ -76,7 +76,8 @@ fn step(runner: &mut dyn Runner, seqs: &mut [Seq], which: &[(usize, usize)]) -> 
             let end = seq.tokens.len().min(seq.n_done + most);
             let want = if end == seq.tokens.len() { Want::Sample(&seq.row) } else { Want::Nothing };
             let (start, slots) = (seq.n_done, seq.slots);
-            StepRequest { tokens: &seq.tokens[start..end], start, table: &seq.table, slots, want }
+            let (tokens, table) = (&seq.tokens[start..end], &seq.table[..]);
+            StepRequest { tokens, start, table, slots, adapter: None, want }
         })
         .collect();
     let mut out = StepOut::default();
