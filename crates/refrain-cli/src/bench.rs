@@ -430,6 +430,9 @@ fn print(out: &mut Stdout, report: &BenchReport, args: &Args) -> anyhow::Result<
     }
     for decode in &report.decode {
         print_decode(out, report, decode, args)?;
+        if let Some(cores) = &decode.busy_cores {
+            out.line(format_args!("         {:.2} CPU cores busy", cores.median()))?;
+        }
     }
     let alone = report.batches.iter().find(|batch| batch.n_seqs == 1).map(|batch| batch.speed.median());
     for batch in &report.batches {
@@ -439,9 +442,6 @@ fn print(out: &mut Stdout, report: &BenchReport, args: &Args) -> anyhow::Result<
         out.line(format_args!("batch    {n:>13}  {speed}{times}"))?;
     }
     if !report.decode.is_empty() {
-        for cores in report.decode.iter().filter_map(|decode| decode.busy_cores.as_ref()) {
-            out.line(format_args!("         {:.2} CPU cores busy", cores.median()))?;
-        }
         if let Some(launches) = report.launches {
             let (by_host, kernels) =
                 (counted(launches.by_host, "launch"), counted(launches.kernels, "kernel"));

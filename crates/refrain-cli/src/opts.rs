@@ -79,7 +79,8 @@ pub(crate) struct LoopOpts {
 pub(crate) enum LoopArg {
     /// The host launches each step, a few steps ahead
     Host,
-    /// The device repeats the step by itself: a reply is one launch, and the host sleeps between tokens
+    /// The device repeats the step by itself: a reply is one launch, and the host sleeps between tokens. Not with guesses, a
+    /// grammar, --verify, --profile or --graph off
     Device,
 }
 
@@ -110,13 +111,18 @@ impl LoopOpts {
             () if device.verify.is_some() => ("--verify compares a step on the host", "remove --verify"),
             () if device.profile.is_some() => ("--profile times single kernels", "remove --profile"),
             () if device.graph == GraphArg::Off => ("--graph off records nothing", "remove --graph off"),
-            () if speculates => ("the host makes the guesses", "remove --speculate or --draft"),
-            () if is_constrained => ("the host computes which tokens may follow", "remove the grammar"),
+            () if speculates => {
+                ("the host makes the guesses", "remove --speculate, --draft and --draft-shape")
+            }
+            () if is_constrained => (
+                "the host computes which tokens may follow",
+                "remove --json-schema, --json-object, --grammar or --regex",
+            ),
             () if device.device == DeviceArg::Cpu => ("the CPU is the host", "choose --device cuda"),
             () => return Ok(()),
         };
         let message = format!("--loop device leaves the host no part in a step, but {}", conflict.0);
-        Err(Hinted::new(message, format!("{}, or --loop device", conflict.1)).into())
+        Err(Hinted::new(message, format!("{}, or remove --loop device", conflict.1)).into())
     }
 }
 
@@ -238,10 +244,6 @@ impl DeviceOpts {
             let speculation = speculation.clone();
             Session::new(model, &SessionOptions { speculation, loops, ..options.clone() })
         })?;
-        if loops == LoopMode::Device && session.backend() == "cpu" {
-            let message = "--loop device needs a CUDA device, and there is none";
-            return Err(Hinted::new(message, "remove --loop; `refrain doctor` shows what is missing").into());
-        }
         if !context.quiet {
             say_placement(&session, self.ple, self.experts);
         }

@@ -96,7 +96,7 @@ fn loops_that_need_the_host_are_refused_with_a_hint() {
         (&["--profile"], "remove --profile"),
         (&["--graph", "off"], "remove --graph off"),
         (&["--speculate", "ngram"], "remove --speculate"),
-        (&["--json-object"], "remove the grammar"),
+        (&["--json-object"], "remove --json-schema"),
         (&["--device", "cpu"], "choose --device cuda"),
     ] {
         let args: Vec<&str> = match more[0] {
@@ -106,6 +106,8 @@ fn loops_that_need_the_host_are_refused_with_a_hint() {
         let said = cli.run(&args).refused();
         assert!(said.contains("--loop device") && said.contains(hint), "{said}");
     }
+    let said = cli.run(&["bench", "stories", "--loop", "device", "--device", "cpu"]).refused();
+    assert!(said.contains("the CPU is the host"), "{said}");
     let said = cli.run(&["run", "A cat", "--loop", "card"]).misused();
     assert!(said.contains("host") && said.contains("device"), "{said}");
 }

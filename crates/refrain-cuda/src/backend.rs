@@ -447,7 +447,11 @@ impl Backend for CudaBackend {
         let compiled = placed.and_then(|()| {
             self.call("compiling a plan", self.options.compile_limit, move |m| {
                 m.compile(id, sent)?;
-                m.prepare_loop(id)
+                let prepared = m.prepare_loop(id);
+                if prepared.is_err() {
+                    m.drop_program(id);
+                }
+                prepared
             })
         });
         let backend = self.name();

@@ -170,6 +170,7 @@ pub(crate) struct DeviceModel {
 
 impl Drop for DeviceModel {
     fn drop(&mut self) {
+        self.pump.stop_loop();
         // The caller's end of the ring must not keep the memory alive.
         self.pump.uninstall();
     }
@@ -698,6 +699,7 @@ impl DeviceModel {
         self.bodies.clear();
         self.programs.clear();
         self.followed = None;
+        self.pump.stop_loop();
         self.pump.uninstall();
         (self.resident, self.kept) = (None, None);
         self.states_are_zero = false;
@@ -712,6 +714,7 @@ impl DeviceModel {
         // Launches keep the memory they were lowered for alive.
         self.programs.values_mut().for_each(|program| program.lowered = Err(DeviceModel::gone()));
         self.followed = None;
+        self.pump.stop_loop();
         self.pump.uninstall();
         self.stream.synchronize().map_err(CudaError::driver("waiting for the last step"))?;
         if let Some(resident) = self.resident.take() {

@@ -271,7 +271,7 @@ impl GemmShape {
         let most = match self.m {
             ..=8 => MIN_VOCABULARY - 1,
             ..=32 => 8192,
-            _ => 4096,
+            _ => 2048,
         };
         !GEMM_DTYPES.contains(&self.dtype) || ((n_products > 1 || self.m <= 8) && self.n <= most)
     }

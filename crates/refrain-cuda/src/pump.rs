@@ -180,7 +180,8 @@ impl Pump {
 
     /// Asks the loop on the device to end.
     pub(crate) fn stop_loop(&self) {
-        lock(&self.ring).as_ref().into_iter().for_each(Ring::stop_loop);
+        // Without a loop, the word may belong to one that is being verified.
+        lock(&self.ring).as_ref().filter(|ring| ring.is_looping()).into_iter().for_each(Ring::stop_loop);
     }
 
     /// Whether a loop was launched that has not been closed.

@@ -189,7 +189,7 @@ pub enum EngineError {
     #[error("guesses of a draft model were requested, the engine has no draft model")]
     NoDraftModel,
     /// The request has the id of an adapter that does not exist.
-    #[error("adapter {id} was requested, the model has {}", known.len())]
+    #[error("adapter id {id} was requested, the ids of the model's {} adapters begin at 0", known.len())]
     UnknownAdapter {
         /// The adapter's id.
         id: u32,
@@ -409,7 +409,7 @@ impl EngineError {
             EngineError::NoDraftModel => Some("give a draft model, or use n-gram guesses".into()),
             EngineError::UnknownAdapter { known, .. } | EngineError::NoAdapterNamed { known, .. } => {
                 Some(match known.is_empty() {
-                    true => "leave out the adapter: the model was loaded without any".into(),
+                    true => "leave out the adapter: the model was loaded without named adapters".into(),
                     false => format!("its adapters are {}", known.join(", ")),
                 })
             }

@@ -243,7 +243,10 @@ impl Server {
         ids.sort_unstable();
         match self.with_decode_rows(&rows, |core, rows| core.decode_rows(rows, policy)) {
             Ok(DecodedStep { choices, tops, took }) => {
-                self.expect_masks(took);
+                // Without a choice, nothing ran.
+                if choices.iter().any(Option::is_some) {
+                    self.expect_masks(took);
+                }
                 let chosen =
                     ids.into_iter().zip(choices).zip(tops).map(|((id, choice), top)| (id, choice, top));
                 // Masks take longest, so the texts that need one go first.

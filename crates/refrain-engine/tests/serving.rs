@@ -146,7 +146,10 @@ fn invalid_requests_are_refused_with_their_numbers_before_anything_runs() {
         refused(&|r| r.n_top_logprobs = 21),
         "21 top log-probabilities were requested, the maximum is 20"
     );
-    assert_eq!(refused(&|r| r.adapter = Some(AdapterId(3))), "adapter 3 was requested, the engine has none");
+    assert_eq!(
+        refused(&|r| r.adapter = Some(AdapterId(3))),
+        "adapter id 3 was requested, the ids of the model's 0 adapters begin at 0"
+    );
     assert_eq!(refused(&|r| r.sampling.top_p = 2.0), "top-p is 2, must be above 0 and at most 1");
     let crowded = refused(&|r| {
         r.sampling.logit_bias = (0..MAX_BIAS as u32).map(|i| (i % 100, 1.0)).collect();

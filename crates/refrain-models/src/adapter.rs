@@ -362,6 +362,10 @@ impl Model {
             (true, &[rank, _]) => rank,
             _ => config.rank,
         };
+        if rank == 0 {
+            let (module, largest) = (part.module.clone(), n_out.min(n_in));
+            return Err(ModelError::AdapterRank { rank, module, largest });
+        }
         for (half, tensor, want) in [("a", &part.a, [rank, n_in]), ("b", &part.b, [n_out, rank])] {
             if tensor.shape().dims() != want {
                 let (module, base_model) = (format!("{}.lora_{half}", part.module), config.base.clone());

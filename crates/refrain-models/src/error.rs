@@ -190,7 +190,7 @@ impl ModelError {
             }
             ModelError::BankName { .. } => Some("give each adapter its own name".into()),
             ModelError::BankOfEncoder { .. } => {
-                Some("attach one adapter with `--lora`, or merge it into the model".into())
+                Some("attach a single adapter, or merge it into the model".into())
             }
             ModelError::AdapterRank { .. } => Some("use a smaller rank; 16 is usual".into()),
             ModelError::AdapterTarget { .. } => {

@@ -163,6 +163,12 @@ impl Models {
         self.all.iter().map(|model| model.name.as_str()).collect()
     }
 
+    /// The names without those of adapters, whose requests count for the model that they share.
+    pub(crate) fn loaded_names(&self) -> Vec<&str> {
+        let loaded = self.all.iter().filter(|model| model.base().is_none());
+        loaded.map(|model| model.name.as_str()).collect()
+    }
+
     /// A model that embeds texts, by name; the first one if a request names none.
     pub(crate) fn find_embedding(
         &self,

@@ -337,7 +337,7 @@ mod tests {
         encode(&message, MAX_FROM_WORKER_BYTES, &mut bytes).unwrap();
         let event = [1, 1, 5, 0, 1, 0xac, 2, 0, 0, 0x80, 0xbf, 1, 1, 0, 0, 0, 0x3f];
         assert_eq!(bytes, [&[17, 0, 0, 0], &event[..]].concat());
-        assert_eq!(hello("a"), *b"RFRW\x03\0\x01a");
+        assert_eq!(hello("a"), *b"RFRW\x04\0\x01a");
         let mut bytes = Vec::new();
         let vector = VectorUpdate { vector: vec![0.5], is_last: true };
         encode(&FromWorker::Events(vec![(5, WireEvent::Vector(vector))]), MAX_FROM_WORKER_BYTES, &mut bytes)

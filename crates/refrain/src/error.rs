@@ -64,6 +64,9 @@ pub enum Error {
     /// A grammar cannot be used.
     #[error(transparent)]
     Grammar(#[from] GrammarError),
+    /// A device was to repeat the steps of a reply, and the model runs on the CPU.
+    #[error("the steps of a reply can be repeated by a CUDA device only, and the model runs on the CPU")]
+    LoopOnCpu,
     /// A model does not fit on its device, and its experts could be kept in host memory.
     #[error("{source}; {} of the weights are experts, of which a token reads few", MemorySize(*expert_bytes))]
     ExpertsOnDevice {
@@ -327,6 +330,9 @@ impl Error {
                 Some("keep the table in pinned memory, or leave it in the mapped file on the host".into())
             }
             Error::Grammar(e) => e.hint(),
+            Error::LoopOnCpu => {
+                Some("choose a CUDA device, or let the host launch the steps; `refrain doctor` shows what is missing".into())
+            }
             Error::ExpertsOnDevice { .. } => {
                 Some("keep the experts in pinned host memory, or use a model with smaller weights".into())
             }

@@ -98,6 +98,6 @@ pub(crate) async fn status(State(app): State<Arc<App>>) -> Json<Value> {
 }
 
 pub(crate) async fn metrics(State(app): State<Arc<App>>) -> impl IntoResponse {
-    let text = render(&app.metrics, &app.backend.status(), &app.models.names());
+    let text = render(&app.metrics, &app.backend.status(), &app.models.loaded_names());
     ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text)
 }

@@ -180,7 +180,7 @@ fn of_vllm(page: &mut Page, metrics: &Metrics, status: &BackendStatus, models: &
             let value = match name {
                 // The fullest worker decides whether another request fits.
                 "vllm:kv_cache_usage_perc" => of_model().map(share).fold(0.0, f64::max),
-                _ => of_model().map(read).sum(),
+                _ => of_model().map(read).sum::<f64>() + 0.0,
             };
             page.line(name, &[("model_name", model)], value);
         }

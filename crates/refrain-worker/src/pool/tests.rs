@@ -216,7 +216,7 @@ async fn a_hostile_worker_is_replaced_and_the_reply_is_whole() {
     let cases: Vec<(Script, &str)> = vec![
         (Box::new(|s| drop(UnixStream::connect(s).unwrap().write_all(b"HTTP/1.1 200"))), "instead of"),
         (Box::new(|s| drop(UnixStream::connect(s).unwrap().write_all(b"RFRW\xff\xff\0"))), "version 65535"),
-        (Box::new(|s| drop(UnixStream::connect(s).unwrap().write_all(b"RFRW\x03\0\x01x"))), "build x"),
+        (Box::new(|s| drop(UnixStream::connect(s).unwrap().write_all(b"RFRW\x04\0\x01x"))), "build x"),
         (scripted(move |s, _| frame(s, &[0xff; 40])), "is not a message"),
         (scripted(move |s, _| frame(s, &[])), "is not a message"),
         // A list of 2^60 events, of which none follows.
