@@ -49,7 +49,7 @@ fn suite(steps: &mut Vec<(String, Duration)>, skipped: &mut Vec<String>) -> Resu
     // Everything is built once: the program that downloads the models is the one under test.
     features.push("real-models");
     step("build", &mut || test(&features, &["--no-run"], nvrtc.as_deref()))?;
-    let refrain = root().join("target/ci/refrain").to_string_lossy().into_owned();
+    let refrain = Path::new(&target_folder()?).join("ci/refrain").to_string_lossy().into_owned();
     step("real models", &mut || {
         let missing = models::fetch(&|arguments| shell::command(&refrain, arguments))?;
         if !missing.is_empty() {
@@ -93,6 +93,13 @@ fn test(features: &[&str], arguments: &[&str], nvrtc: Option<&Path>) -> Result<(
     let status = command.status()?;
     anyhow::ensure!(status.success(), "cargo {}: {status}", line.join(" "));
     Ok(())
+}
+
+/// Folder that cargo builds in.
+fn target_folder() -> Result<String> {
+    let metadata = shell::output("cargo", &["metadata", "--no-deps", "--format-version", "1"])?;
+    let metadata: serde_json::Value = serde_json::from_str(&metadata)?;
+    Ok(metadata["target_directory"].as_str().unwrap_or("target").to_owned())
 }
 
 /// Returns `crate/feature` for every workspace crate that has one of these features.

@@ -270,7 +270,7 @@ impl GemmShape {
     pub(crate) fn is_faster_as_batch(&self, n_products: usize) -> bool {
         let most = match self.m {
             ..=8 => MIN_VOCABULARY - 1,
-            ..=32 => 8192,
+            9..=32 => 8192,
             _ => 2048,
         };
         !GEMM_DTYPES.contains(&self.dtype) || ((n_products > 1 || self.m <= 8) && self.n <= most)

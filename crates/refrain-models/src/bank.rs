@@ -147,9 +147,10 @@ impl Model {
     /// The factors of all sites that an adapter adapts.
     fn site_factors(&self, adapters: &[BankAdapter]) -> Result<Vec<SiteFactors<'_>>, ModelError> {
         let mut sites: Vec<SiteFactors<'_>> = Vec::new();
-        for (idx, BankAdapter { adapter, scale, .. }) in adapters.iter().enumerate() {
+        for (idx, BankAdapter { name, adapter, scale }) in adapters.iter().enumerate() {
             for part in &adapter.parts {
-                let fitted = self.fit(adapter, part)?;
+                let named = |source| ModelError::InBank { name: name.clone(), source: Box::new(source) };
+                let fitted = self.fit(adapter, part).map_err(named)?;
                 let factor = adapter.config.scale(fitted.rank) as f32 * *scale as f32;
                 let b = self.second_factor(fitted.site, &part.b, Some(factor))?;
                 let at = match sites.iter().position(|known| std::ptr::eq(known.site, fitted.site)) {

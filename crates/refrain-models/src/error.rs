@@ -127,6 +127,14 @@ pub enum ModelError {
         /// The cause.
         source: Box<GraphError>,
     },
+    /// One of several adapters does not fit the model.
+    #[error("adapter {name} cannot be used: {source}")]
+    InBank {
+        /// Name of the adapter.
+        name: String,
+        /// Why.
+        source: Box<ModelError>,
+    },
     /// A rank that is out of range for the model.
     #[error("rank {rank} is out of range for {module}: it must be at least 1 and at most {largest}")]
     AdapterRank {
@@ -192,6 +200,7 @@ impl ModelError {
             ModelError::BankOfEncoder { .. } => {
                 Some("attach a single adapter, or merge it into the model".into())
             }
+            ModelError::InBank { source, .. } => source.hint(),
             ModelError::AdapterRank { .. } => Some("use a smaller rank; 16 is usual".into()),
             ModelError::AdapterTarget { .. } => {
                 Some("give some of those names, separated by commas, or use `all` or `attention`".into())

@@ -64,6 +64,16 @@ pub enum Error {
     /// A grammar cannot be used.
     #[error(transparent)]
     Grammar(#[from] GrammarError),
+    /// One of several adapters cannot be read.
+    #[error("adapter {name} in {folder} cannot be read: {source}")]
+    Adapter {
+        /// Its name.
+        name: String,
+        /// Its folder.
+        folder: String,
+        /// Why.
+        source: Box<Error>,
+    },
     /// A device was to repeat the steps of a reply, and the model runs on the CPU.
     #[error("the steps of a reply can be repeated by a CUDA device only, and the model runs on the CPU")]
     LoopOnCpu,
@@ -330,6 +340,9 @@ impl Error {
                 Some("keep the table in pinned memory, or leave it in the mapped file on the host".into())
             }
             Error::Grammar(e) => e.hint(),
+            Error::Adapter { .. } => {
+                Some("check the path: an adapter is a folder with adapter_config.json and adapter_model.safetensors".into())
+            }
             Error::LoopOnCpu => {
                 Some("choose a CUDA device, or let the host launch the steps; `refrain doctor` shows what is missing".into())
             }

@@ -119,7 +119,11 @@ impl Model {
     /// [`SessionOptions::adapter`]: crate::SessionOptions::adapter
     pub fn with_loras(&self, adapters: &[NamedLora]) -> Result<Model, Error> {
         let read = |lora: &NamedLora| {
-            let adapter = read_adapter(&lora.folder, lora.scale)?;
+            let adapter = read_adapter(&lora.folder, lora.scale).map_err(|source| Error::Adapter {
+                name: lora.name.clone(),
+                folder: lora.folder.display().to_string(),
+                source: Box::new(source),
+            })?;
             Ok(BankAdapter { name: lora.name.clone(), adapter, scale: lora.scale })
         };
         let bank = adapters.iter().map(read).collect::<Result<Vec<_>, Error>>()?;

@@ -68,10 +68,13 @@ pub fn lora_down_row(level: Level, a: LoraFactor<'_>, x: &[f32], first: usize, t
     a.check();
     let fits = x.len() == a.n_cols && first + t.len() <= a.n_rows();
     assert!(fits, "{} elements for rows {first}.. of {} columns", x.len(), a.n_cols);
-    match a.dtype {
-        DType::F16 => level.dispatch(DownRow::<HalfRow> { a, x, t, first, row: PhantomData }),
-        DType::BF16 => level.dispatch(DownRow::<Bf16Row> { a, x, t, first, row: PhantomData }),
-        _ => level.dispatch(DownRow::<FloatRow> { a, x, t, first, row: PhantomData }),
+    // `check` refuses all but these three.
+    if a.dtype == DType::F16 {
+        level.dispatch(DownRow::<HalfRow> { a, x, t, first, row: PhantomData });
+    } else if a.dtype == DType::BF16 {
+        level.dispatch(DownRow::<Bf16Row> { a, x, t, first, row: PhantomData });
+    } else {
+        level.dispatch(DownRow::<FloatRow> { a, x, t, first, row: PhantomData });
     }
 }
 
@@ -119,9 +122,12 @@ pub fn lora_up_row(level: Level, b: LoraFactor<'_>, t: &[f32], first: usize, y: 
     b.check();
     let fits = t.len() == b.n_rows() && first + y.len() <= b.n_cols;
     assert!(fits, "{} elements for columns {first}.. of {} rows", t.len(), b.n_rows());
-    match b.dtype {
-        DType::F16 => level.dispatch(UpRow::<HalfRow> { b, t, y, first, row: PhantomData }),
-        DType::BF16 => level.dispatch(UpRow::<Bf16Row> { b, t, y, first, row: PhantomData }),
-        _ => level.dispatch(UpRow::<FloatRow> { b, t, y, first, row: PhantomData }),
+    // `check` refuses all but these three.
+    if b.dtype == DType::F16 {
+        level.dispatch(UpRow::<HalfRow> { b, t, y, first, row: PhantomData });
+    } else if b.dtype == DType::BF16 {
+        level.dispatch(UpRow::<Bf16Row> { b, t, y, first, row: PhantomData });
+    } else {
+        level.dispatch(UpRow::<FloatRow> { b, t, y, first, row: PhantomData });
     }
 }
