@@ -263,6 +263,9 @@ fn load_runner(
     let (kind, cuda) = match options.device.cuda_options() {
         Ok(cuda) => cuda,
         Err(threads) => {
+            if options.loops == LoopMode::Device {
+                return Err(Error::LoopOnCpu);
+            }
             let backend = CpuBackend::shared(threads)?;
             let weights = match options.table {
                 TablePlacement::Host => &Arc::new(weights.with_table_on_host()),

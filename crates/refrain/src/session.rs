@@ -179,9 +179,6 @@ impl Session {
     pub fn new(model: &Model, options: &SessionOptions) -> Result<Session, Error> {
         options.speculation.check_tokens(model)?;
         let (made, sequence) = model.engines().open(model.weights(), model.name(), options)?;
-        if options.loops == LoopMode::Device && made.engine.backend() == "cpu" {
-            return Err(Error::LoopOnCpu);
-        }
         // Weights that were repacked or uploaded are not read from the file again. Others, such as float weights on the
         // CPU, are paged in again when they are read.
         model.files().release();
