@@ -7,7 +7,7 @@ use crate::out::{counted, talk, thousands};
 use crate::resolve::{self, FoundModel};
 use crate::speculate::SpeculateOpts;
 use crate::worker;
-use refrain::{Builtin, ServiceOptions, SessionOptions};
+use refrain::{Builtin, Model, ServiceOptions, SessionOptions};
 use refrain_server::{ApiKeys, ServedModel, Server, ServerOptions, TlsFiles};
 use refrain_worker::{Deadlines, PoolOptions, Refusal, TokenBackend, WorkerPool};
 use std::ffi::OsString;
@@ -244,8 +244,15 @@ pub(crate) fn run(args: &Args, context: &CliContext) -> anyhow::Result<()> {
     let keys = args.keys(context)?;
     let named = args.models(context)?;
     let mut served = Vec::with_capacity(named.len());
+    let mut first: Option<Model> = None;
     for model in &named {
-        let opened = ServedModel::new(&model.name, model.found.open()?)?;
+        // Adapters are those of the first model, and share its tokenizer.
+        let opened = match (&model.base, &first) {
+            (Some(_), Some(first)) => first.clone(),
+            _ => model.found.open()?,
+        };
+        first.get_or_insert_with(|| opened.clone());
+        let opened = ServedModel::new(&model.name, opened)?;
         served.push(match &model.base {
             Some(base) => opened.with_base(base),
             None => opened,

@@ -258,7 +258,11 @@ fn banks_that_cannot_be_attached_are_refused() {
     assert_eq!((error.to_string().as_str(), error.hint().is_some()), ("two adapters are named all", true));
     bank[2].name = "some".into();
     bank[2].adapter.parts[0].module = "model.layers.7.mlp.up_proj".into();
-    assert!(matches!(base.with_adapter_bank(&bank), Err(ModelError::AdapterModule { .. })));
+    let error = base.with_adapter_bank(&bank).unwrap_err();
+    assert!(error.to_string().starts_with("adapter some cannot be used: "), "{error}");
+    assert!(
+        matches!(&error, ModelError::InBank { source, .. } if matches!(**source, ModelError::AdapterModule { .. }))
+    );
     let error = open("bert").with_adapter_bank(&[]).unwrap_err();
     assert!(error.to_string().contains("embeds texts") && error.hint().is_some(), "{error}");
 }
