@@ -33,7 +33,7 @@ const SUBMITTED_PER_ROW: usize = 4;
 ///
 /// Each line of IN is a JSON object: OpenAI's batch format (custom_id, url, body), or a plain line with a prompt or
 /// messages and optionally max_tokens, temperature, top_p, top_k, min_p, seed, stop, frequency_penalty,
-/// presence_penalty, repeat_penalty, logit_bias, response_format (as in OpenAI's API), adapter (see --lora) and id. OUT gets one line per line of IN, in the same order: text, finish
+/// presence_penalty, repeat_penalty, logit_bias, response_format (as in OpenAI's API), adapter (see --lora; or its name as model) and id. OUT gets one line per line of IN, in the same order: text, finish
 /// and token counts, or an error. A line that cannot be answered does not stop the others. If OUT exists, the command
 /// continues after its last line. Blank lines are skipped.
 #[derive(clap::Args, Debug)]
@@ -289,7 +289,8 @@ impl BatchRun<'_> {
             self.args.sampling.generate(ask.sampling.over(usual), is_raw.then_some(RAW_MAX_TOKENS));
         options.max_tokens = ask.max_tokens.or(options.max_tokens);
         options.stop.extend(ask.stop.iter().cloned());
-        options.adapter.clone_from(&ask.adapter);
+        let of_server = ask.model.as_ref().filter(|name| model.adapter_names().contains(*name));
+        options.adapter = ask.adapter.as_ref().or(of_server).cloned();
         options.cancel = Some(self.cancel.clone());
         options.grammar = source.map(|source| self.grammars.compile(model, source)).transpose()?;
         Ok((tokens, options))

@@ -558,6 +558,8 @@ fn adapters_share_one_loaded_model_and_each_request_gets_its_own() {
 {"prompt": "The", "adapter": "clock", "id": "clock"}
 {"prompt": "The", "adapter": "sea", "id": "sea"}
 {"prompt": "The", "adapter": "poems", "id": "poems"}
+{"prompt": "The", "model": "sea", "id": "a line for a server"}
+{"prompt": "The", "model": "another", "id": "a line for another server"}
 "#;
     cli.file("in.jsonl", asked);
     cli.run(&[&["batch", "--raw", "stories", "in.jsonl", "-o", "out.jsonl"], &lora[..], &greedy].concat());
@@ -565,6 +567,8 @@ fn adapters_share_one_loaded_model_and_each_request_gets_its_own() {
     let answers: Vec<Value> = answers.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
     let error = answers[3]["error"].as_str().expect("an error");
     assert!(error.contains("no adapter \"poems\"") && error.contains("clock, sea"), "{error}");
+    assert_eq!(answers[4]["text"], answers[2]["text"], "a model that is the name of an adapter");
+    assert_eq!(answers[5]["text"], answers[0]["text"]);
     let want: Vec<&str> = answers[..3].iter().map(|answer| answer["text"].as_str().expect("text")).collect();
     assert!(want[0] != want[1] && want[1] != want[2], "the adapters were not trained enough: {want:?}");
     for (name, want) in names.iter().zip(&want).skip(1) {

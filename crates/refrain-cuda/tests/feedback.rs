@@ -1,7 +1,8 @@
 //! Runs on the backend itself, of a small decode step with and without a host step.
 
+mod small_step;
+
 use std::num::NonZeroU32;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use refrain_cuda::{
@@ -10,99 +11,17 @@ use refrain_cuda::{
 use refrain_driver::sim::{FaultScript, SimDriver, SimOptions};
 use refrain_driver::{Device, Method};
 use refrain_graph::{
-    Attention, Backend, CompileError, ControlBlock, Feedback, Graph, GraphBuilder, HostBuf, HostCall,
-    HostCallError, HostFn, Io, Op, Plan, PlanOptions, Ran, Reason, RowLimits, Run, RunError, SAMPLE_PARAMS,
-    Sample, SamplingInputs, State, StateEdit, StateId, StatePart, StepInputs, StepKind, StepShape,
-    TensorType, Weight, WeightId,
+    Backend, CompileError, ControlBlock, Feedback, Graph, Io, Plan, PlanOptions, Ran, Reason, RowLimits, Run,
+    RunError, StateEdit, StateId, StatePart,
 };
 use refrain_tensor::{Bytes, DType, HostTensor};
 use refrain_testkit::{Fill, tensor};
+use small_step::{D, KV_BLOCK, N_BLOCKS, N_HISTORY, SmallStep};
 
 const VOCAB: usize = 24;
-const D: usize = 16;
-const N_HISTORY: usize = 8;
-const KV_BLOCK: usize = 8;
-const N_BLOCKS: usize = 8;
 
-/// A host step that copies its input.
-struct Same;
-
-impl HostFn for Same {
-    fn infer(&self, inputs: &[TensorType]) -> Result<Vec<TensorType>, HostCallError> {
-        Ok(vec![inputs[0]])
-    }
-
-    fn call(&self, inputs: &[HostBuf<'_>], outputs: &mut [&mut [u8]]) -> Result<(), HostCallError> {
-        outputs[0].copy_from_slice(inputs[0].bytes);
-        Ok(())
-    }
-}
-
-/// Embedding, attention of one head over the rows so far, logits, and a choice per token.
 fn step(n_tokens: usize, on_host: bool) -> Graph {
-    let weight = Weight { name: "embedding".into(), ty: TensorType::new(DType::F32, [VOCAB, D]) };
-    let cache = TensorType::new(DType::F32, [N_BLOCKS, 1, KV_BLOCK, D]);
-    let states = ["k", "v"].map(|name| State::paged(name, cache));
-    let mut b = GraphBuilder::new(vec![weight], states.to_vec());
-    let table = b.weight(WeightId::from_idx(0));
-    let mut input = |name: &str, dtype, dims: &[usize]| {
-        let shape = refrain_tensor::Shape::new(dims).unwrap();
-        b.input(name, TensorType::new(dtype, shape)).unwrap()
-    };
-    let [tokens, positions, seqs] =
-        ["tokens", "positions", "seqs"].map(|name| input(name, DType::I32, &[n_tokens]));
-    let tables = input("tables", DType::I32, &[1, N_BLOCKS]);
-    let params = input("params", DType::F32, &[n_tokens, SAMPLE_PARAMS]);
-    let rng = input("rng", DType::U32, &[n_tokens, 4]);
-    let [history, bias_ids] =
-        ["history", "bias_ids"].map(|name| input(name, DType::I32, &[n_tokens, N_HISTORY]));
-    let bias = input("bias", DType::F32, &[n_tokens, N_HISTORY]);
-    let places = [positions, seqs, tables];
-    let mut x = b.gather_rows(table, tokens, DType::F32).unwrap();
-    if on_host {
-        let call = HostCall { name: "same", because: "it runs on the host", function: Arc::new(Same) };
-        x = b.host_call(call, &[x]).unwrap()[0];
-    }
-    let heads = b.reshape(x, &[n_tokens, 1, D]).unwrap();
-    let caches = [0, 1].map(|i| {
-        let cache = b.state(StateId::from_idx(i));
-        b.kv_append(cache, heads, places).unwrap()
-    });
-    let attention = Attention { scale: 0.25, window: None, softcap: None };
-    let y = b.attention(attention, heads, caches, places).unwrap();
-    let y = b.reshape(y, &[n_tokens, D]).unwrap();
-    let logits = b.linear(y, table, None, "output").unwrap();
-    let inputs = [logits, params, rng, history, bias_ids, bias];
-    let chosen = b.node(Op::Sample(Sample::default()), &inputs, "sample").unwrap();
-    b.output("token", chosen[0]).unwrap();
-    b.output("logprob", chosen[1]).unwrap();
-    let kind = if n_tokens == 1 { StepKind::Decode } else { StepKind::Prompt };
-    let id = |value| b.input_id(value);
-    let sampling = SamplingInputs {
-        params: id(params),
-        rng: id(rng),
-        history: id(history),
-        bias_ids: id(bias_ids),
-        bias: id(bias),
-        mask: None,
-        token: 0,
-        logprob: 1,
-        top: None,
-    };
-    let declared = StepInputs {
-        shape: StepShape { kind, n_tokens, n_seqs: 1, n_choices: n_tokens },
-        tokens: id(tokens),
-        positions: id(positions),
-        seqs: id(seqs),
-        tables: Some(id(tables)),
-        slots: None,
-        adapters: None,
-        rows: None,
-        sampling: Some(sampling),
-        logits: None,
-    };
-    b.declare_step(declared);
-    b.finish()
+    SmallStep { vocab: VOCAB, n_tokens, n_seqs: 1, is_masked: false, on_host }.graph()
 }
 
 fn limits(n_positions: usize) -> RowLimits {

@@ -1,7 +1,8 @@
 //! Steps in two parts: the body is launched ahead, the choice once its masks are known.
 
+mod small_step;
+
 use std::num::NonZeroU32;
-use std::sync::Arc;
 
 use refrain_cuda::{
     CacheOptions, CudaBackend, CudaCompiled, CudaOptions, CudaStates, CudaWeights, GraphMode,
@@ -9,102 +10,19 @@ use refrain_cuda::{
 use refrain_driver::Device;
 use refrain_driver::sim::{FaultScript, SimDriver, SimOptions};
 use refrain_graph::{
-    Attention, Backend, CommittedStep, ControlBlock, Feedback, Graph, GraphBuilder, HostBuf, HostCall,
-    HostCallError, HostFn, Io, LateRows, Op, Ran, Reason, RowLimits, Run, RunError, SAMPLE_PARAMS, Sample,
-    SamplingInputs, SegmentKind, State, StateId, StepInputs, StepKind, StepShape, TensorType, Weight,
-    WeightId,
+    Backend, CommittedStep, ControlBlock, Feedback, Graph, Io, LateRows, Op, Ran, Reason, RowLimits, Run,
+    RunError, Sample, SegmentKind,
 };
-use refrain_tensor::DType;
 use refrain_testkit::{Fill, tensor};
+use small_step::{KV_BLOCK, N_BLOCKS, N_HISTORY, SmallStep};
 
 const VOCAB: usize = 40;
-const D: usize = 16;
 const N_ROWS: usize = 3;
-const N_HISTORY: usize = 8;
-const KV_BLOCK: usize = 8;
-const N_BLOCKS: usize = 8;
-const BLOCKS_EACH: usize = 8;
 const N_WORDS: usize = VOCAB.div_ceil(32);
 
-/// A host step that copies its input.
-struct Same;
-
-impl HostFn for Same {
-    fn infer(&self, inputs: &[TensorType]) -> Result<Vec<TensorType>, HostCallError> {
-        Ok(vec![inputs[0]])
-    }
-
-    fn call(&self, inputs: &[HostBuf<'_>], outputs: &mut [&mut [u8]]) -> Result<(), HostCallError> {
-        outputs[0].copy_from_slice(inputs[0].bytes);
-        Ok(())
-    }
-}
-
-/// A decode step of three sequences with masks: embedding, attention, logits, choices.
+/// A decode step of three sequences with masks.
 fn step(on_host: bool) -> Graph {
-    let weight = Weight { name: "embedding".into(), ty: TensorType::new(DType::F32, [VOCAB, D]) };
-    let cache = TensorType::new(DType::F32, [N_ROWS * N_BLOCKS, 1, KV_BLOCK, D]);
-    let states = ["k", "v"].map(|name| State::paged(name, cache));
-    let mut b = GraphBuilder::new(vec![weight], states.to_vec());
-    let table = b.weight(WeightId::from_idx(0));
-    let mut input = |name: &str, dtype, dims: &[usize]| {
-        let shape = refrain_tensor::Shape::new(dims).unwrap();
-        b.input(name, TensorType::new(dtype, shape)).unwrap()
-    };
-    let [tokens, positions, seqs] =
-        ["tokens", "positions", "seqs"].map(|name| input(name, DType::I32, &[N_ROWS]));
-    let tables = input("tables", DType::I32, &[N_ROWS, BLOCKS_EACH]);
-    let params = input("params", DType::F32, &[N_ROWS, SAMPLE_PARAMS]);
-    let rng = input("rng", DType::U32, &[N_ROWS, 4]);
-    let [history, bias_ids] =
-        ["history", "bias_ids"].map(|name| input(name, DType::I32, &[N_ROWS, N_HISTORY]));
-    let bias = input("bias", DType::F32, &[N_ROWS, N_HISTORY]);
-    let mask = input("mask", DType::U32, &[N_ROWS, N_WORDS]);
-    let places = [positions, seqs, tables];
-    let mut x = b.gather_rows(table, tokens, DType::F32).unwrap();
-    if on_host {
-        let call = HostCall { name: "same", because: "it runs on the host", function: Arc::new(Same) };
-        x = b.host_call(call, &[x]).unwrap()[0];
-    }
-    let heads = b.reshape(x, &[N_ROWS, 1, D]).unwrap();
-    let caches = [0, 1].map(|i| {
-        let cache = b.state(StateId::from_idx(i));
-        b.kv_append(cache, heads, places).unwrap()
-    });
-    let attention = Attention { scale: 0.25, window: None, softcap: None };
-    let y = b.attention(attention, heads, caches, places).unwrap();
-    let y = b.reshape(y, &[N_ROWS, D]).unwrap();
-    let logits = b.linear(y, table, None, "output").unwrap();
-    let inputs = [logits, params, rng, history, bias_ids, bias, mask];
-    let chosen = b.node(Op::Sample(Sample { masked: true, n_top: 0 }), &inputs, "sample").unwrap();
-    b.output("token", chosen[0]).unwrap();
-    b.output("logprob", chosen[1]).unwrap();
-    let id = |value| b.input_id(value);
-    let sampling = SamplingInputs {
-        params: id(params),
-        rng: id(rng),
-        history: id(history),
-        bias_ids: id(bias_ids),
-        bias: id(bias),
-        mask: Some(id(mask)),
-        token: 0,
-        logprob: 1,
-        top: None,
-    };
-    let declared = StepInputs {
-        shape: StepShape { kind: StepKind::Decode, n_tokens: N_ROWS, n_seqs: N_ROWS, n_choices: N_ROWS },
-        tokens: id(tokens),
-        positions: id(positions),
-        seqs: id(seqs),
-        tables: Some(id(tables)),
-        slots: None,
-        adapters: None,
-        rows: None,
-        sampling: Some(sampling),
-        logits: None,
-    };
-    b.declare_step(declared);
-    b.finish()
+    SmallStep { vocab: VOCAB, n_tokens: N_ROWS, n_seqs: N_ROWS, is_masked: true, on_host }.graph()
 }
 
 struct Bed {
@@ -152,7 +70,7 @@ impl Bed {
         control.set_i32(find("tokens"), &[3, 7, 11]).unwrap();
         control.set_i32(find("positions"), &[0; N_ROWS]).unwrap();
         control.set_i32(find("seqs"), &[0, 1, 2]).unwrap();
-        let tables: Vec<i32> = (0..(N_ROWS * BLOCKS_EACH) as i32).rev().collect();
+        let tables: Vec<i32> = (0..(N_ROWS * N_BLOCKS) as i32).rev().collect();
         control.set_i32(find("tables"), &tables).unwrap();
         control.set_i32(find("history"), &[-1; N_ROWS * N_HISTORY]).unwrap();
         control.set_i32(find("bias_ids"), &[-1; N_ROWS * N_HISTORY]).unwrap();
@@ -165,7 +83,7 @@ impl Bed {
 
     fn run(&self) -> Run {
         let feedback = Feedback::of(self.backend.plan(&self.compiled)).unwrap();
-        let n_positions = BLOCKS_EACH * KV_BLOCK;
+        let n_positions = N_BLOCKS * KV_BLOCK;
         let limits = RowLimits { n_positions, n_choices: usize::MAX, window: 5, ..RowLimits::default() };
         Run::new(feedback, self.control(), vec![Some(limits); N_ROWS])
     }
@@ -375,7 +293,7 @@ fn rows_that_leave_or_join_while_a_body_is_in_flight_do_so_after_its_choice() {
             // The same sequence joins again where it left, with a mask that is not known yet.
             let (token, position) = (*said[1].last().unwrap(), said[1].len());
             let limits = RowLimits {
-                n_positions: BLOCKS_EACH * KV_BLOCK,
+                n_positions: N_BLOCKS * KV_BLOCK,
                 n_choices: usize::MAX,
                 window: 5,
                 history_next: position % 5,

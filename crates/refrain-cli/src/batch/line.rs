@@ -35,6 +35,8 @@ pub(crate) struct BatchAsk {
     pub(crate) sampling: LineSampling,
     /// Name of the adapter to apply.
     pub(crate) adapter: Option<String>,
+    /// The model that a line for a server names, which may be an adapter there.
+    pub(crate) model: Option<String>,
     /// What the answer must be.
     pub(crate) source: Option<GrammarSource>,
 }
@@ -243,6 +245,7 @@ fn read_ask(object: &Map<String, Value>, is_plain: bool) -> Result<BatchAsk, Str
         Some(Value::String(name)) => Some(name.clone()),
         Some(other) => return Err(format!("adapter is {other}, must be the name of an adapter")),
     };
+    ask.model = object.get("model").and_then(Value::as_str).map(str::to_owned);
     ask.source = read_format(object.get("response_format"))?;
     ask.sampling = LineSampling {
         temperature: float(object, &["temperature"])?,
