@@ -11,7 +11,7 @@ use refrain_driver::Device;
 use refrain_driver::sim::{FaultScript, SimDriver, SimOptions};
 use refrain_graph::{
     Backend, CommittedStep, ControlBlock, Feedback, Graph, Io, LateRows, Op, Ran, Reason, RowLimits, Run,
-    RunError, Sample, SegmentKind,
+    RunError, SegmentKind,
 };
 use refrain_testkit::{Fill, tensor};
 use small_step::{KV_BLOCK, N_BLOCKS, N_HISTORY, SmallStep};
